@@ -1,0 +1,169 @@
+"""Which options go together, as data.
+
+Three tables, used by the configuration's checks, by `explain`, and by the documents:
+
+- `RELATIONS`: equations between sizes. Checked when a config is read.
+- `EXCLUSIONS`: options that need or forbid one another. Checked when a config is read.
+- `LIMITS`: what is not built yet: the only values an option may have for a run to *start*. A config that asks for more
+  can still be read, explained, sized and built on meta; it is never silently trained as something else.
+
+Rows see a resolved config (`config.resolved`) through `Values`, which maps "section.key" to its value.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """An equation between sizes.
+
+    Attributes:
+        options: the options in it.
+        equation: as printed.
+        holds: whether it does.
+        got: the equation with the values in it.
+        do: what to change.
+    """
+
+    options: tuple[str, ...]
+    equation: str
+    holds: Callable[[Values], bool]
+    got: Callable[[Values], str]
+    do: str
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """`option` in `values` needs `other` to be in `allowed`."""
+
+    option: str
+    values: tuple[Any, ...]
+    other: str
+    allowed: tuple[Any, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The only values that can be trained with today."""
+
+    option: str
+    allowed: tuple[Any, ...]
+
+
+def _divides(small: str, large: str, do: str) -> Relation:
+    return Relation(
+        (large, small),
+        f"{large} % {small} == 0",
+        lambda v: v[large] % v[small] == 0,
+        lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}",
+        do,
+    )
+
+
+def _even_head(v: Values) -> bool:
+    return v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0
+
+
+RELATIONS: tuple[Relation, ...] = (
+    _divides("model.heads", "model.hidden", "change model.heads or model.hidden"),
+    _divides("model.kv_heads", "model.heads", "change model.kv_heads or model.heads"),
+    _divides("parallel.tensor", "model.kv_heads", "lower parallel.tensor: a key-value head is never split"),
+    _divides("parallel.tensor", "model.ffn", "change parallel.tensor or model.ffn"),
+    _divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
+    Relation(
+        ("model.position", "model.hidden", "model.heads"),
+        "(model.hidden / model.heads) % 2 == 0 with model.position rotary",
+        _even_head,
+        lambda v: f"{v['model.hidden']} / {v['model.heads']} = {v['model.hidden'] // v['model.heads']}",
+        "change model.heads or model.hidden",
+    ),
+    Relation(
+        ("parallel.sequence", "model.seq_len", "parallel.tensor"),
+        "model.seq_len % parallel.tensor == 0 with parallel.sequence",
+        lambda v: not v["parallel.sequence"] or v["model.seq_len"] % v["parallel.tensor"] == 0,
+        lambda v: f"{v['model.seq_len']} % {v['parallel.tensor']} = {v['model.seq_len'] % v['parallel.tensor']}",
+        "change model.seq_len or parallel.tensor",
+    ),
+    Relation(
+        ("model.layers", "parallel.pipeline", "pipeline.chunks"),
+        "model.layers >= parallel.pipeline * pipeline.chunks",
+        lambda v: v["model.layers"] >= v["parallel.pipeline"] * v["pipeline.chunks"],
+        lambda v: f"{v['model.layers']} < {v['parallel.pipeline']} * {v['pipeline.chunks']}",
+        "lower parallel.pipeline or pipeline.chunks",
+    ),
+    Relation(
+        ("schedule.min_lr", "optimizer.lr"),
+        "schedule.min_lr <= optimizer.lr",
+        lambda v: v["schedule.min_lr"] <= v["optimizer.lr"],
+        lambda v: f"{v['schedule.min_lr']} > {v['optimizer.lr']}",
+        "lower schedule.min_lr",
+    ),
+)
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    Exclusion("pipeline.schedule", ("gpipe", "1f1b", "zb-h1"), "pipeline.chunks", (1,), "one chunk per rank"),
+    Exclusion("pipeline.schedule", ("zb-v",), "pipeline.chunks", (2,), "its V has two chunks per rank"),
+    Exclusion("zero.offload.optimizer", ("cpu", "nvme"), "zero.stage", (1, 2, 3), "only sharded state is offloaded"),
+    Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
+    Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits the saved inputs of recompute"),
+    Exclusion("memory.offload", (True,), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
+)
+
+# An option that is missing here works; so does a value that is listed.
+LIMITS: tuple[Limit, ...] = (
+    Limit("run.time_limit", (None,)),
+    Limit("parallel.tensor", (1,)),
+    Limit("parallel.pipeline", (1,)),
+    Limit("parallel.timeout", (120,)),
+    Limit("zero.stage", (1,)),
+    Limit("zero.grad_dtype", ("fp32",)),
+    Limit("zero.bucket_mb", (64.0,)),
+    Limit("zero.offload.optimizer", ("none",)),
+    Limit("zero.offload.parameters", ("none",)),
+    Limit("zero.offload.path", (None,)),
+    Limit("memory.recompute", ("none",)),
+    Limit("memory.partition", (False,)),
+    Limit("memory.offload", (False,)),
+    Limit("pipeline.schedule", ("1f1b",)),
+    Limit("pipeline.chunks", (1,)),
+    Limit("precision.dtype", ("fp32", "fp64")),
+    Limit("precision.kernels", ("auto", "reference")),
+    Limit("checkpoint.every", (None,)),
+    Limit("checkpoint.keep", (None,)),
+    Limit("checkpoint.async", (False,)),
+    Limit("checkpoint.resume", ("none",)),
+)
+
+# Verbs of the contract, and whether they run today.
+VERBS: dict[str, bool] = {
+    "train": True,
+    "explain": True,
+    "generate": True,
+    "certify": False,
+    "schedule": False,
+    "plan": False,
+    "simulate": False,
+    "export": False,
+    "import": False,
+    "report": False,
+    "doctor": False,
+}
+
+
+def broken_relations(values: Values) -> list[Relation]:
+    """The equations that do not hold. One whose divisor is zero cannot occur: sizes are at least 1."""
+    return [relation for relation in RELATIONS if not relation.holds(values)]
+
+
+def broken_exclusions(values: Values) -> list[Exclusion]:
+    return [e for e in EXCLUSIONS if values[e.option] in e.values and values[e.other] not in e.allowed]
+
+
+def beyond_limits(values: Values) -> list[Limit]:
+    """Options that ask for what is not built yet."""
+    return [limit for limit in LIMITS if values[limit.option] not in limit.allowed]

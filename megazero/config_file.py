@@ -1,0 +1,232 @@
+"""From a YAML file and overrides to a checked `Config`, or to lines that say what is wrong and where.
+
+    load("gpt13b", ["run.steps=50"])
+
+A bare name is looked up in configs/. Every message gives the file and line, or says that it came from the command
+line. Does not import torch.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from megazero import capability
+from megazero.config import Config, resolved
+from megazero.errors import FaultList, UserError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclass
+class _Source:
+    """The options as given: nested values, and where each dotted key was given."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+
+    def locate(self, key: str) -> str:
+        """Where `key`, or the nearest section around it, was given."""
+        while key and key not in self.where:
+            key = key.rpartition(".")[0]
+        return self.where.get(key, self.name)
+
+
+def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
+    """The resolved config of a file with overrides applied.
+
+    Raises:
+        UserError: 101 file not found, 102 not YAML, 103 duplicate key, 104 unknown key, 105 wrong value,
+            106 broken relation, 107 options that exclude one another, 108 malformed override.
+    """
+    path = find(name_or_path)
+    source = _Source(path.name)
+    _read(path, source)
+    for override in overrides or []:
+        _override(override, source)
+    faults = list(_unknown_keys(source))
+    try:
+        config = resolved(Config.model_validate(source.values))
+    except ValidationError as error:
+        raise FaultList(faults + _wrong_values(error, source)) from None
+    violations = list(_violations(config, source))
+    if violations:
+        raise FaultList(violations)
+    return config
+
+
+def find(name_or_path: str) -> Path:
+    """The file a name or path means. A bare name, with or without .yaml, is looked up in configs/."""
+    given = Path(name_or_path)
+    candidates = [given]
+    if given.parent == Path():
+        candidates += [CONFIGS / given.name, CONFIGS / f"{given.name}.yaml"]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    near = difflib.get_close_matches(given.stem, shipped, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped)}"
+    raise UserError(101, "no such config", hint, where=name_or_path)
+
+
+def flatten(config: BaseModel) -> dict[str, Any]:
+    """ "section.key" -> value for every option, by the names users write."""
+    return dict(_flatten(config.model_dump(by_alias=True), ""))
+
+
+def option_keys() -> list[str]:
+    """Every option's dotted key."""
+    return list(flatten(Config()))
+
+
+def refuse_unbuilt(config: Config) -> None:
+    """Refuses to start what a config may say but the code cannot do yet.
+
+    Raises:
+        UserError: 109, one line per option.
+    """
+    values = flatten(config)
+    errors = [
+        UserError(
+            109,
+            f"{limit.option} = {_show(values[limit.option])} is not built yet",
+            f"today it must be {' or '.join(_show(value) for value in limit.allowed)}",
+        )
+        for limit in capability.beyond_limits(values)
+    ]
+    if errors:
+        raise FaultList(errors)
+
+
+def dump(config: Config, path: Path) -> None:
+    """Writes the config as YAML that `load` reads back to the same config."""
+    yaml = YAML()
+    yaml.width = 120
+    plain = config.model_dump(by_alias=True)
+    plain["optimizer"]["betas"] = list(plain["optimizer"]["betas"])
+    with path.open("w", encoding="utf-8") as file:
+        yaml.dump(plain, file)
+
+
+def _read(path: Path, source: _Source) -> None:
+    try:
+        tree = YAML(typ="rt", pure=True).load(path.read_text(encoding="utf-8"))
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1
+        what = str(error.problem).split(" with value")[0].replace("found duplicate key", "duplicate key")
+        raise UserError(103, what, "keep one of them", where=f"{path.name}:{line}") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(102, f"not YAML: {error.problem or error.context}", where=f"{path.name}{line}") from None
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(102, f"cannot be read: {error}", where=path.name) from None
+    if tree is None:
+        return
+    if not isinstance(tree, CommentedMap):
+        raise UserError(102, f"expected sections, got {type(tree).__name__}", where=path.name)
+    source.values = _plain(tree, "", path.name, source)
+
+
+def _plain(tree: CommentedMap, prefix: str, file: str, source: _Source) -> dict[str, Any]:
+    """The mapping as plain Python, noting the line of every key."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        source.where[dotted] = f"{file}:{tree.lc.key(key)[0] + 1}"
+        values[str(key)] = (
+            _plain(value, f"{dotted}.", file, source) if isinstance(value, CommentedMap) else _scalar(value)
+        )
+    return values
+
+
+def _scalar(value: Any) -> Any:
+    """ruamel's round-trip scalars (which remember their spelling) as the plain types they stand for."""
+    if isinstance(value, list):
+        return tuple(_scalar(item) for item in value)
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    return value
+
+
+def _override(text: str, source: _Source) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or "." not in key:
+        raise UserError(108, f"'{text}' is not section.key=value", where="command line")
+    try:
+        parsed = YAML(typ="safe", pure=True).load(value)
+    except YAMLError:
+        raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
+    *sections, last = key.split(".")
+    target = source.values
+    for section in sections:
+        inner = target.get(section)
+        if not isinstance(inner, dict):
+            target[section] = inner = {}
+        target = inner
+    target[last] = _scalar(parsed)
+    source.where[key] = f"command line, {key}"
+
+
+def _unknown_keys(source: _Source) -> Iterator[UserError]:
+    known = option_keys()
+    sections = sorted({key[:i] for key in known for i, char in enumerate(key) if char == "."})
+    for key, value in _flatten(source.values, ""):
+        if key in known:
+            continue
+        if key in sections:
+            yield UserError(105, f"{key} is a section, got {_show(value)}", where=source.locate(key))
+            continue
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        hint = f"did you mean {(leaf or near)[0]}?" if leaf or near else "see `megazero explain`"
+        yield UserError(104, f"unknown key {key}", hint, where=source.locate(key))
+
+
+def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
+    """pydantic's complaints, one line for each option; unknown keys have been reported with a better hint."""
+    known, lines = option_keys(), {}
+    for item in error.errors():
+        if item["type"] != "extra_forbidden":
+            # the location of a complaint about one branch of a union goes on past the option's name
+            parts = [str(part) for part in item["loc"]]
+            key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), ".".join(parts))
+            lines[key] = UserError(105, f"{key}: {item['msg']}, got {_show(item['input'])}", where=source.locate(key))
+    return list(lines.values())
+
+
+def _violations(config: Config, source: _Source) -> Iterator[UserError]:
+    values = flatten(config)
+    for relation in capability.broken_relations(values):
+        where = next((source.where[key] for key in relation.options if key in source.where), source.name)
+        yield UserError(106, f"{relation.equation} is broken: {relation.got(values)}", relation.do, where=where)
+    for row in capability.broken_exclusions(values):
+        got = f"{row.option} {_show(values[row.option])} with {row.other} {_show(values[row.other])}"
+        need = " or ".join(_show(value) for value in row.allowed)
+        where = source.locate(row.option)
+        yield UserError(107, f"{got}: {row.reason}", f"{row.other} must be {need}", where=where)
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _show(value: Any) -> str:
+    """A value as YAML would spell it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,61 @@
+"""What a user sees when something of theirs is wrong: one line with a code.
+
+    MZ-203 rank=0 step=17 data/train.bin: token 9001 in document 12 >= vocabulary 8192; use another tokenizer
+
+Code, then where (rank, step, file, as far as known), then what was expected against what came, then what to do.
+The hundreds digit is the kind of fault and decides the exit code (docs/operations.md lists every code):
+
+    1xx  usage or configuration    exit 2
+    2xx  data and tokens           exit 1
+    3xx  a failure while training  exit 1
+    4xx  files of a run            exit 1
+
+Our own broken invariants are `assert`, never a `UserError`.
+"""
+
+LINE_LIMIT = 300  # characters; long values are shortened by whoever formats them, this is the last resort
+
+
+class UserError(ValueError):
+    """A fault the user can mend. `str()` of it is the line (or, for several config violations, the lines) to print.
+
+    Args:
+        code: three digits, the hundreds digit as in the module's table.
+        what: the fault: expected against got.
+        do: what to do about it.
+        where: file (and line), or option, or command; empty when there is none.
+        rank, step: where in the run, when it runs.
+    """
+
+    def __init__(
+        self,
+        code: int,
+        what: str,
+        do: str = "",
+        *,
+        where: object = "",
+        rank: int | None = None,
+        step: int | None = None,
+    ):
+        self.code = code
+        prefix = f"MZ-{code}"
+        prefix += f" rank={rank}" if rank is not None else ""
+        prefix += f" step={step}" if step is not None else ""
+        prefix += f" {where}" if where else ""
+        line = f"{prefix}: {what}" + (f"; {do}" if do else "")
+        line = " ".join(line.split())
+        super().__init__(line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 1] + "…")
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if self.code < 200 else 1
+
+
+class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
+    """Several faults found at once (a config with three broken relations), printed one line each."""
+
+    def __init__(self, errors: list[UserError]):
+        assert errors, "a list of faults needs at least one"
+        ValueError.__init__(self, "\n".join(str(error) for error in errors))
+        self.code = errors[0].code
+        self.errors = errors

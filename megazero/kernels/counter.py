@@ -1,0 +1,113 @@
+"""Random numbers that belong to names, not to ranks.
+
+A random number here is a pure function of *what it is for*: an initial weight of (seed, parameter name, index), a
+dropout decision of (seed, step, layer, site, sample, position, channel). Nothing is drawn from a stream, so nothing
+depends on which rank draws, in which order, or how often: every layout, every replay and every resumed run sees the
+same numbers, and a kernel can recompute a mask instead of storing it.
+
+The hash is the 32-bit two-multiply mixer found by exhaustive search in C. Wellons, "Prospecting for Hash Functions"
+(2018): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16. It is a bijection of the 32-bit
+words with a bias near the sampling floor, it is exact in integers (so the same on every device), and two multiplies
+are all it costs. One hash of `key ^ counter` alone would give two names with nearby keys the same numbers in another
+order; every counter is therefore hashed with one key, then again with a second one.
+
+Tensors of counters are int32: torch multiplies them modulo 2^32, and the sign bit is just the 32nd bit.
+"""
+
+import math
+
+import torch
+import xxhash
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLY_1 = 0x7FEB352D
+_MULTIPLY_2 = 0x846CA68B
+_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive channels over the whole range
+
+# Normal values are made in blocks of this many, aligned on the parameter's flat index, whatever interval is asked
+# for: a value then sits at the same place of a vector register in every layout, so vectorised functions cannot differ.
+_BLOCK = 1 << 16
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of the unsigned 32-bit `word`."""
+    return word - (1 << 32) if word & 0x80000000 else word
+
+
+def mix_word(word: int) -> int:
+    """The hash of one unsigned 32-bit word, in Python integers."""
+    word ^= word >> 16
+    word = word * _MULTIPLY_1 & _MASK
+    word ^= word >> 15
+    word = word * _MULTIPLY_2 & _MASK
+    return word ^ word >> 16
+
+
+def mix_(x: Tensor) -> Tensor:
+    """The hash of every element of the int32 tensor `x`, in place; >> is arithmetic there, hence the masks."""
+    shifted = x >> 16
+    x ^= shifted.bitwise_and_(0xFFFF)
+    x *= _MULTIPLY_1
+    torch.bitwise_right_shift(x, 15, out=shifted)
+    x ^= shifted.bitwise_and_(0x1FFFF)
+    x *= _signed(_MULTIPLY_2)
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    x ^= shifted.bitwise_and_(0xFFFF)
+    return x
+
+
+def derive_key(*words: int) -> int:
+    """An unsigned 32-bit key from any number of non-negative integers, each folded in with all its bits."""
+    key = 0
+    for word in words:
+        assert word >= 0, f"a key is made of non-negative integers, got {word}"
+        while True:
+            key = mix_word(key ^ (word & _MASK))
+            key = (key + _GOLDEN) & _MASK
+            word >>= 32
+            if not word:
+                break
+    return key
+
+
+def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
+    """Standard normal values of the flat indices [start, stop) of the parameter `name`: fp64, shape [stop - start].
+
+    Each is sqrt(2) erfinv(2u - 1) with u = (h + 1/2) / 2^32 and h the hash of the index, so values lie within 6.3
+    standard deviations and value i is the same whatever interval it is asked in.
+    """
+    digest = xxhash.xxh64_intdigest(name.encode())
+    pieces = []
+    for block in range(start // _BLOCK, -(-stop // _BLOCK)):
+        base = block * _BLOCK
+        high, low = base >> 32, base & _MASK
+        first = derive_key(seed, digest, high)
+        second = derive_key(first, digest)
+        x = torch.arange(_BLOCK, dtype=torch.int32)
+        x += _signed((low + first) & _MASK)
+        x = mix_(mix_(x) ^ _signed(second))
+        uniform = (x.to(torch.float64) + (2.0**31 + 0.5)).mul_(2.0**-32)
+        values = torch.erfinv(uniform.mul_(2.0).sub_(1.0)).mul_(math.sqrt(2.0))
+        pieces.append(values[max(start - base, 0) : min(stop - base, _BLOCK)])
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float64)
+
+
+def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Tensor, drop: float) -> Tensor:
+    """Which elements dropout keeps: bool [S, B, D].
+
+    Args:
+        key: `derive_key(seed, step, layer, site)`.
+        sample_ids_B: int64 global sample ids.
+        positions_S: int64 positions in the sequence (of this rank's part of it).
+        channels: int64 [D], the hidden channels.
+        drop: the probability to drop; an element is kept when its hash, as an unsigned word, is >= drop x 2^32.
+    """
+    second = derive_key(key, 1)
+    ids = (sample_ids_B ^ (sample_ids_B >> 32) * _GOLDEN).to(torch.int32)
+    rows_B = mix_(ids + _signed(key))
+    rows_SB = mix_(rows_B[None, :] ^ positions_S.to(torch.int32)[:, None])
+    words = rows_SB[:, :, None] + channels.to(torch.int32) * _signed(_GOLDEN)
+    words ^= _signed(second)
+    # Compared as signed words: shifting both sides by 2^31 leaves the order and the probability as they are.
+    return mix_(words) >= round(drop * 2**32) - 2**31

@@ -1,0 +1,97 @@
+"""Causal self-attention with grouped queries.
+
+Shapes: S sequence, B batch, D hidden, G key-value heads of this rank, Q query heads per key-value head,
+H = G Q query heads, d head dim.
+
+The projection is one weight whose rows are grouped by key-value head: for each group its Q query heads, then its key,
+then its value. A rank of the tensor axis holds whole groups, so its part is one interval of the weight, and the
+gradient of q, k and v is put together by one concatenation.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from megazero.kernels import reference as ops
+from megazero.model.embedding import INITIAL_STD
+from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.step import Step
+from megazero.parallel.grid import Axis
+
+
+class Rotary:
+    """Rotary positions: the angle of channel pair i at position p is p * theta^(-2i/d) (Su et al. 2021, eq. 15).
+
+    Angles are computed in fp32 (fp64 for fp64 activations) whatever the model's dtype: bf16 would blur them.
+    """
+
+    def __init__(self, head_dim: int, theta: float):
+        self.head_dim, self.theta = head_dim, theta
+
+    def angles(self, step: Step, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of shape [S, B or 1, 1, d] in the dtype of `like_SBHd`."""
+        positions = step.positions_SB
+        if positions is None:
+            positions = step.positions_S(like_SBHd.shape[0])[:, None]
+        dtype = torch.float64 if like_SBHd.dtype == torch.float64 else torch.float32
+        exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
+        angles = positions[..., None].to(dtype) * self.theta**-exponents
+        angles = torch.cat((angles, angles), dim=-1)[:, :, None]
+        return angles.cos().to(like_SBHd.dtype), angles.sin().to(like_SBHd.dtype)
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(d), causal) v, projected back to the hidden size.
+
+    Args:
+        rotary: None with learned positions.
+        out_std: initial std of the output projection (scaled down with depth as in GPT-2).
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        *,
+        bias: bool,
+        rotary: Rotary | None,
+        out_std: float,
+        tensor: Axis,
+    ):
+        super().__init__()
+        assert hidden % heads == 0 and heads % kv_heads == 0 and kv_heads % tensor.size == 0
+        self.head_dim = hidden // heads
+        self.queries_per_group = heads // kv_heads
+        rows = kv_heads * (self.queries_per_group + 2) * self.head_dim
+        self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, tensor=tensor)
+        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, tensor=tensor)
+        self.rotary = rotary
+
+    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+        q, k, v = self._heads(x_SBD, step)
+        a_BHSd = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=step.attend_B1SS,
+            is_causal=step.attend_B1SS is None,
+            enable_gqa=self.queries_per_group > 1,
+        )
+        return self.out(rearrange(a_BHSd, "b h s d -> s b (h d)"))
+
+    def _heads(self, x_SBD: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, S, d], k and v [B, G, S, d] (views into one projection where the layout allows it)."""
+        per_group = self.queries_per_group
+        qkv = rearrange(self.qkv(x_SBD), "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
+        if per_group == 1:
+            # unbind's backward is a single stack; split's would be the same with one more reshape
+            q, k, v = qkv.unbind(dim=3)
+        else:
+            q, k, v = qkv.split((per_group, 1, 1), dim=3)
+            q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if self.rotary is not None:
+            cos, sin = self.rotary.angles(step, q)
+            q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

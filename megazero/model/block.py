@@ -1,0 +1,34 @@
+"""One transformer block: the unit of sharding, recompute, pipeline cut and profiling.
+
+    x = x + dropout(attention(norm(x)))
+    x = x + dropout(mlp(norm(x)))
+
+A block is `Callable[[Tensor, Step], Tensor]` and nothing more: it knows neither its neighbours nor who runs it.
+"""
+
+from torch import Tensor, nn
+
+from megazero.model.attention import Attention
+from megazero.model.dropout import Dropout
+from megazero.model.mlp import GeluMlp, SwigluMlp
+from megazero.model.norm import LayerNorm, RMSNorm
+from megazero.model.step import Step
+
+
+class Block(nn.Module):
+    def __init__(
+        self,
+        attention_norm: LayerNorm | RMSNorm,
+        attention: Attention,
+        mlp_norm: LayerNorm | RMSNorm,
+        mlp: GeluMlp | SwigluMlp,
+        dropouts: tuple[Dropout, Dropout],
+    ):
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.attention_dropout, self.mlp_dropout = dropouts
+
+    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+        x_SBD = self.attention_dropout.add(self.attention(self.attention_norm(x_SBD), step), x_SBD, step)
+        return self.mlp_dropout.add(self.mlp(self.mlp_norm(x_SBD)), x_SBD, step)

@@ -1,0 +1,130 @@
+"""Parameters: what each one is, and where its gradient goes.
+
+A parameter is declared on torch's meta device with a `Declaration`: its logical shape, how it is initialised, whether
+it decays. Whoever gives it memory (`zero/`) reads the declaration; the model itself never allocates anything.
+
+**The layer that owns a parameter delivers its gradient.** The engine hangs a `gradient_slot` on the parameter; the
+layer's backward computes the gradient straight into that slot (a matrix product writes into the flat gradient
+buffer with beta 0 or 1), so nothing is zeroed, no gradient tensor is allocated and no extra pass adds it up. Without
+an engine the gradient goes back to autograd like any other, and `.grad` is filled as users of torch expect.
+
+Layout rule: the sharded dimension comes first, so that the part of any rank is one interval of the flat parameter.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megazero.kernels import counter
+from megazero.parallel.grid import Axis
+
+
+class GradientSlot(Protocol):
+    """Where a parameter's gradient is gathered; the first delivery of a step overwrites, later ones add."""
+
+    def add(self, gradient: Tensor) -> None:
+        """`gradient` has the parameter's shape."""
+        ...
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """The gradient is the matrix product left @ right."""
+        ...
+
+    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        """The gradient is zero but for values[i], to be added to row rows[i]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a parameter is, apart from its memory.
+
+    Attributes:
+        shape: the logical shape, over all ranks and without padding.
+        std: standard deviation of its initial normal values; 0 for a constant.
+        mean: the constant added to them.
+        decay: whether weight decay applies (matmul weights and the token embedding).
+        first_row: the logical row at which this rank's part begins.
+        local_shape: this rank's part, padding rows included.
+    """
+
+    shape: tuple[int, ...]
+    std: float
+    mean: float
+    decay: bool
+    first_row: int
+    local_shape: tuple[int, ...]
+
+    @property
+    def row(self) -> int:
+        """Elements in one row."""
+        return torch.Size(self.shape[1:]).numel()
+
+    @property
+    def local_numel(self) -> int:
+        return torch.Size(self.local_shape).numel()
+
+    def initial(self, seed: int, name: str, start: int, stop: int) -> Tensor:
+        """Initial values of the interval [start, stop) of this rank's flat part; fp64; padding rows are 0."""
+        offset, logical = self.first_row * self.row, torch.Size(self.shape).numel()
+        first, last = min(offset + start, logical), min(offset + stop, logical)
+        values = torch.zeros(stop - start, dtype=torch.float64)
+        if self.std:
+            values[: last - first] = counter.normal(seed, name, first, last).mul_(self.std)
+        values[: last - first] += self.mean
+        return values
+
+
+def declare(
+    shape: tuple[int, ...],
+    *,
+    std: float = 0.0,
+    mean: float = 0.0,
+    decay: bool = False,
+    axis: Axis | None = None,
+) -> nn.Parameter:
+    """A parameter without memory; with `axis`, rows are split over it (and padded to a multiple of its size)."""
+    rows = axis.shard(shape[0]) if axis else shape[0]
+    local_shape = (rows, *shape[1:])
+    parameter = nn.Parameter(torch.empty(local_shape, device="meta"))
+    first_row = rows * axis.rank if axis else 0
+    parameter.declaration = Declaration(shape, std, mean, decay, first_row, local_shape)  # type: ignore[attr-defined]
+    return parameter
+
+
+def declaration_of(parameter: nn.Parameter) -> Declaration:
+    return parameter.declaration  # type: ignore[attr-defined]
+
+
+def named_declarations(model: nn.Module) -> Iterator[tuple[str, Declaration]]:
+    """Every parameter once, in the model's order; a tied weight under its first name."""
+    return ((name, declaration_of(parameter)) for name, parameter in model.named_parameters())
+
+
+def slot_of(parameter: nn.Parameter) -> GradientSlot | None:
+    return getattr(parameter, "gradient_slot", None)
+
+
+def deliver(slot: GradientSlot | None, gradient: Tensor) -> Tensor | None:
+    """Hands a gradient to its slot; what it returns is what the autograd function returns for the parameter."""
+    if slot is None:
+        return gradient
+    slot.add(gradient)
+    return None
+
+
+def deliver_product(slot: GradientSlot | None, left: Tensor, right: Tensor) -> Tensor | None:
+    if slot is None:
+        return left @ right
+    slot.add_product(left, right)
+    return None
+
+
+def deliver_rows(slot: GradientSlot | None, shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor | None:
+    if slot is None:
+        return values.new_zeros(shape).index_add_(0, rows, values)
+    slot.add_rows(rows, values)
+    return None

@@ -1,0 +1,53 @@
+"""What a block may know of the moment it runs in: a frozen value, captured in forward and used again in replay.
+
+Ambient state in its place gives wrong gradients as soon as two micro-batches are in flight: after F0 F1 the backward
+B0 would replay micro-batch 0 with micro-batch 1's dropout masks and positions.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One micro-batch's circumstances. S positions of the sequence, B samples.
+
+    Attributes:
+        step: the training step, counted from 0 (dropout masks depend on it).
+        sample_ids_B: int64 global ids of the samples (dropout masks depend on them, not on ranks or rows).
+        sequence_offset: the first position this rank holds of the sequence.
+        positions_SB: int64 positions of each token in its document, None when they are 0..S-1 for every sample.
+        attend_B1SS: bool, True where query (row) may see key (column); None for plain causal attention.
+        training: dropout acts only when True.
+    """
+
+    step: int
+    sample_ids_B: Tensor
+    sequence_offset: int = 0
+    positions_SB: Tensor | None = None
+    attend_B1SS: Tensor | None = None
+    training: bool = True
+
+    def within_documents(self, positions_SB: Tensor, documents_SB: Tensor) -> Self:
+        """The same step with attention and positions confined to documents (`data.mask_eod`).
+
+        Args:
+            positions_SB: int64, restarting at 0 with each document.
+            documents_SB: which document each token belongs to (any integers, equal within a document).
+        """
+        documents_BS = documents_SB.T
+        same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+        attend_B1SS = same_BSS.tril_()[:, None]
+        return replace(self, positions_SB=positions_SB, attend_B1SS=attend_B1SS)
+
+    def evaluation(self) -> Self:
+        """The same step with dropout off."""
+        return replace(self, training=False)
+
+    def positions_S(self, length: int) -> Tensor:
+        """int64 positions in the sequence (not the document) of the `length` tokens this rank holds."""
+        start = self.sequence_offset
+        return torch.arange(start, start + length, device=self.sample_ids_B.device)

@@ -1,0 +1,153 @@
+"""The model: embedding, a for-loop over blocks, head.
+
+Two flavours by configuration, freely mixed: GPT-2/3 (learned positions, LayerNorm, GELU, biases, tied embeddings,
+dropout) and Llama (rotary positions, RMSNorm, SwiGLU, grouped queries, untied, no biases). Linear layers carry biases
+exactly when the norm is LayerNorm. Built on torch's meta device: nothing is allocated before `zero/` gives each unit
+its memory.
+
+Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megazero.model.attention import Attention, Rotary
+from megazero.model.block import Block
+from megazero.model.dropout import Dropout
+from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
+from megazero.model.linear import column_product
+from megazero.model.loss import token_losses
+from megazero.model.mlp import make_mlp
+from megazero.model.norm import LayerNorm, RMSNorm, make_norm
+from megazero.model.parameter import declare
+from megazero.model.step import Step
+from megazero.parallel.grid import Axis
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model's hyper-parameters, all resolved (no None). See `megazero explain model` for each."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    position: str
+    norm: str
+    activation: str
+    dropout: float
+    tie_embeddings: bool
+    norm_eps: float
+    rope_theta: float
+
+    @property
+    def bias(self) -> bool:
+        return self.norm == "layernorm"
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus learned positions where the model has them, then dropout."""
+
+    def __init__(self, shape: Shape, *, seed: int, tensor: Axis):
+        super().__init__()
+        self.tokens = TokenEmbedding(shape.vocab, shape.hidden, tensor=tensor)
+        self.positions = PositionEmbedding(shape.seq_len, shape.hidden) if shape.position == "learned" else None
+        self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0)
+
+    def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
+        x_SBD = self.tokens(tokens_SB)
+        if self.positions is not None:
+            positions = step.positions_SB if step.positions_SB is not None else step.positions_S(len(tokens_SB))
+            x_SBD = x_SBD + self.positions(positions)
+        return self.dropout(x_SBD, step)
+
+
+class Head(nn.Module):
+    """Final norm and output projection; tied, the projection's weight is the token embedding's."""
+
+    def __init__(self, norm: LayerNorm | RMSNorm, weight_VD: nn.Parameter):
+        super().__init__()
+        self.norm = norm
+        self.weight = weight_VD
+
+    def forward(self, x_SBD: Tensor) -> Tensor:
+        """Logits [S, B, V]."""
+        return column_product(self.norm(x_SBD), self.weight, None)
+
+
+class Transformer(nn.Module):
+    """A GPT on the meta device.
+
+    Args:
+        shape: the hyper-parameters.
+        seed: of the run; initial weights and dropout masks depend on it and on names, nothing else.
+        tensor: the axis that matrices and the vocabulary are split over.
+    """
+
+    def __init__(self, shape: Shape, *, seed: int, tensor: Axis):
+        super().__init__()
+        self.shape = shape
+        self.embedding = Embedding(shape, seed=seed, tensor=tensor)
+        self.blocks = nn.ModuleList(_block(shape, layer, seed=seed, tensor=tensor) for layer in range(shape.layers))
+        self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps), self._head_weight(tensor))
+
+    def _head_weight(self, tensor: Axis) -> nn.Parameter:
+        if self.shape.tie_embeddings:
+            return self.embedding.tokens.weight
+        return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=tensor)
+
+    def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
+        """Logits [S, B, V] of every next token."""
+        x_SBD = self.embedding(tokens_SB, step)
+        for block in self.blocks:
+            x_SBD = block(x_SBD, step)
+        return self.head(x_SBD)
+
+    def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: Step) -> Tensor:
+        """Loss of each token in nats, 0 where not valid: [S, B]."""
+        return token_losses(self(tokens_SB, step), targets_SB, valid_SB)
+
+    def units(self) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
+        """(unit name, its (full parameter name, parameter) pairs) in forward order: what is sharded together.
+
+        A tied weight is a unit of its own, because it is used at both ends of the model.
+        """
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        tied = [self.embedding.tokens.weight] if self.shape.tie_embeddings else []
+        modules: list[tuple[str, nn.Module]] = [("embedding", self.embedding)]
+        modules += [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        modules += [("head", self.head)]
+        units = [("tied", [(names[p], p) for p in tied])]
+        units += [
+            (name, [(names[p], p) for p in m.parameters() if all(p is not t for t in tied)]) for name, m in modules
+        ]
+        return [(name, members) for name, members in units if members]
+
+
+def _block(shape: Shape, layer: int, *, seed: int, tensor: Axis) -> Block:
+    # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
+    out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
+    head_dim = shape.hidden // shape.heads
+    attention = Attention(
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
+        bias=shape.bias,
+        rotary=Rotary(head_dim, shape.rope_theta) if shape.position == "rotary" else None,
+        out_std=out_std,
+        tensor=tensor,
+    )
+    return Block(
+        make_norm(shape.norm, shape.hidden, shape.norm_eps),
+        attention,
+        make_norm(shape.norm, shape.hidden, shape.norm_eps),
+        make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, tensor=tensor),
+        (
+            Dropout(shape.dropout, seed=seed, layer=layer, site=0),
+            Dropout(shape.dropout, seed=seed, layer=layer, site=1),
+        ),
+    )

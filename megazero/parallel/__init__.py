@@ -1,0 +1,1 @@
+"""The grid of ranks: axes, collectives, conjugate regions, launch."""

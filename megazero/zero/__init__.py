@@ -1,0 +1,1 @@
+"""ZeRO data parallelism: units of flat memory, the events of a step, the update."""

@@ -1,0 +1,67 @@
+"""Where each parameter lies in its unit's flat buffer.
+
+A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters that decay come
+first, then the rest, each group in the model's order, so that
+
+- Adam is at most one fused call for each weight-decay value,
+- collectives, norms and copies run on contiguous memory,
+- any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
+  grid is read on another by the overlap of intervals.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter before it has a place: full name, this rank's shape, whether weight decay applies."""
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool
+
+    @property
+    def numel(self) -> int:
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A parameter's place: elements [start, stop) of the unit's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The flat buffer of one unit.
+
+    Attributes:
+        name: of the unit, for messages and profiles.
+        intervals: every parameter once, in buffer order.
+        decayed: elements [0, decayed) decay, [decayed, numel) do not.
+    """
+
+    name: str
+    intervals: tuple[Interval, ...]
+    decayed: int
+
+    @property
+    def numel(self) -> int:
+        return self.intervals[-1].stop
+
+
+def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
+    """Places the entries of one unit one behind the other, decayed ones first."""
+    ordered = sorted(entries, key=lambda entry: not entry.decay)  # stable: the model's order within each group
+    intervals, start = [], 0
+    for entry in ordered:
+        intervals.append(Interval(entry.name, entry.shape, start, start + entry.numel))
+        start += entry.numel
+    return UnitLayout(name, tuple(intervals), decayed=sum(entry.numel for entry in entries if entry.decay))
