@@ -129,7 +129,7 @@ class Data(Section):
         None, description="Validation: token files, or the share of train's documents held out; null: none."
     )
     valid_every: Positive | None = Field(None, description="Steps between validations; null: only at the end.")
-    valid_batches: Positive | None = Field(None, description="Micro-batches per validation; null: all.")
+    valid_samples: Positive | None = Field(None, description="Sequences per validation; null: all.")
     tokenizer: str | None = Field(None, description="sentencepiece model, for samples and bits per byte.")
     mask_eod: bool = Field(False, description="Attention, positions and loss stop at document ends.")
 

@@ -1,0 +1,79 @@
+"""What every command of this folder has in common: one line for a fault, a code for the shell.
+
+0    done
+1    a fault of the data or of the disk   (MZ-2xx)
+2    a fault of the command line          (MZ-190)
+130  interrupted
+"""
+
+import argparse
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megazero.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """Options whose faults are one line with a code, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(190, message, "see --help", where=self.prog)
+
+
+def positive(text: str) -> int:
+    """An option that counts something."""
+    if not text.isdecimal() or not 0 < int(text[:12]) < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 2^31 - 1, got {text[:20]}")
+    return int(text)
+
+
+def prefix(text: str) -> Path:
+    """An option that names a data set; "data/" is data.bin and data.idx."""
+    if Path(text).name in ("", ".."):
+        raise argparse.ArgumentTypeError(f"expected a prefix such as data/train, got {text!r}")
+    return Path(text)
+
+
+def add_inputs(parser: Parser) -> None:
+    """The option --input, with the same meaning in every command that reads text."""
+    what = ".jsonl (a document per line), any other file (one document), or a folder (its .txt .md .py .jsonl files)"
+    parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
+    parser.add_argument("--key", default="text", help="field of the .jsonl lines that holds the text (default: text)")
+
+
+def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Sequence[str] | None) -> int:
+    """Parses, runs, and turns faults into a line on stderr and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files, and text of a data set, on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        command(parser.parse_args(argv))
+        sys.stdout.flush()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted, no half file is left", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
+        _silence_stdout()
+        return 1
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _silence_stdout()
+        where = error.filename or parser.prog
+        print(
+            UserError(218, f"the system refused: {error.strerror}", "check the disk and the permissions", where=where),
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _silence_stdout() -> None:
+    """What is left in its buffer would fail once more, with a traceback, when Python flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,163 @@
+"""Reading text, whatever its size, in bounded memory.
+
+A corpus is a list of files. `.jsonl` holds a document per line, under one key; any other file is one document. Every
+document comes as a run of pieces of at most a quarter of a megabyte, cut after a line end where there is one, so that
+one file of 100 GB costs no more memory than a thousand small ones. A newline is a token of its own in our vocabularies,
+hence cutting after one changes no token.
+
+Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.errors import UserError
+
+PIECE_BYTES = 256 * 1024
+LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document.
+
+    Attributes:
+        text: at most PIECE_BYTES of UTF-8; the last piece of a document may be empty.
+        last: it ends its document.
+        bytes_read: how much of the file was read for it, to show progress.
+    """
+
+    text: str
+    last: bool
+    bytes_read: int
+
+
+def find_files(inputs: Sequence[Path]) -> list[Path]:
+    """The files of a corpus: named files in the order given, folders searched for TEXT_SUFFIXES and sorted.
+
+    Raises:
+        UserError: 211 when a path does not exist or a folder cannot be read, 214 when there is no file at all.
+    """
+    files: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            files += sorted(_walk(path))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UserError(211, "no such file or folder", "check --input", where=path)
+    if not files:
+        expected = " ".join(TEXT_SUFFIXES)
+        raise UserError(214, f"expected {expected} files, found none", "check --input", where=inputs[0])
+    return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error) from error
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names if name.endswith(TEXT_SUFFIXES))
+
+
+def read_pieces(files: Sequence[Path], key: str) -> Iterator[Piece]:
+    """All documents of the files, in order.
+
+    Raises:
+        UserError: 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected JSON (file and line).
+    """
+    for path in files:
+        try:
+            yield from _json_lines(path, key) if path.suffix == ".jsonl" else _text(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(211, f"cannot be read: {error.strerror}", "check --input", where=path)
+
+
+def _text(path: Path) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        rest, offset = b"", 0
+        while block := file.read(PIECE_BYTES - len(rest)):
+            data = rest + block
+            cut = data.rfind(b"\n") + 1 or _character_end(data)
+            rest = data[cut:]
+            yield Piece(_decode(data[:cut], path, offset), last=False, bytes_read=cut)
+            offset += cut
+        yield Piece(_decode(rest, path, offset), last=True, bytes_read=len(rest))
+
+
+def _character_end(data: bytes) -> int:
+    """Where the last complete character of UTF-8 ends; the end of the data when its tail is no UTF-8 anyway."""
+    for back in range(1, min(4, len(data) - 1) + 1):
+        if data[-back] >= 0xC0:  # the first byte of a character of 2 to 4 bytes, which may be cut
+            return len(data) - back
+        if data[-back] < 0x80:
+            break
+    return len(data)
+
+
+def _decode(data: bytes, path: Path, offset: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        what = f"byte {offset + error.start:,} (0x{data[error.start]:02x}) is not UTF-8: {error.reason}"
+        raise UserError(212, what, "convert the file, for example with iconv", where=path) from error
+
+
+def _json_lines(path: Path, key: str) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        offset = 0
+        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+            text = _json_text(line, path, number, offset, key)
+            if text is not None:
+                yield from _cut(text, len(line))
+            offset += len(line)
+
+
+def _json_text(line: bytes, path: Path, number: int, offset: int, key: str) -> str | None:
+    """The document of a line; None for a blank line."""
+
+    def refuse(what: str) -> UserError:
+        return UserError(213, what, "mend the line or choose another --key", where=f"{path}:{number}")
+
+    if len(line) > LINE_BYTES:
+        raise refuse(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
+    content = _decode(line, path, offset)
+    if number == 1:
+        content = content.removeprefix("\ufeff")
+    if not content.strip():
+        return None
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"not JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(key), str):
+        if isinstance(record, dict):
+            got = f"{type(record[key]).__name__} there" if key in record else f"keys {', '.join(record)[:60]}"
+        else:
+            got = f"{type(record).__name__}"
+        raise refuse(f'expected an object with text under "{key}", got {got}')
+    text = record[key]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
+    return text
+
+
+def _cut(text: str, line_bytes: int) -> Iterator[Piece]:
+    """A document that is in memory as a whole, in pieces; the last one carries the bytes of the line."""
+    size = PIECE_BYTES // 4  # characters, of at most 4 bytes
+    start = 0
+    while len(text) - start > size:
+        stop = text.rfind("\n", start, start + size) + 1 or start + size
+        yield Piece(text[start:stop], last=False, bytes_read=0)
+        start = stop
+    yield Piece(text[start:], last=True, bytes_read=line_bytes)

@@ -1,0 +1,101 @@
+"""Says what a token data set holds, after checking all of it.
+
+    python data_tools/inspect.py data/quickstart/train
+    python data_tools/inspect.py data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
+
+Opening it checks the index; then every id is read and held against the vocabulary (--vocab, or the tokenizer's).
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_tools.command import Parser, positive, prefix, run
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
+
+BLOCK = 1 << 22  # tokens read at a time
+
+
+def inspect(options: argparse.Namespace) -> None:
+    tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
+    if options.document is not None and tokenizer is None:
+        raise UserError(
+            190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
+        )
+    dataset = IndexedDataset(options.prefix)
+    vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
+    low, high = _scan(dataset, vocab)
+    lengths = np.diff(dataset.document_offsets)
+    report = {
+        "prefix": str(options.prefix),
+        "dtype": str(dataset.dtype),
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "length_min": int(lengths.min()) if len(lengths) else None,
+        "length_median": float(np.median(lengths)) if len(lengths) else None,
+        "length_mean": float(lengths.mean()) if len(lengths) else None,
+        "length_max": int(lengths.max()) if len(lengths) else None,
+        "id_min": low,
+        "id_max": high,
+        "vocab": vocab,
+    }
+    if options.document is not None and tokenizer is not None:
+        report["text"] = _text(dataset, options.document, tokenizer)
+    if options.json:
+        print(json.dumps(report))
+    else:
+        print("\n".join(f"{name:14} {_readable(value)}" for name, value in report.items()))
+
+
+def _readable(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else "-" if value is None else f"{value}"
+
+
+def _scan(dataset: IndexedDataset, vocab: int | None) -> tuple[int | None, int | None]:
+    """Smallest and largest id of the whole file. Raises UserError 205 for the first one outside [0, vocab)."""
+    low = high = None
+    for start in range(0, dataset.num_tokens, BLOCK):
+        block = dataset.tokens[start : start + BLOCK]
+        block_low, block_high = int(block.min()), int(block.max())
+        low = block_low if low is None else min(low, block_low)
+        high = block_high if high is None else max(high, block_high)
+        if low < 0 or (vocab is not None and high >= vocab):
+            first = int(np.argmax((block < 0) | (block >= vocab if vocab else False)))
+            document, position = dataset.locate(start + first)
+            expected = f"0 <= id < {vocab}" if vocab else "0 <= id"
+            what = f"token {position:,} of document {document:,} is {block[first]}, expected {expected}"
+            raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
+    return low, high
+
+
+def _text(dataset: IndexedDataset, document: int, tokenizer: Tokenizer) -> str:
+    if not 0 <= document < dataset.num_documents:
+        what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
+        raise UserError(190, what, "choose one of those", where="inspect.py")
+    start, stop = dataset.document_offsets[document : document + 2]
+    return tokenizer.decode(dataset.tokens[start:stop].tolist())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code (command.py)."""
+    parser = Parser(prog="inspect.py", description="Check a token data set and say what it holds.")
+    parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="of PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="gives the vocabulary, and decodes")
+    parser.add_argument("--vocab", type=positive, help="ids must be smaller (default: the tokenizer's)")
+    parser.add_argument("--document", type=int, metavar="N", help="print the text of document N, counted from 0")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return run(inspect, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

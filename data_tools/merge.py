@@ -1,0 +1,59 @@
+"""Joins token data sets into one.
+
+    python data_tools/merge.py data/books data/web --output data/all
+
+Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
+type, which is the best sign at hand that they come from the same vocabulary.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+from collections.abc import Sequence
+
+from data_tools.command import Parser, prefix, run
+from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.errors import UserError
+
+BLOCK = 1 << 22  # tokens copied at a time
+
+
+def merge(options: argparse.Namespace) -> None:
+    datasets = [IndexedDataset(prefix) for prefix in options.prefix]
+    for dataset in datasets:
+        if dataset.dtype != datasets[0].dtype:
+            what = f"stores {dataset.dtype}, but {datasets[0].prefix} stores {datasets[0].dtype}"
+            raise UserError(217, what, "preprocess both with the same tokenizer", where=dataset.prefix)
+    with IndexedDatasetWriter(options.output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            _copy(dataset, writer)
+        if not writer.num_documents:
+            raise UserError(214, "expected documents, got none in any input", "check the inputs", where=options.output)
+    print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
+
+
+def _copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
+    offsets = dataset.document_offsets
+    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        for start in range(begin, end, BLOCK):
+            writer.append(dataset.tokens[start : min(start + BLOCK, end)])
+        if end > begin:
+            writer.end_document()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code (command.py)."""
+    parser = Parser(prog="merge.py", description="Join token data sets into one.")
+    parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx")
+    parser.add_argument(
+        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
+    return run(merge, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

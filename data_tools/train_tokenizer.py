@@ -1,0 +1,136 @@
+"""Trains a lossless SentencePiece BPE vocabulary.
+
+    python data_tools/train_tokenizer.py --input books/ --output books.model --vocab 8192
+
+The text is used as it is: no normalisation, all white space kept, runs of spaces may be pieces (indentation is most of
+a program), newline and tab are pieces of their own, digits stand alone, and what has no piece is spelt in bytes. Ids:
+<unk> 0, <s> 1, </s> 2 (end of document), newline 3, tab 4, then 256 bytes, then the learned pieces; exactly --vocab of
+them. A large corpus is sampled evenly, so memory does not grow with it.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import io
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import sentencepiece
+
+from data_tools.command import Parser, add_inputs, positive, run
+from data_tools.corpus import find_files, read_pieces
+from megazero.data.atomic import write_atomically
+from megazero.data.tokenizer import SPACE_MARK, Tokenizer
+from megazero.errors import UserError
+
+SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
+CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
+SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
+
+
+def train_tokenizer(options: argparse.Namespace) -> None:
+    started = time.monotonic()
+    sample = _sample(find_files(options.input), options.key)
+    if not any(text.replace("\0", "").strip() for text in sample):
+        raise UserError(214, "expected text, got none but white space", "check --input", where=options.input[0])
+    model = _train(sample, options.vocab)
+    ratio = _check(model, sample)
+    write_atomically(options.output, model)
+    used = sum(len(text.encode()) for text in sample)
+    seconds = time.monotonic() - started
+    print(
+        f"{options.output}: {options.vocab:,} pieces from {used:,} bytes, {ratio:.3f} bytes per token, {seconds:.1f} s"
+    )
+
+
+def _sample(files: list[Path], key: str) -> list[str]:
+    """About SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
+    total = sum(path.stat().st_size for path in files)
+    share = min(1.0, SAMPLE_BYTES / max(total, 1))
+    sample, seen, kept = [], 0, 0
+    for piece in read_pieces(files, key):
+        size = len(piece.text)
+        if size and kept <= share * seen:
+            sample.append(piece.text)
+            kept += size
+        seen += size
+    return sample
+
+
+def _sentences(sample: list[str]) -> Iterator[str]:
+    """Lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
+    size = SENTENCE_BYTES // 4
+    for text in sample:
+        for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL
+            yield from (line[start : start + size] for start in range(0, len(line), size))
+
+
+def _train(sample: list[str], vocab: int) -> bytes:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(sample),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n", "\t"],
+            split_digits=True,
+            character_coverage=0.9999,
+            required_chars=SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
+            max_sentence_length=SENTENCE_BYTES,
+            minloglevel=2,  # errors only
+        )
+    except RuntimeError as error:
+        raise _training_error(str(error), vocab) from error
+    return model.getvalue()
+
+
+def _training_error(message: str, vocab: int) -> UserError:
+    """The library's complaint with its numbers, in our words."""
+    if found := re.search(r"too high.*<= (\d+)", message):
+        what = f"the text yields {found[1]} pieces, fewer than the {vocab} of --vocab"
+        return UserError(215, what, f"use more text or --vocab {found[1]} or less")
+    if found := re.search(r"required_chars. \d+ vs (\d+)", message):
+        return UserError(215, f"--vocab {vocab} has no room for bytes and characters", f"use more than {found[1]}")
+    return UserError(215, f"no vocabulary could be trained: {message}", "check --input")
+
+
+def _check(model: bytes, sample: list[str]) -> float:
+    """Bytes per token on a part of the sample, after its round trip came back equal."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tokenizer.model")
+        path.write_bytes(model)
+        tokenizer = Tokenizer(path)
+    num_bytes = num_tokens = 0
+    for text in sample:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text, "a vocabulary with all bytes and identity normalisation loses nothing"
+        num_bytes += len(text.encode())
+        num_tokens += len(ids)
+        if num_bytes >= CHECK_BYTES:
+            break
+    return num_bytes / num_tokens
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code (command.py)."""
+    parser = Parser(prog="train_tokenizer.py", description="Train a lossless SentencePiece BPE vocabulary.")
+    add_inputs(parser)
+    parser.add_argument("--output", required=True, type=Path, metavar="MODEL", help="the model file to write")
+    parser.add_argument("--vocab", required=True, type=positive, help="number of ids")
+    return run(train_tokenizer, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The verbs: `python -m megazero VERB`, also installed as `megazero`; `train.py` is the verb train.
+
+    train      trains a config
+    explain    shows every option, its type, default, meaning, and what it goes together with
+    generate   continues a prompt with a run's weights
+
+Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
+user can mend is one line on stderr; a traceback is a fault of ours. Configs are checked before torch is imported, so
+a typo costs a fraction of a second.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero import capability
+from megazero.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        return options.run(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `megazero explain | head`: nobody reads on, and Python must not complain at exit
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from megazero.config_file import find, load, refuse_unbuilt
+
+    config = load(options.config, options.overrides)
+    refuse_unbuilt(config)
+    if options.nproc not in (None, 1):
+        raise UserError(109, f"--nproc {options.nproc} is not built yet", "today a run is one process", where="train")
+    from megazero.run import run_training
+
+    run_training(config, name=find(options.config).stem)
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from megazero.config import Config, resolved
+    from megazero.config_file import load
+    from megazero.explain import as_json, as_text, explain
+
+    given = [text for text in options.overrides if "=" in text]
+    selections = [text for text in options.overrides if "=" not in text]
+    if len(selections) > 1:
+        raise UserError(108, f"one option or section at a time, got {' '.join(selections)}", where="explain")
+    if given and not options.config:
+        raise UserError(108, f"{given[0]} changes a config", "give --config", where="explain")
+    config = load(options.config, given) if options.config else resolved(Config())
+    shown = explain(config, selections[0] if selections else None)
+    print(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown))
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from megazero.generate import Sampling, generate
+    from megazero.run_folder import RunFolder
+
+    sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
+    text = generate(RunFolder(options.run_folder), options.prompt, sampling)
+    print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
+    return 0
+
+
+def _not_built(options: argparse.Namespace) -> int:
+    raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(100, message, f"see `{self.prog} --help`")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    train = verbs.add_parser("train", help="train a config")
+    train.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    train.add_argument("--nproc", type=int, help="local ranks to start")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value")
+    train.set_defaults(run=_train)
+    explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
+    explain.add_argument("--config", help="show this config's values")
+    explain.add_argument("--json", action="store_true")
+    explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
+    explain.set_defaults(run=_explain)
+    generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
+    generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="new tokens at most")
+    generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help="0 takes the likeliest token")
+    generate.add_argument("--top-k", type=_at_least(1, int), default=50)
+    generate.add_argument("--seed", type=_at_least(0, int), default=0)
+    generate.add_argument("--json", action="store_true")
+    generate.set_defaults(run=_generate)
+    for verb in (verb for verb, built in capability.VERBS.items() if not built):
+        later = verbs.add_parser(verb, help="not built yet")
+        later.add_argument("anything", nargs=argparse.REMAINDER)
+        later.set_defaults(run=_not_built)
+    return parser
+
+
+def _at_least(bound: float, kind: type):
+    """An argparse type: a number of `kind` that is >= `bound`."""
+
+    def parse(text: str):
+        value = kind(text)
+        if not bound <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"expected a number >= {bound}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid float value"
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

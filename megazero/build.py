@@ -1,0 +1,170 @@
+"""From a config to built objects: config -> grid -> model -> units -> trainer.
+
+With config.py this is the only file that sees the config. Every piece below receives the plain values it uses, so the
+order of construction can be read here from top to bottom.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megazero.config import Config
+from megazero.config_file import flatten
+from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
+from megazero.learning_rate import LearningRate
+from megazero.model.parameter import declaration_of
+from megazero.model.step import Step
+from megazero.model.transformer import Shape, Transformer
+from megazero.observe.console import ConsoleSink
+from megazero.observe.jsonl import JsonlSink
+from megazero.observe.profile import Profile
+from megazero.observe.recorder import Recorder, Work
+from megazero.observe.sinks import Sink, Sinks
+from megazero.observe.tensorboard_sink import TensorboardSink
+from megazero.observe.wandb_sink import WandbSink
+from megazero.parallel.grid import Axis
+from megazero.parallel.launch import World
+from megazero.plan.hardware import peak_flops
+from megazero.plan.model import ModelShape
+from megazero.run_folder import RunFolder
+from megazero.trainer import Pace, Trainer
+from megazero.validation import Validation
+from megazero.zero.engine import Engine
+from megazero.zero.layout import Entry, lay_out
+from megazero.zero.optimizer import AdamW
+from megazero.zero.unit import Unit
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PROFILED_STEPS = 3
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The model as the closed formulas of plan/ see it: parameters, FLOPs."""
+    m = config.model
+    assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
+    return ModelShape(
+        layers=m.layers,
+        hidden=m.hidden,
+        heads=m.heads,
+        kv_heads=m.kv_heads,
+        ffn=m.ffn,
+        vocab=m.vocab,
+        seq_len=m.seq_len,
+        learned_positions=m.position == "learned",
+        layernorm=m.norm == "layernorm",
+        gated=m.activation == "swiglu",
+        tied=m.tie_embeddings,
+    )
+
+
+def build_model(config: Config) -> Transformer:
+    """The model on the meta device: no memory, any size."""
+    return Transformer(Shape(**config.model.model_dump()), seed=config.run.seed, tensor=Axis("tensor"))
+
+
+def build_units(model: Transformer, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Unit]:
+    """Gives each unit of the model its memory and initial values, one unit at a time."""
+    units = []
+    for name, members in model.units():
+        declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
+        entries = [Entry(n, declaration.local_shape, declaration.decay) for n, declaration in declarations.items()]
+        unit = Unit(lay_out(name, entries), dtype=dtype, device=device)
+        unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
+        unit.adopt(dict(members))
+        units.append(unit)
+    return units
+
+
+def model_losses(model: Transformer, device: torch.device) -> Callable[[MicroBatch, int, bool], Tensor]:
+    """(micro-batch, step, training) -> token losses [S, B] of the whole model."""
+
+    def losses(batch: MicroBatch, step: int, training: bool) -> Tensor:
+        tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))
+        now = Step(step, batch.sample_ids_B.to(device), training=training)
+        if batch.positions_SB is not None and batch.documents_SB is not None:
+            now = now.within_documents(batch.positions_SB.to(device), batch.documents_SB.to(device))
+        return model.losses(tokens, targets, valid, now)
+
+    return losses
+
+
+def build_trainer(config: Config, world: World, folder: RunFolder) -> Trainer:
+    """Everything that a training run needs, in the order in which it depends on each other.
+
+    Raises:
+        UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
+            160 and 161, a package that is not installed.
+    """
+    device, dtype = world.device, DTYPES[config.precision.dtype]
+    tokenizer = _tokenizer(config)
+    train, valid = open_datasets(
+        config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
+    )
+    model = build_model(config)
+    units = build_units(model, seed=config.run.seed, dtype=dtype, device=device)
+    o = config.optimizer
+    optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    tokens_per_step = config.batch.global_ * config.model.seq_len
+    losses = model_losses(model, device)
+    work = Work(tokens_per_step, model_shape(config).flops_per_token(), _peak_flops(config, device), device)
+    return Trainer(
+        Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step),
+        lambda batch, step: losses(batch, step, True),
+        BatchLoader(train, seed=config.run.seed, global_batch=config.batch.global_, micro_batch=config.batch.micro),
+        _validation(config, valid, lambda batch: losses(batch, 0, False), tokenizer),
+        Recorder(_sinks(config, folder), _profile(config, folder), work),
+        Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+    )
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype) if device.type == "cuda" else None
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    if config.data.tokenizer is None:
+        return None
+    tokenizer = Tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {config.model.vocab}"
+        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=config.data.tokenizer)
+    return tokenizer
+
+
+def _learning_rate(config: Config) -> LearningRate:
+    s = config.schedule
+    assert s.cooldown is not None, "a resolved config"
+    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, config.run.steps, s.decay, s.cooldown)
+
+
+def _validation(
+    config: Config,
+    dataset: WindowDataset | None,
+    losses: Callable[[MicroBatch], Tensor],
+    tokenizer: Tokenizer | None,
+) -> Validation | None:
+    if dataset is None:
+        return None
+    micro, samples = config.batch.micro, config.data.valid_samples
+    token_bytes = None if tokenizer is None else tokenizer.token_bytes()
+    return Validation(lambda: validation_batches(dataset, micro, samples), losses, token_bytes)
+
+
+def _sinks(config: Config, folder: RunFolder) -> Sinks:
+    sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
+    if config.observe.tensorboard:
+        sinks.append(TensorboardSink(folder.path / "tensorboard"))
+    if config.observe.wandb is not None:
+        sinks.append(WandbSink(config.observe.wandb, folder.path.name, flatten(config), folder.path))
+    return Sinks(sinks)
+
+
+def _profile(config: Config, folder: RunFolder) -> Profile:
+    if config.observe.profile is None:
+        return Profile(1, 0, folder.profile)
+    folder.profile.mkdir(exist_ok=True)
+    return Profile(config.observe.profile, _PROFILED_STEPS, folder.profile)

@@ -1,0 +1,1 @@
+"""What is written of a run's weights, and read back."""

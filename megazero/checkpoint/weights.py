@@ -1,0 +1,72 @@
+"""The final weights of a run: one safetensors file of full logical tensors, under the model's parameter names.
+
+It is written beside its place and moved there when it is complete and on disk, so a file that exists is whole.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megazero.errors import UserError
+
+FILE_NAME = "model.safetensors"
+
+
+def save_weights(folder: Path, tensors: Mapping[str, Tensor], step: int) -> Path:
+    """Writes `tensors` to `folder`/model.safetensors; the folder appears with the complete file in it.
+
+    Raises:
+        UserError: 403, the disk is full or not writable; nothing is left behind.
+    """
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        staging.chmod(0o755)  # mkdtemp's folders are private
+        whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        save_file(whole, staging / FILE_NAME, metadata={"format": "megazero-weights-1", "step": str(step)})
+        _flush(staging / FILE_NAME)
+        _flush(staging)
+        staging.rename(folder)
+        _flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise UserError(403, f"weights not saved: {error}", "free space there and run again", where=folder) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder / FILE_NAME
+
+
+def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+    """Gives the (meta) parameters the memory and values of the file's tensors, cast to `dtype`.
+
+    Raises:
+        UserError: 404, the file cannot be read, or its tensors are not the model's.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            if missing := sorted(parameters.keys() ^ names):
+                what = f"{len(missing)} tensors differ from the model's, first {missing[0]}"
+                raise UserError(404, what, "is this the run's own config.yaml?", where=path)
+            for name, parameter in parameters.items():
+                tensor = file.get_tensor(name)
+                if tensor.shape != parameter.shape:
+                    what = f"{name}: expected {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
+                    raise UserError(404, what, "is this the run's own config.yaml?", where=path)
+                torch.utils.swap_tensors(parameter, nn.Parameter(tensor.to(dtype)))
+    except (OSError, SafetensorError) as error:
+        raise UserError(404, f"cannot be read: {error}", "train again or use another run", where=path) from None
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

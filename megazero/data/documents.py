@@ -1,0 +1,84 @@
+"""Which documents a run uses, and those documents as one stream of tokens.
+
+Training and validation are split by whole documents, so that no validation text was seen in training. Which side a
+document is on depends on nothing but its number and the fraction: not on the seed, the sequence length or the number of
+ranks, so two runs with different seeds are validated on the same text, and appending documents moves none.
+
+A `TokenStream` joins the chosen documents, in file order, end to end. Nothing is copied: a read finds its documents by
+binary search in their cumulative lengths (8 bytes a document) and gathers its tokens from the memory map.
+"""
+
+import numpy as np
+
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.errors import UserError
+
+_WORD = np.uint64(0xFFFFFFFF)
+_GOLDEN = np.uint64(0x9E3779B9)  # mix(0) is 0: without an offset document 0 would always be for validation
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """A 32-bit hash of 32-bit words held in uint64: two multiplications, three xor-shifts.
+
+    The constants are the low-bias "lowbias32" of C. Wellons (hash-prospector). It is a bijection of the 32-bit words.
+    """
+    x = (x ^ (x >> np.uint64(16))) * np.uint64(0x7FEB352D) & _WORD
+    x = (x ^ (x >> np.uint64(15))) * np.uint64(0x846CA68B) & _WORD
+    return x ^ (x >> np.uint64(16))
+
+
+def split_documents(num_documents: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Document numbers of (training, validation), both int64 and rising.
+
+    Document i is for validation when hash(i) / 2^32 < fraction.
+
+    Raises:
+        UserError: 206 when one side would be empty, or the fraction is not between 0 and 1.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(206, f"expected a validation fraction between 0 and 1, got {fraction}", "set data.valid")
+    words = np.arange(num_documents, dtype=np.uint64)
+    hashes = mix(mix(words & _WORD ^ _GOLDEN) ^ (words >> np.uint64(32)))
+    is_valid = hashes < np.uint64(round(fraction * 2**32))
+    num_valid = int(is_valid.sum())
+    if num_valid in (0, num_documents):
+        what = f"a fraction of {fraction} puts {num_valid} of {num_documents} documents into validation"
+        raise UserError(206, what, "both sides need one: change data.valid or name a validation data set there")
+    return np.flatnonzero(~is_valid), np.flatnonzero(is_valid)
+
+
+class TokenStream:
+    """The chosen documents of a data set, in file order, as one sequence of `num_tokens` tokens.
+
+    Args:
+        dataset: where they lie.
+        documents: int64 document numbers, strictly rising.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: np.ndarray):
+        assert len(documents) == 0 or (np.diff(documents) > 0).all(), "documents in file order, each once"
+        self.dataset = dataset
+        self._first_tokens = dataset.document_offsets[documents]  # in the file
+        self._starts = np.zeros(len(documents) + 1, np.int64)  # in the stream
+        np.cumsum(dataset.document_offsets[documents + 1] - self._first_tokens, out=self._starts[1:])
+        self.num_documents = len(documents)
+        self.num_tokens = int(self._starts[-1])
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [start, stop) of the stream: (ids int64 [stop - start], ordinal of each one's document, int64).
+
+        The ordinal counts the chosen documents from 0; a change of ordinal is a document boundary.
+        """
+        assert 0 <= start <= stop <= self.num_tokens
+        positions = np.arange(start, stop)
+        ordinals = np.searchsorted(self._starts, positions, side="right") - 1  # right: skips empty documents
+        return self.dataset.tokens[self._in_file(positions, ordinals)].astype(np.int64), ordinals
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(document number in the file, position in the document) of a token of the stream, for messages."""
+        positions = np.array([position])
+        ordinals = np.searchsorted(self._starts, positions, side="right") - 1
+        return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
+
+    def _in_file(self, positions: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
+        return positions - self._starts[ordinals] + self._first_tokens[ordinals]

@@ -1,0 +1,266 @@
+"""Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
+
+The idea: ids of all documents lie end to end in one file that is only ever memory-mapped, so opening a terabyte costs
+nothing and ranks on one machine share the page cache. The index is small and redundant (lengths, pointers and file
+size all say the same), and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair
+or a flipped bit in the index is refused with the numbers, not met as garbage in step 40,000.
+
+    PREFIX.bin   token ids, little endian, no header
+    PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
+                 u64       version = 1
+                 u8        dtype code (see DTYPE_CODES)
+                 u64       S, number of sequences
+                 u64       D + 1, number of document indices
+                 int32     length of each sequence, in tokens        [S]
+                 int64     byte position of each sequence in .bin    [S]
+                 int64     first sequence of each document, then S   [D + 1]
+
+Source of the format: Megatron-LM, megatron/core/datasets/indexed_dataset.py. Files of either side work on the other.
+Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NoReturn
+
+import numpy as np
+
+from megazero.data.atomic import flush, flush_folder, temporary_name, write_error
+from megazero.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
+
+
+def file_pair(prefix: str | Path) -> tuple[Path, Path]:
+    """The .bin and .idx paths of a prefix. The suffix is appended, so a prefix may contain dots ("web-v1.5")."""
+    path = Path(prefix)  # "data/" is "data"
+    return Path(f"{path}.bin"), Path(f"{path}.idx")
+
+
+class IndexedDataset:
+    """A validated, memory-mapped, read-only data set.
+
+    Attributes:
+        prefix, bin_path, idx_path: where it lies.
+        dtype: the integer type of the ids.
+        num_documents, num_tokens: counts.
+        document_offsets: int64 [num_documents + 1], in tokens; document d is tokens[offsets[d] : offsets[d + 1]].
+        tokens: [num_tokens] read-only view of the .bin file.
+
+    Raises:
+        UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = Path(prefix)
+        self.bin_path, self.idx_path = file_pair(prefix)
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise UserError(201, "no such token file", _how_to_make(self.prefix), where=path)
+        try:
+            with self.idx_path.open("rb") as file:
+                self.dtype, lengths, pointers, indices = _read_index(file, self.idx_path)
+            bin_bytes = self.bin_path.stat().st_size
+        except OSError as error:
+            raise UserError(201, f"cannot be read: {error.strerror}", where=self.idx_path) from error
+        offsets = _check_index(self.idx_path, self.dtype.itemsize, lengths, pointers, indices)
+        self.document_offsets: np.ndarray = offsets[indices]
+        self.document_offsets.flags.writeable = False
+        self.num_documents = len(indices) - 1
+        self.num_tokens = int(offsets[-1])
+        expected = self.num_tokens * self.dtype.itemsize
+        if bin_bytes != expected:
+            what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {bin_bytes:,}"
+            raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
+        self.tokens = self._map() if self.num_tokens else np.empty(0, self.dtype)  # an empty file cannot be mapped
+
+    def _map(self) -> np.ndarray:
+        try:
+            return np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+        except OSError as error:
+            raise UserError(201, f"cannot be read: {error.strerror}", where=self.bin_path) from error
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """(document, position in it) of the token at this index of `tokens`."""
+        document = int(np.searchsorted(self.document_offsets, token, side="right")) - 1
+        return document, token - int(self.document_offsets[document])
+
+
+def _how_to_make(prefix: Path) -> str:
+    if prefix.suffix in (".bin", ".idx"):
+        return f"give the prefix without {prefix.suffix}"
+    if "data/quickstart" in prefix.as_posix():
+        return "run `make data`"
+    return f"run `python data_tools/preprocess.py --input TEXT --tokenizer MODEL --output {prefix}`"
+
+
+def _read_index(file: BinaryIO, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """Header and arrays. Counts are held against the file's size before anything of their size is allocated."""
+    header = file.read(HEADER.size)
+    rebuild = "rebuild it with data_tools/preprocess.py"
+    if len(header) < HEADER.size:
+        raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(header)}", rebuild, where=path)
+    magic, version, code, sequences, documents = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise UserError(202, f"expected magic {MAGIC!r}, got {magic!r}: not an index", rebuild, where=path)
+    if version != VERSION:
+        raise UserError(202, f"expected version {VERSION}, got {version}", rebuild, where=path)
+    dtype = np.dtype(DTYPE_CODES.get(code, np.float64)).newbyteorder("<")
+    if dtype.kind == "f":
+        raise UserError(202, f"expected the dtype code of an integer type, got {code}", rebuild, where=path)
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    actual = os.fstat(file.fileno()).st_size
+    if actual != expected:
+        what = f"expected {expected:,} bytes ({sequences:,} sequences, {documents:,} document indices), got {actual:,}"
+        raise UserError(202, what, "copy it again or rebuild it", where=path)
+    lengths = np.frombuffer(file.read(4 * sequences), "<i4")
+    pointers = np.frombuffer(file.read(8 * sequences), "<i8")
+    indices = np.frombuffer(file.read(8 * documents), "<i8")
+    return dtype, lengths, pointers, indices
+
+
+def _check_index(
+    path: Path, itemsize: int, lengths: np.ndarray, pointers: np.ndarray, indices: np.ndarray
+) -> np.ndarray:
+    """Token offset of every sequence, int64 [S + 1], after all statements of the index were found to agree."""
+
+    def refuse(what: str) -> NoReturn:
+        raise UserError(203, what, "copy it again or rebuild it with data_tools/preprocess.py", where=path)
+
+    sequences = len(lengths)
+    if sequences and lengths.min() < 0:
+        first = int(np.argmax(lengths < 0))
+        refuse(f"expected lengths >= 0, got {lengths[first]} for sequence {first:,}")
+    offsets = np.zeros(sequences + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    wrong = pointers != offsets[:-1] * itemsize
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        refuse(f"expected sequence {first:,} at byte {offsets[first] * itemsize:,}, got {pointers[first]:,}")
+    if not len(indices) or indices[0] != 0 or indices[-1] != sequences:
+        got = f"{indices[0]:,} to {indices[-1]:,}" if len(indices) else "none"
+        refuse(f"expected document indices from 0 to {sequences:,}, got {got}")
+    falls = np.diff(indices) < 0
+    if falls.any():
+        first = int(np.argmax(falls))
+        refuse(f"expected rising document indices, got {indices[first]:,} then {indices[first + 1]:,} at {first:,}")
+    # As many documents as sequences means one each; anything else is an index with a flipped bit (an emptied document
+    # beside a doubled one), not something a tool wrote.
+    if len(indices) == sequences + 1 and (np.diff(indices) != 1).any():
+        first = int(np.argmax(np.diff(indices) != 1))
+        refuse(f"expected one sequence per document, got {indices[first + 1] - indices[first]} in document {first:,}")
+    return offsets
+
+
+class IndexedDatasetWriter:
+    """Writes a pair so that a reader sees the whole of it or nothing.
+
+    Both files are written under unique temporary names in the target folder, flushed to the disk, and renamed, .idx
+    last: a reader accepts nothing without .idx. An old pair keeps working until then; its .idx is removed before its
+    .bin is replaced, so that old index and new tokens never meet. Leaving the `with` block by an exception removes the
+    temporary files; a killed process leaves them behind, named `NAME.bin.tmp-...`, and no reader looks at those.
+
+        with IndexedDatasetWriter("data/train", np.uint16) as writer:
+            writer.append(ids)          # any number of times per document
+            writer.end_document()
+
+    Raises:
+        UserError: 208 when the system refuses to write (disk full, no permission).
+    """
+
+    def __init__(self, prefix: str | Path, dtype: type[np.integer] | np.dtype):
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == np.dtype(dtype))
+        self._targets = file_pair(prefix)
+        self._temporary = tuple(temporary_name(path) for path in self._targets)
+        self._lengths = array("i")  # per sequence; 4 bytes a document is all that the writer holds in memory
+        self._documents = array("q", [0])
+        self._open_length = 0  # tokens of the sequence that is being written
+        self.num_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._documents) - 1
+
+    def __enter__(self) -> "IndexedDatasetWriter":
+        with self._write_errors():
+            self._targets[0].parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary[0].open("xb")
+        return self
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Adds ids [n], of any integer type, to the document that is being written."""
+        ids = tokens.astype(self.dtype, copy=False)
+        assert np.array_equal(ids, tokens), f"ids do not fit {self.dtype}"
+        with self._write_errors():
+            self._file.write(ids.tobytes())
+        self.num_tokens += len(ids)
+        self._open_length += len(ids)
+        while self._open_length > MAX_SEQUENCE:
+            self._lengths.append(MAX_SEQUENCE)
+            self._open_length -= MAX_SEQUENCE
+
+    def end_document(self) -> None:
+        """Closes the document; it must hold a token."""
+        assert self._open_length, "a document needs at least one token"
+        self._lengths.append(self._open_length)
+        self._open_length = 0
+        self._documents.append(len(self._lengths))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                assert not self._open_length, "the last document was not ended"
+                with self._write_errors():
+                    self._publish()
+        finally:
+            with suppress(OSError):  # a full disk fails again when what is buffered is flushed by close
+                self._file.close()
+            for path in self._temporary:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        flush(self._file)
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents))
+        with self._temporary[1].open("xb") as file:
+            file.write(header)
+            file.write(lengths.astype("<i4").tobytes())
+            file.write(pointers.astype("<i8").tobytes())
+            file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+            flush(file)
+        self._targets[1].unlink(missing_ok=True)
+        for temporary, target in zip(self._temporary, self._targets, strict=True):
+            temporary.replace(target)
+        flush_folder(self._targets[0].parent)
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self._targets[0], error) from error

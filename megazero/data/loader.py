@@ -1,0 +1,200 @@
+"""Batches: windows of the token stream as tensors.
+
+The idea: window k of a stream is its tokens [k S, k S + S + 1); the first S are the input, the last S the targets. A
+step asks for the sample ids of its rank (sampler), each id names a window, each window is one read of the memory map.
+All of it is a pure function of the step, so there is nothing to save and nothing to restore; the only state is one
+background thread that reads step s + 1 while step s computes.
+
+Every id is held against the vocabulary when it is read: an id past the end of the embedding table is otherwise an
+unreadable device assert, or silence. The message names the file, the document and the position.
+
+With `mask_eod` a window that holds several documents keeps them apart: each token knows its document (attention must
+not cross), positions restart, and the last token of a document, whose target is the first token of an unrelated one, is
+not scored.
+
+Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in the model.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megazero.data.documents import TokenStream, split_documents
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.sampler import index_of, sample_id, window_of
+from megazero.errors import UserError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads.
+
+    Attributes:
+        tokens_SB, targets_SB: int64; the target is the next token.
+        valid_SB: bool, which targets count in the loss.
+        positions_SB: int64, from the start of the token's document or of the window; None: 0 ... S - 1.
+        documents_SB: int32, ordinal of the token's document within its window; None: one document.
+        sample_ids_B: int64, numbers of the samples over the whole run (validation: of the windows).
+    """
+
+    tokens_SB: torch.Tensor
+    targets_SB: torch.Tensor
+    valid_SB: torch.Tensor
+    positions_SB: torch.Tensor | None
+    documents_SB: torch.Tensor | None
+    sample_ids_B: torch.Tensor
+
+
+class WindowDataset:
+    """The windows of a stream.
+
+    Args:
+        stream: the documents.
+        seq_len: S, tokens of a sample.
+        vocab: ids must lie in [0, vocab).
+        mask_eod: keep the documents of a window apart.
+
+    Attributes:
+        num_windows: (num_tokens - 1) // S.
+
+    Raises:
+        UserError: 207 when there is not one window; 205, on reading, for an id outside the vocabulary.
+    """
+
+    def __init__(self, stream: TokenStream, seq_len: int, vocab: int, mask_eod: bool):
+        self.stream, self.seq_len, self.vocab, self.mask_eod = stream, seq_len, vocab, mask_eod
+        self.num_windows = (stream.num_tokens - 1) // seq_len
+        if self.num_windows < 1:
+            what = f"expected at least seq_len + 1 = {seq_len + 1:,} tokens, got {stream.num_tokens:,}"
+            what += f" in {stream.num_documents:,} documents"
+            raise UserError(207, what, "use more text or a smaller model.seq_len", where=stream.dataset.bin_path)
+
+    def read(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [S + 1], ordinal of each one's document in the stream int64 [S + 1]), checked."""
+        start = window * self.seq_len
+        tokens, ordinals = self.stream.read(start, start + self.seq_len + 1)
+        outside = (tokens < 0) | (tokens >= self.vocab)
+        if outside.any():
+            first = int(np.argmax(outside))
+            document, position = self.stream.locate(start + first)
+            what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
+            do = "set model.vocab and data.tokenizer to what the data was made with"
+            raise UserError(205, what, do, where=self.stream.dataset.bin_path)
+        return tokens, ordinals
+
+    def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
+        """The windows [B] as one micro-batch that carries `sample_ids` [B]."""
+        reads = [self.read(int(window)) for window in windows]
+        tokens = np.stack([tokens for tokens, _ in reads], axis=1)  # [S + 1, B]
+        ordinals = np.stack([ordinals for _, ordinals in reads], axis=1)
+        valid, positions, documents = np.ones(tokens[1:].shape, bool), None, None
+        if self.mask_eod:
+            valid = ordinals[1:] == ordinals[:-1]
+            starts = np.zeros(valid.shape, bool)  # the token begins a document; the window's first needs no mark
+            starts[1:] = ~valid[:-1]
+            documents = torch.from_numpy(np.cumsum(starts, axis=0, dtype=np.int32))
+            index = np.arange(self.seq_len)[:, None]
+            positions = torch.from_numpy(index - np.maximum.accumulate(np.where(starts, index, 0), axis=0))
+        return MicroBatch(
+            tokens_SB=torch.from_numpy(tokens[:-1]),
+            targets_SB=torch.from_numpy(tokens[1:].copy()),  # no memory shared with tokens_SB
+            valid_SB=torch.from_numpy(valid),
+            positions_SB=positions,
+            documents_SB=documents,
+            sample_ids_B=torch.from_numpy(sample_ids.astype(np.int64)),
+        )
+
+
+class BatchLoader:
+    """The micro-batches of one data rank, step by step.
+
+    Args:
+        dataset: windows to draw from.
+        seed: of the order of windows.
+        global_batch: sequences per step over all ranks; a multiple of micro_batch x num_data.
+        micro_batch: sequences per micro-batch.
+        data_rank, num_data: this rank on the data axis, and its size.
+    """
+
+    def __init__(
+        self,
+        dataset: WindowDataset,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        data_rank: int = 0,
+        num_data: int = 1,
+    ):
+        assert 0 <= data_rank < num_data and global_batch % (micro_batch * num_data) == 0, "held by the config"
+        self._dataset, self._seed, self._global_batch, self._micro_batch = dataset, seed, global_batch, micro_batch
+        self._indices = np.array(  # [micro-batches, rows]: which sequences of a step are this rank's
+            [
+                [index_of(data_rank, m, row, num_data, micro_batch) for row in range(micro_batch)]
+                for m in range(global_batch // (micro_batch * num_data))
+            ]
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step, in order: a pure function of the step. Raises UserError 205 for bad ids."""
+        ahead, self._ahead = self._ahead, None
+        batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._build(step)
+        self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
+        return batches
+
+    def close(self) -> None:
+        """Ends the background thread. What it read, or failed to read, for a step that never came is dropped."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _build(self, step: int) -> list[MicroBatch]:
+        ids = sample_id(step, self._indices, self._global_batch)
+        windows = window_of(ids, self._dataset.num_windows, self._seed)
+        return [self._dataset.micro_batch(*rows) for rows in zip(windows, ids, strict=True)]
+
+
+def validation_batches(dataset: WindowDataset, micro_batch: int, limit: int | None = None) -> Iterator[MicroBatch]:
+    """Windows 0, 1, 2 ... once each, in order, as micro-batches; the last one may have fewer rows.
+
+    Args:
+        dataset: windows to read.
+        micro_batch: rows of a micro-batch.
+        limit: at most this many windows; None: all.
+    """
+    num_windows = dataset.num_windows if limit is None else min(limit, dataset.num_windows)
+    for start in range(0, num_windows, micro_batch):
+        windows = np.arange(start, min(start + micro_batch, num_windows))
+        yield dataset.micro_batch(windows, windows)
+
+
+def open_datasets(
+    train: str | Path, valid: str | Path | float | None, seq_len: int, vocab: int, mask_eod: bool
+) -> tuple[WindowDataset, WindowDataset | None]:
+    """The training windows and, if any, the validation windows of a run.
+
+    Args:
+        train: prefix of the training data set.
+        valid: prefix of another one, or the fraction of the training documents to hold out, or None.
+        seq_len, vocab, mask_eod: see WindowDataset.
+
+    Raises:
+        UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
+    """
+
+    def windows(dataset: IndexedDataset, documents: np.ndarray) -> WindowDataset:
+        return WindowDataset(TokenStream(dataset, documents), seq_len, vocab, mask_eod)
+
+    dataset = IndexedDataset(train)
+    everything = np.arange(dataset.num_documents)
+    if valid is None:
+        return windows(dataset, everything), None
+    if isinstance(valid, int | float):
+        train_documents, valid_documents = split_documents(dataset.num_documents, valid)
+        return windows(dataset, train_documents), windows(dataset, valid_documents)
+    other = IndexedDataset(valid)
+    return windows(dataset, everything), windows(other, np.arange(other.num_documents))

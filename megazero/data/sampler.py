@@ -1,0 +1,93 @@
+"""Which text is in which batch: three pure functions, no state.
+
+There is no cursor to save. Step s of a run with a global batch of G sequences consumes samples s x G to s x G + G - 1;
+a resumed run, or one on another grid, asks the same functions and gets the same text in the same order.
+
+    sample_id(s, i, G) = s G + i                                        the i-th sequence of step s
+    i = (micro_batch x num_data + data_rank) x micro + row              where it is computed
+    window_of(id, N, seed) = permutation[seed, id // N](id mod N)       which of N windows of text it is
+
+The permutation is a Feistel network: swap-and-mix rounds on the two halves of a number are a bijection of [0, 2^2h)
+whatever the round function is; numbers that land outside [0, N) are sent through again ("cycle walking"), which keeps
+it a bijection of [0, N). So every epoch visits every window exactly once, each epoch and each seed in its own order,
+and any element costs a few dozen integer operations and no memory. Source: J. Black and P. Rogaway, Ciphers with
+Arbitrary Finite Domains, CT-RSA 2002, sections 3 (cycle walking) and 5 (Feistel).
+"""
+
+from typing import overload
+
+import numpy as np
+
+from megazero.data.documents import mix
+
+_ROUNDS = 8
+_MIN_HALF_BITS = 4  # tinier halves leave the rounds too little to mix: the orders of 3 windows would not be uniform
+_WORD = np.uint64(0xFFFFFFFF)
+
+
+@overload
+def sample_id(step: int, index: int, global_batch: int) -> int: ...
+@overload
+def sample_id(step: int, index: np.ndarray, global_batch: int) -> np.ndarray: ...
+def sample_id(step: int, index: int | np.ndarray, global_batch: int) -> int | np.ndarray:
+    """The number, over the whole run, of sequence `index` (one or many) of a step."""
+    return step * global_batch + index
+
+
+def placement(index: int, num_data: int, num_micro: int, micro: int) -> tuple[int, int, int]:
+    """(data rank, micro-batch, row) that compute sequence `index` of a step; the row counts fastest, then the rank.
+
+    Args:
+        index: 0 <= index < num_data x num_micro x micro, the global batch.
+        num_data: ranks of the data axis.
+        num_micro: micro-batches per step on each of them.
+        micro: sequences per micro-batch.
+    """
+    assert 0 <= index < num_data * num_micro * micro
+    rest, row = divmod(index, micro)
+    micro_batch, data_rank = divmod(rest, num_data)
+    return data_rank, micro_batch, row
+
+
+def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: int) -> int:
+    """The inverse of `placement`."""
+    return (micro_batch * num_data + data_rank) * micro + row
+
+
+@overload
+def window_of(sample: int, num_windows: int, seed: int) -> int: ...
+@overload
+def window_of(sample: np.ndarray, num_windows: int, seed: int) -> np.ndarray: ...
+def window_of(sample: int | np.ndarray, num_windows: int, seed: int) -> int | np.ndarray:
+    """The window of text that a sample (an id, or int64 ids of any shape) consists of, in [0, num_windows).
+
+    Over the ids e x N ... e x N + N - 1 of an epoch e every window comes exactly once.
+    """
+    assert num_windows > 0
+    epochs, positions = np.divmod(np.atleast_1d(np.asarray(sample, np.int64)), num_windows)
+    keys = _round_keys(epochs.astype(np.uint64), seed)
+    half = max(_MIN_HALF_BITS, ((num_windows - 1).bit_length() + 1) // 2)
+    windows = _permute(positions.astype(np.uint64), keys, half)
+    while (outside := windows >= num_windows).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
+        windows[outside] = _permute(windows[outside], keys[:, outside], half)
+    result = windows.astype(np.int64)
+    return result if isinstance(sample, np.ndarray) else int(result[0])
+
+
+def _round_keys(epochs: np.ndarray, seed: int) -> np.ndarray:
+    """32-bit keys, uint64 [rounds, *shape of epochs], from the low 64 bits of seed and epoch and the round."""
+    words = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    key = mix(np.full_like(epochs, words[0]) ^ np.uint64(0x9E3779B9))
+    key = mix(key ^ np.uint64(words[1]))
+    key = mix(key ^ (epochs & _WORD))
+    key = mix(key ^ (epochs >> np.uint64(32)))
+    return np.stack([mix((key + np.uint64(0x9E3779B9 * (round_ + 1))) & _WORD) for round_ in range(_ROUNDS)])
+
+
+def _permute(x: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+    """One bijection of [0, 2^(2 half)) per element of x."""
+    bits, mask = np.uint64(half), np.uint64(2**half - 1)
+    left, right = x >> bits, x & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right ^ key) & mask)
+    return (left << bits) | right

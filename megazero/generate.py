@@ -1,0 +1,78 @@
+"""Text from a trained run: the run's own config, its newest weights, its tokenizer.
+
+Each new token is drawn from softmax(logits / temperature) over the `top_k` likeliest (Fan et al. 2018), with a private
+generator seeded by `seed`, so the same call gives the same text. Every token runs the whole window again: clear, and
+fast enough to look at samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.build import DTYPES, build_model
+from megazero.checkpoint.weights import FILE_NAME, load_weights
+from megazero.config_file import load
+from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
+from megazero.model.step import Step
+from megazero.model.transformer import Transformer
+from megazero.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 takes the likeliest."""
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
+    """The prompt continued; stops early at the end of a document.
+
+    Raises:
+        UserError: 113, the folder is no run or its config names no tokenizer; 402, it has no weights yet;
+            404, they cannot be read.
+    """
+    if not folder.config.is_file():
+        raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
+    config = load(str(folder.config))
+    if config.data.tokenizer is None:
+        raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
+    tokenizer = Tokenizer(config.data.tokenizer)
+    weights = folder.newest_checkpoint() / FILE_NAME
+    model = build_model(config)
+    load_weights(weights, dict(model.named_parameters()), DTYPES[config.precision.dtype])
+    ids = tokenizer.encode(prompt) or [tokenizer.eod]
+    new = sample(model, ids, sampling, window=config.model.seq_len, stop=tokenizer.eod)
+    return prompt + tokenizer.decode(new)
+
+
+def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, stop: int) -> list[int]:
+    """New ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
+
+    Args:
+        window: how many ids the model can look back on.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    context, new = list(ids), []
+    with torch.no_grad():
+        while len(new) < sampling.tokens:
+            tokens_S1 = torch.tensor(context[-window:])[:, None]
+            logits_V = model(tokens_S1, Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
+            token = int(_draw(logits_V, sampling, generator))
+            if token == stop:
+                break
+            context.append(token)
+            new.append(token)
+    return new
+
+
+def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    if sampling.temperature == 0:
+        return logits_V.argmax()
+    top, indices = logits_V.topk(min(sampling.top_k, len(logits_V)))
+    return indices[torch.multinomial((top / sampling.temperature).softmax(0), 1, generator=generator)]

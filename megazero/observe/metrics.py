@@ -1,0 +1,127 @@
+"""One row of metrics per logged step, and the arithmetic that fills it.
+
+A row describes one step; only its rates are means, over the *interval*: the steps since the last logged row.
+
+    step_time            seconds of the interval / its steps
+    tokens_per_second    tokens of the interval / its seconds                        (whole run, all devices)
+    tflops_per_device    tokens_per_second x model FLOPs per token / devices / 1e12  (plan/model.py)
+    mfu                  model FLOP/s per device / peak FLOP/s of one device         (PaLM, appendix B)
+
+Validation and saving are not training: the interval leaves their seconds out. On a GPU the host runs ahead of the
+device, so a single step's host time means nothing; at a logged step the host has just read the loss, so that the
+interval's seconds are the device's too. docs/metrics.md has every key with its unit.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+
+Value = float | int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The metrics of one logged step. Field order is the order of the keys in metrics.jsonl.
+
+    step counts from 1. tokens are those consumed since the start of the run (skipped steps consume too). loss is that
+    of this step's batch before its update, in nats per token. grad_norm is unscaled and before the clip. skipped counts
+    all skipped steps so far. comm_bytes are the bytes this rank sent in the step.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    valid_loss: float | None = None
+    grad_norm: float
+    lr: float
+    loss_scale: float
+    skipped: int
+    step_time: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+    memory_peak_bytes: int
+    comm_bytes: int
+
+    def as_dict(self) -> dict[str, Value]:
+        """The row by key, in order; `valid_loss` only when this step was validated."""
+        row = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.valid_loss is None:
+            del row["valid_loss"]
+        return row
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed over an interval; mfu is None where the device's peak is not known."""
+
+    step_time: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+
+
+def rates(
+    steps: int, tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_flops: float | None
+) -> Rates:
+    """Speed of an interval of `steps` steps that consumed `tokens` tokens (of all data ranks) in `seconds` seconds.
+
+    Args:
+        flops_per_token: model FLOPs of one training token, forward and backward.
+        num_devices: all devices of the run, whatever axis they serve.
+        peak_flops: peak dense matmul FLOP/s of one device in the compute dtype, or None.
+    """
+    assert steps > 0 and seconds > 0, f"an interval has steps and takes time: {steps} steps, {seconds} s"
+    tokens_per_second = tokens / seconds
+    flops_per_device = tokens_per_second * flops_per_token / num_devices
+    mfu = None if peak_flops is None else flops_per_device / peak_flops
+    return Rates(seconds / steps, tokens_per_second, flops_per_device / 1e12, mfu)
+
+
+class Interval:
+    """Steps, tokens and training seconds since the last logged row.
+
+    Starts its clock when made. `clock` gives monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new interval now."""
+        self.steps = 0
+        self.tokens = 0
+        self._began = self._clock()
+
+    def add_step(self, tokens: int) -> None:
+        """One step is done; it consumed this many tokens over all data ranks."""
+        self.steps += 1
+        self.tokens += tokens
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Time spent inside is not training time: `with interval.excluded(): validate()`."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._began += self._clock() - began
+
+    def rates(self, flops_per_token: float, num_devices: int, peak_flops: float | None) -> Rates:
+        """Speed so far; see `rates` for the arguments. Needs at least one step."""
+        seconds = max(self._clock() - self._began, 1e-9)  # a clock may be too coarse to see one tiny step
+        return rates(self.steps, self.tokens, seconds, flops_per_token, num_devices, peak_flops)
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Most memory held so far: by torch's allocator on a GPU, by this whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

@@ -1,0 +1,97 @@
+"""From the numbers of a step to a row in every sink: rates over the interval, memory, the profile around steps."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megazero.observe.metrics import Interval, Row, memory_peak_bytes
+from megazero.observe.profile import Profile
+from megazero.observe.sinks import Sinks
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step amounts to, for the rates.
+
+    Attributes:
+        tokens_per_step: of the global batch.
+        flops_per_token: model FLOPs, forward and backward.
+        peak_flops: of one device in the compute dtype; None where not known.
+        device: where this rank runs.
+        num_devices: of the whole run.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float | None
+    device: torch.device
+    num_devices: int = 1
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a step computed, read from the device; see `Row` for their meaning."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: int
+
+
+class Recorder:
+    """Observes a run: one `step` context per step, one `record` per logged step.
+
+    Args:
+        sinks: where rows go.
+        profile: the profiler, on or off.
+        work: what a step amounts to.
+    """
+
+    def __init__(self, sinks: Sinks, profile: Profile, work: Work):
+        self._sinks, self._profile, self._work = sinks, profile, work
+        self._interval = Interval()
+
+    def start(self) -> None:
+        """The first step begins now: what was built before is not training time."""
+        self._interval.restart()
+
+    @contextmanager
+    def step(self, done: int) -> Iterator[None]:
+        """Around step number `done` (from 1)."""
+        with self._profile.step(done):
+            yield
+        self._interval.add_step(self._work.tokens_per_step)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around what is not training: its seconds do not count."""
+        return self._interval.excluded()
+
+    def record(self, done: int, numbers: Numbers, valid_loss: float | None) -> None:
+        """Writes the row of step number `done` and begins a new interval."""
+        work = self._work
+        rates = self._interval.rates(work.flops_per_token, work.num_devices, work.peak_flops)
+        row = Row(
+            step=done,
+            tokens=done * work.tokens_per_step,
+            loss=numbers.loss,
+            valid_loss=valid_loss,
+            grad_norm=numbers.grad_norm,
+            lr=numbers.lr,
+            loss_scale=1.0,
+            skipped=numbers.skipped,
+            step_time=rates.step_time,
+            tokens_per_second=rates.tokens_per_second,
+            tflops_per_device=rates.tflops_per_device,
+            mfu=rates.mfu,
+            memory_peak_bytes=memory_peak_bytes(work.device),
+            comm_bytes=0,
+        )
+        self._sinks.row(row.as_dict())
+        self._interval.restart()
+
+    def close(self) -> None:
+        """Writes out what is left; safe to call twice."""
+        self._profile.close()
+        self._sinks.close()

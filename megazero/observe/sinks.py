@@ -1,0 +1,68 @@
+"""Where rows go, and the one promise about it: no sink ever stops or slows training.
+
+A sink takes rows and is closed once. Rows are for people and their tools; the weights do not depend on them. So a full
+log disk, a closed terminal or a broken package costs the rows it costs, one line on stderr, and nothing else: `Sinks`
+hands each row to every sink, catches what a sink raises, warns once per sink and goes on. The next row is tried again,
+because disks get emptied.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from megazero.observe.metrics import Value
+
+LINE_LIMIT = 300  # characters of a line on stderr
+
+
+class Sink(Protocol):
+    """Takes rows of metrics (metrics.Row.as_dict: keys in order, floats possibly not finite)."""
+
+    def row(self, row: Mapping[str, Value]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """Hands every row to every sink, whatever the others do. Is a sink itself."""
+
+    def __init__(self, sinks: Sequence[Sink]):
+        self._sinks = list(sinks)
+        self._warned: set[int] = set()  # places in the list, since two sinks may be of one class
+
+    def row(self, row: Mapping[str, Value]) -> None:
+        """Give one row to every sink. Never raises an `Exception`."""
+        for place, sink in enumerate(self._sinks):
+            self._guard(place, lambda sink=sink: sink.row(row))
+
+    def close(self) -> None:
+        """Close every sink. Never raises an `Exception`; a second call does nothing."""
+        for place, sink in enumerate(self._sinks):
+            self._guard(place, sink.close)
+        self._sinks = []
+
+    def _guard(self, place: int, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a sink's library raises, training goes on
+            if place not in self._warned:
+                self._warned.add(place)
+                name = type(self._sinks[place]).__name__
+                warn(f"{name}: {type(error).__name__}: {error}; training goes on, rows may be missing there")
+
+
+def warn(text: str) -> None:
+    """One line on stderr that something is amiss."""
+    say(f"warning: {text}")
+
+
+def say(text: str) -> None:
+    """One line on stderr, if there is one; a closed stderr is not worth a run either."""
+    line = " ".join(text.split())
+    if len(line) > LINE_LIMIT:
+        line = line[: LINE_LIMIT - 3] + "..."
+    try:
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,48 @@
+"""Rows as TensorBoard scalars, one series per key over the step, for `tensorboard --logdir RUN/tensorboard`.
+
+The package is optional: it is asked for by the config, so its absence is the user's to mend, at the start of the run.
+What goes wrong with the folder is the first row's affair, where it cannot stop the run (sinks.py). Event files are
+written by a thread of that package; no server is involved while training.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megazero.errors import UserError
+from megazero.observe.metrics import Value
+
+
+class TensorboardSink:
+    """Writes event files into `folder`, which the first row makes when it is missing.
+
+    Raises:
+        UserError: MZ-161, the package is not installed.
+    """
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # imported only when asked for: it takes a second
+        except ImportError as error:
+            raise UserError(
+                161,
+                f"the tensorboard package cannot be imported ({error})",
+                "run `pip install tensorboard`, or set observe.tensorboard=false",
+                where="observe.tensorboard",
+            ) from None
+        self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(str(folder))
+        self._writer: SummaryWriter | None = None
+
+    def row(self, row: Mapping[str, Value]) -> None:
+        """Add every number of the row at its step, and hand them to the disk."""
+        if self._writer is None:
+            self._writer = self._open()
+        step = row["step"]
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and end the event file, if there is one."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,96 @@
+"""The size and the arithmetic of a transformer, from its shape alone.
+
+One model family is described: pre-norm decoder blocks, with the GPT choices (LayerNorm, biases, one up projection,
+learned positions, tied head) or the Llama choices (RMSNorm, no biases, gated MLP, rotary positions, grouped kv heads).
+
+Parameters. With L layers, width h, ffn f, vocabulary V, s learned positions, kv width k = kv_heads x head_dim:
+
+    block      q, out: 2 h^2      k, v: 2 h k      mlp: 2 h f, gated 3 h f      two norms
+    model      V h + s h  +  L blocks  +  one norm  +  V h if the head is not tied
+
+For the GPT choices (k = h, f = 4 h, a bias on every linear) this is 12 L h^2 + 13 L h + (V + s) h + 2 h
+(Narayanan et al. 2021, arXiv 2104.04473, eq. 2, which leaves out the last norm's 2 h).
+
+Arithmetic. A product by a matrix of n elements costs 2 n FLOPs per token forward and twice that backward; the two
+products of attention, scores and values, cost 2 s x width each. So one training token costs
+
+    6 N + 12 L heads head_dim s            Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, appendix B
+
+where N counts the parameters that take part in matrix products: the head once, tied or not, the lookup never. For the
+GPT choices a batch of B sequences then costs 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)), the *model FLOPs* of
+Korthikanti et al. 2022, arXiv 2205.05198, appendix A. Both papers count causal attention in full, and so do we;
+recompute is not counted: it is work the machine does, not work the model needs (MFU, not HFU).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers that fix a model's size.
+
+    Args:
+        layers, hidden, heads, kv_heads, ffn: blocks, width, query heads, key/value heads, width of the MLP.
+        vocab, seq_len: rows of the embedding (unpadded), tokens of a sequence.
+        learned_positions: an embedding row per position (False: rotary, no parameters).
+        layernorm: LayerNorm, with biases in norms and linears (False: RMSNorm, no bias anywhere).
+        gated: an MLP of gate, up and down (SwiGLU) instead of up and down.
+        tied: the head is the embedding.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    learned_positions: bool
+    layernorm: bool
+    gated: bool
+    tied: bool
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values: hidden, unless query heads share them."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def num_mlp_inputs(self) -> int:
+        """Projections from hidden to ffn: up, and gate where there is one."""
+        return 2 if self.gated else 1
+
+    def parameters(self) -> int:
+        """Parameters of the whole model, each counted once (a tied head is the embedding)."""
+        embedding = self.vocab * self.hidden
+        positions = self.seq_len * self.hidden if self.learned_positions else 0
+        head = 0 if self.tied else self.vocab * self.hidden
+        return embedding + positions + self.layers * self.block_parameters() + self._norm() + head
+
+    def block_parameters(self) -> int:
+        """Parameters of one block: four linears (five where gated), their biases, two norms."""
+        biases = 0
+        if self.layernorm:
+            attention = self.hidden + 2 * self.kv_width + self.hidden  # q, k and v, out
+            biases = attention + self.num_mlp_inputs * self.ffn + self.hidden
+        return self._block_matrices() + biases + 2 * self._norm()
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in matrix products: the blocks' linears and the head."""
+        return self.layers * self._block_matrices() + self.vocab * self.hidden
+
+    def flops_per_token(self) -> int:
+        """Model FLOPs of one training token, forward and backward, in a sequence of seq_len tokens."""
+        attention = 12 * self.layers * self.heads * self.head_dim * self.seq_len
+        return 6 * self.matmul_parameters() + attention
+
+    def _block_matrices(self) -> int:
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width
+        return attention + (self.num_mlp_inputs + 1) * self.hidden * self.ffn
+
+    def _norm(self) -> int:
+        return (2 if self.layernorm else 1) * self.hidden

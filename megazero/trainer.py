@@ -1,0 +1,140 @@
+"""The loop: batch, forward and backward, clip, update, observe, validate.
+
+The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
+batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
+
+The host does not wait for the device inside a step. What a step computed is read just before the *next* step's
+update (or when the step is logged): by then the device has long finished it, so reading costs nothing, the exact
+learning rate of the next update is known, and a loss that is not finite is noticed before a second update could have
+happened (the device suppresses the first one by itself).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.data.loader import BatchLoader, MicroBatch
+from megazero.errors import UserError
+from megazero.learning_rate import LearningRate
+from megazero.observe.recorder import Numbers, Recorder
+from megazero.validation import Score, Validation
+from megazero.zero.engine import Engine, StepResult
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long, how fast, and how often.
+
+    Attributes:
+        steps: of the run.
+        learning_rate: by updates done.
+        log_every: steps between rows.
+        valid_every: steps between validations; None: only after the last step.
+    """
+
+    steps: int
+    learning_rate: LearningRate
+    log_every: int
+    valid_every: int | None
+
+    def validates(self, step: int) -> bool:
+        done = step + 1
+        return done == self.steps or (self.valid_every is not None and done % self.valid_every == 0)
+
+    def logs(self, step: int) -> bool:
+        done = step + 1
+        return done == self.steps or done % self.log_every == 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that has been issued and whose numbers the host has not read."""
+
+    step: int
+    lr: float
+    result: StepResult
+
+
+class Trainer:
+    """Trains for `pace.steps` steps.
+
+    Args:
+        engine: gradients and update.
+        losses: (micro-batch, step) -> token losses [S, B], with autograd.
+        loader: the micro-batches of each step.
+        validation: None for none.
+        recorder: observes.
+        pace: when to do what.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        losses: Callable[[MicroBatch, int], Tensor],
+        loader: BatchLoader,
+        validation: Validation | None,
+        recorder: Recorder,
+        pace: Pace,
+    ):
+        self.engine, self.losses, self.loader = engine, losses, loader
+        self.validation, self.recorder, self.pace = validation, recorder, pace
+        self.skipped = 0
+        self.score: Score | None = None
+        self._pending: _Pending | None = None
+
+    def run(self) -> None:
+        """Trains. The last validation's result is `score`.
+
+        Raises:
+            UserError: 301, loss or gradient norm of a step are not finite; no weight has changed since.
+        """
+        self.recorder.start()
+        for step in range(self.pace.steps):
+            with self.recorder.step(step + 1):
+                self._step(step)
+            if self.pace.logs(step) or self.pace.validates(step):
+                self._settle()
+
+    def close(self) -> None:
+        """Ends background work and writes out what is left."""
+        self.loader.close()
+        self.recorder.close()
+
+    def _step(self, step: int) -> None:
+        batches = self.loader.step(step)
+        self.engine.begin_step()
+        for batch in batches:
+            self.engine.backward(self.losses(batch, step), batch.valid_SB)
+        self._settle()
+        lr = self.pace.learning_rate.at(step - self.skipped)
+        self._pending = _Pending(step, lr, self.engine.finish_step(lr))
+
+    def _settle(self) -> None:
+        """Reads the numbers of the step issued last, if they have not been read: the host waits for it here."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not pending.result.finite.item():
+            raise self._not_finite(pending)
+        self.skipped += int(pending.result.skipped.item())
+        valid_loss = self._validate() if self.pace.validates(pending.step) else None
+        if valid_loss is not None or self.pace.logs(pending.step):
+            result = pending.result
+            numbers = Numbers(result.loss.item(), result.grad_norm.item(), pending.lr, self.skipped)
+            self.recorder.record(pending.step + 1, numbers, valid_loss)
+
+    def _validate(self) -> float | None:
+        if self.validation is None:
+            return None
+        with self.recorder.aside(), torch.no_grad():
+            self.score = self.validation.score()
+        return self.score.loss
+
+    def _not_finite(self, pending: _Pending) -> UserError:
+        result = pending.result
+        bad = (~torch.isfinite(result.squares)).nonzero().flatten().tolist()
+        where = f", first in unit {self.engine.units[bad[0]].layout.name}" if bad else ""
+        what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}{where}; no weight was changed"
+        return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=0, step=pending.step + 1)

@@ -1,0 +1,53 @@
+"""Validation: the mean loss over held-out windows, and what it means per byte of text.
+
+Nats per token depend on the tokenizer: a larger vocabulary has longer tokens. Bits per byte do not:
+total nats / (ln 2 x bytes of text that the scored tokens stand for).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.data.loader import MicroBatch
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss in nats per valid token; bits per byte where the tokenizer is known."""
+
+    loss: float
+    bits_per_byte: float | None
+
+
+class Validation:
+    """Scores a model on the same batches every time.
+
+    Args:
+        batches: gives them, from the first.
+        losses: token losses [S, B] of a micro-batch, without gradients or dropout.
+        token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
+    """
+
+    def __init__(
+        self,
+        batches: Callable[[], Iterable[MicroBatch]],
+        losses: Callable[[MicroBatch], Tensor],
+        token_bytes: np.ndarray | None,
+    ):
+        self._batches, self._losses = batches, losses
+        self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
+
+    def score(self) -> Score:
+        """One pass over the batches. The loss is nan where no token counts."""
+        nats, tokens, size = 0.0, 0, 0
+        for batch in self._batches():
+            nats += self._losses(batch).sum(dtype=torch.float64).item()
+            tokens += int(batch.valid_SB.sum())
+            if self._token_bytes is not None:
+                size += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+        loss = nats / tokens if tokens else math.nan
+        return Score(loss, nats / (math.log(2) * size) if size else None)

@@ -1,0 +1,100 @@
+"""The quickstart's data: a tokenizer and a token data set from text that every machine has.
+
+    python scripts/quickstart_data.py --output data/quickstart
+
+The text is the Python standard library's own sources, without its tests: some 12 MB of English and code, nothing to
+download. Three steps, each skipped when its result is there and sound; a step that runs makes the later ones run:
+
+    corpus.jsonl      one source file per line
+    tokenizer.model   8,192 pieces
+    train.bin, .idx   the tokens; configs split validation off by documents
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a script: from the repository, where megazero and data_tools are
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+
+from data_tools import preprocess, train_tokenizer
+from data_tools.command import Parser, run
+from megazero.data.atomic import write_atomically
+from megazero.data.indexed_dataset import IndexedDataset, file_pair
+from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
+
+VOCAB = 8192
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def quickstart_data(options: argparse.Namespace) -> None:
+    corpus, model, prefix = (options.output / name for name in ("corpus.jsonl", "tokenizer.model", "train"))
+    if not corpus.exists():
+        model.unlink(missing_ok=True)  # later results first: an interruption must not leave new text and old tokens
+        file_pair(prefix)[1].unlink(missing_ok=True)
+        documents = [text for path in _sources() if (text := _utf8(path))]
+        write_atomically(corpus, "".join(json.dumps({"text": text}) + "\n" for text in documents).encode())
+        print(f"{corpus}: {len(documents):,} documents, {sum(len(text.encode()) for text in documents):,} bytes")
+    if not _is_tokenizer(model):
+        file_pair(prefix)[1].unlink(missing_ok=True)
+        _command(train_tokenizer.main, ["--input", corpus, "--output", model, "--vocab", VOCAB])
+    if not _is_dataset(prefix):
+        _command(preprocess.main, ["--input", corpus, "--tokenizer", model, "--output", prefix])
+    dataset = IndexedDataset(prefix)
+    ratio = Tokenizer(model).token_bytes()[dataset.tokens].sum() / dataset.num_tokens
+    print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
+
+
+def _sources() -> Iterator[Path]:
+    """The standard library's modules, in a fixed order."""
+    root = sysconfig.get_path("stdlib")
+    for parent, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
+        yield from (Path(parent, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def _utf8(path: Path) -> str:
+    """The text of a source file; nothing where it is in another encoding or cannot be read."""
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _is_tokenizer(model: Path) -> bool:
+    try:
+        return Tokenizer(model).vocab_size == VOCAB
+    except UserError:
+        return False
+
+
+def _is_dataset(prefix: Path) -> bool:
+    try:
+        dataset = IndexedDataset(prefix)
+    except UserError:
+        return False
+    return dataset.num_tokens > 0 and int(dataset.tokens.max()) < VOCAB
+
+
+def _command(main: Callable[[Sequence[str]], int], arguments: list[object]) -> None:
+    """Runs a data tool; it has printed what went wrong, if anything."""
+    code = main([str(argument) for argument in arguments])
+    if code:
+        sys.exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the steps; returns the exit code (data_tools/command.py)."""
+    parser = Parser(prog="quickstart_data.py", description="Make the quickstart's tokenizer and token files.")
+    parser.add_argument("--output", type=Path, default=Path("data/quickstart"), help="folder (default: %(default)s)")
+    return run(quickstart_data, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

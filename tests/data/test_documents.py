@@ -1,0 +1,62 @@
+"""The split by documents, and documents joined to a stream."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megazero.data.documents import TokenStream, mix, split_documents
+from megazero.errors import UserError
+
+
+@given(st.integers(50, 5000), st.floats(0.2, 0.8))
+def test_split_is_a_partition_of_the_right_size(num_documents: int, fraction: float):
+    train, valid = split_documents(num_documents, fraction)
+    assert np.array_equal(np.sort(np.concatenate([train, valid])), np.arange(num_documents))
+    assert (np.diff(train) > 0).all() and (np.diff(valid) > 0).all()
+    deviation = (num_documents * fraction * (1 - fraction)) ** 0.5
+    assert abs(len(valid) - num_documents * fraction) < 6 * deviation
+
+
+def test_split_depends_on_the_number_of_a_document_only():
+    """More documents, or a larger fraction, move none that were chosen."""
+    _, small = split_documents(1000, 0.05)
+    _, longer = split_documents(5000, 0.05)
+    _, larger = split_documents(1000, 0.1)
+    assert np.array_equal(longer[longer < 1000], small) and set(small) < set(larger)
+
+
+@pytest.mark.parametrize(("num_documents", "fraction"), [(1, 0.5), (0, 0.5), (5, 1e-6), (5, 0.999999)])
+def test_empty_side_is_refused_with_numbers(num_documents: int, fraction: float):
+    with pytest.raises(UserError, match=rf"MZ-206.*of {fraction} puts \d of {num_documents} documents"):
+        split_documents(num_documents, fraction)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2, float("nan")])
+def test_fraction_out_of_range(fraction: float):
+    with pytest.raises(UserError, match=r"MZ-206.*between 0 and 1"):
+        split_documents(100, fraction)
+
+
+def test_mix_is_a_bijection():
+    words = np.arange(1 << 16, dtype=np.uint64) << np.uint64(16)
+    assert len(np.unique(mix(words))) == len(words) and mix(words).max() < 1 << 32
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+def test_stream_equals_concatenation(make_dataset, data: st.DataObject):
+    documents = data.draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=8))
+    chosen = sorted(data.draw(st.sets(st.sampled_from(range(len(documents))), min_size=1)))
+    stream = TokenStream(make_dataset(documents), np.array(chosen))
+    tokens = [token for d in chosen for token in documents[d]]
+    ordinals = [i for i, d in enumerate(chosen) for _ in documents[d]]
+    assert stream.num_tokens == len(tokens) and stream.num_documents == len(chosen)
+    start = data.draw(st.integers(0, len(tokens)))
+    stop = data.draw(st.integers(start, len(tokens)))
+    read_tokens, read_ordinals = stream.read(start, stop)
+    assert read_tokens.tolist() == tokens[start:stop] and read_tokens.dtype == np.int64
+    assert read_ordinals.tolist() == ordinals[start:stop]
+    for position in range(start, stop):
+        document, offset = stream.locate(position)
+        assert document == chosen[ordinals[position]] and documents[document][offset] == tokens[position]

@@ -1,0 +1,107 @@
+"""Encoding loses nothing; token_bytes adds up; unusable models are refused."""
+
+import io
+import sysconfig
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
+
+TEXT = st.text(st.characters(codec="utf-8"))
+HARD = st.lists(st.sampled_from(["\u2581", " ", "  ", "\n", "\r\n", "\t", "\0", "\ufeff", "a", "é", "😀", "</s>"]))
+
+
+def assert_lossless(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eod not in ids and all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+
+
+@given(TEXT | HARD.map("".join))
+@settings(deadline=None)
+@example("\u2581")
+@example("a\u2581\u2581 b\u2581")
+@example(" " * 10_000 + "x")
+@example("<0x41><s></s><unk>")
+@example("\ufffd\uffff\U0010ffff")
+def test_every_text_comes_back(tokenizer: Tokenizer, text: str):
+    assert_lossless(tokenizer, text)
+
+
+def test_sources_of_the_standard_library_come_back(tokenizer: Tokenizer):
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::8]
+    assert len(paths) > 10
+    for path in paths:
+        assert_lossless(tokenizer, path.read_bytes().decode())
+
+
+def test_ids(tokenizer: Tokenizer):
+    assert (tokenizer.vocab_size, tokenizer.eod) == (400, 2)
+    assert tokenizer.encode("\n\t") == [3, 4] and tokenizer.encode("") == [] and tokenizer.decode([2]) == ""
+    sizes = tokenizer.token_bytes()
+    assert sizes.shape == (400,) and sizes[:5].tolist() == [0, 0, 0, 1, 1] and set(sizes[5:261]) == {1}
+
+
+def test_concatenation_at_line_ends(tokenizer: Tokenizer):
+    """What lets preprocessing cut a file after any newline."""
+    a, b = "def f(x):\n", "    return x\n"
+    assert tokenizer.encode(a) + tokenizer.encode(b) == tokenizer.encode(a + b)
+
+
+def test_half_a_surrogate_pair_is_no_text(tokenizer: Tokenizer):
+    with pytest.raises(UserError, match=r"MZ-212.*character 1 "):
+        tokenizer.encode("a\ud800")
+
+
+def test_fingerprint_is_of_the_content(tokenizer: Tokenizer, tmp_path: Path):
+    copy = tmp_path / "copy.model"
+    copy.write_bytes(tokenizer.path.read_bytes())
+    assert Tokenizer(copy).fingerprint == tokenizer.fingerprint and len(tokenizer.fingerprint) == 16
+
+
+def test_files_that_are_no_model(tmp_path: Path):
+    with pytest.raises(UserError, match=r"MZ-209.*No such file.*train_tokenizer"):
+        Tokenizer(tmp_path / "none.model")
+    with pytest.raises(UserError, match=r"MZ-209.*make data"):
+        Tokenizer(tmp_path / "data/quickstart/tokenizer.model")
+    for content in (b"", b"\x00" * 100, b"not a model"):
+        (tmp_path / "x.model").write_bytes(content)
+        with pytest.raises(UserError, match=r"MZ-209.*cannot parse"):
+            Tokenizer(tmp_path / "x.model")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"byte_fallback": False},
+        {"add_dummy_prefix": True},
+        {"remove_extra_whitespaces": True},
+        {"normalization_rule_name": "nmt_nfkc"},
+    ],
+    ids=str,
+)
+def test_models_that_change_text_are_refused(tmp_path: Path, options: dict[str, object]):
+    faithful: dict[str, object] = {
+        "byte_fallback": True,
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+        "normalization_rule_name": "identity",
+    }
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some words to learn from", "and some more of the same"]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=25 if options == {"byte_fallback": False} else 285,
+        minloglevel=2,
+        **(faithful | options),
+    )
+    (tmp_path / "x.model").write_bytes(model.getvalue())
+    with pytest.raises(UserError, match="MZ-210"):
+        Tokenizer(tmp_path / "x.model")

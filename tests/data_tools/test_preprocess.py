@@ -1,0 +1,207 @@
+"""Preprocessing as users run it: results, faults, kills, memory."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_tools import preprocess
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.tokenizer import Tokenizer
+
+REPOSITORY = Path(__file__).parent.parent.parent
+
+
+def texts_of(prefix: Path, tokenizer: Tokenizer) -> list[str]:
+    """Documents of a data set, decoded; each ends with the end-of-document id, once."""
+    dataset, texts = IndexedDataset(prefix), []
+    for start, stop in zip(dataset.document_offsets[:-1], dataset.document_offsets[1:], strict=True):
+        *ids, last = dataset.tokens[start:stop].tolist()
+        assert last == tokenizer.eod and tokenizer.eod not in ids
+        texts.append(tokenizer.decode(ids))
+    return texts
+
+
+def test_documents_come_back_and_workers_do_not_matter(command, model: Path, tmp_path: Path):
+    """Text larger than a piece, small documents, empty ones; the same bytes from 1 and 2 workers."""
+    source = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
+    big, odd = source * 8, "\u2581 \r\n\0 é😀" * 3
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.py").write_bytes(big.encode())
+    (tmp_path / "in/b.txt").write_bytes(b"")
+    lines = [json.dumps({"body": text}) for text in (odd, "", "x", source)]
+    (tmp_path / "in/c.jsonl").write_text("\n".join(lines))
+    for workers in (1, 2):
+        line = ("--input", "in", "--tokenizer", model, "--output", f"out/{workers}", "--key", "body")
+        result = command("preprocess", *line, "--workers", workers)
+        assert result.returncode == 0 and result.stderr == "", result.stderr
+    texts = [big, odd, "x", source]
+    assert texts_of(tmp_path / "out/1", Tokenizer(model)) == texts
+    dataset = IndexedDataset(tmp_path / "out/1")
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert f"4 documents (2 empty ones skipped), {dataset.num_tokens:,} tokens, {num_bytes:,} bytes" in result.stdout
+    assert dataset.dtype == np.uint16
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out/1{suffix}").read_bytes() == (tmp_path / f"out/2{suffix}").read_bytes()
+    assert len(list((tmp_path / "out").iterdir())) == 4
+
+
+def test_large_vocabularies_need_int32(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Large(Tokenizer):
+        def __init__(self, path: str | Path):
+            super().__init__(path)
+            self.vocab_size = 65_537
+
+        def token_bytes(self) -> np.ndarray:
+            return np.ones(self.vocab_size, np.int64)
+
+    monkeypatch.setattr(preprocess, "Tokenizer", Large)
+    (tmp_path / "x.txt").write_text("some text")
+    arguments = ["--input", tmp_path / "x.txt", "--tokenizer", model, "--output", tmp_path / "x", "--workers", 1]
+    assert preprocess.main([str(argument) for argument in arguments]) == 0
+    assert IndexedDataset(tmp_path / "x").dtype == np.int32
+
+
+def test_what_it_refuses(fails, model: Path, tmp_path: Path):
+    """Each fault is one line and leaves neither a pair nor a temporary file."""
+    (tmp_path / "good.txt").write_text("good text\n" * 50_000)
+    (tmp_path / "bad.txt").write_bytes(b"abc\n" * 100_000 + b"\xff")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text" "b"}\n')
+    (tmp_path / "key.jsonl").write_text('{"body": "a"}\n')
+    (tmp_path / "empty.txt").write_text("")
+    before = sorted(tmp_path.iterdir())
+    line = ("preprocess", "--tokenizer", model, "--output", "out", "--workers", 1, "--input")
+    assert "bad.txt: byte 400,000 (0xff)" in fails(1, 212, *line, "good.txt", "bad.txt")
+    assert "bad.jsonl:2:" in fails(1, 213, *line, "bad.jsonl")
+    assert 'under "text", got keys body' in fails(1, 213, *line, "key.jsonl")
+    assert "got 1 empty documents in 1 files" in fails(1, 214, *line, "empty.txt")
+    fails(1, 211, *line, "none")
+    fails(1, 209, *line[:2], "none.model", *line[3:], "good.txt")
+    fails(2, 190, *line[:6], 0, "--input", "good.txt")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def start(tmp_path: Path, model: Path, text: bytes, limit: int | None = None) -> subprocess.Popen[str]:
+    """The command under way, with two workers and its own process group."""
+    (tmp_path / "x.txt").write_bytes(text)
+    line = [sys.executable, REPOSITORY / "data_tools/preprocess.py", "--input", "x.txt", "--tokenizer", model]
+    return subprocess.Popen(
+        [*line, "--output", "out/x", "--workers", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None,
+    )
+
+
+LONG = b"some words of text, over and over again\n" * 1_000_000  # 40 MB: a dozen seconds of work
+
+
+def wait_for_tokens(tmp_path: Path) -> None:
+    """Until the temporary .bin has grown: all parts are at work."""
+    deadline = time.monotonic() + 30
+    while not any(path.stat().st_size for path in tmp_path.glob("out/*.tmp-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    """Its worker processes."""
+    pids = [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [p for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "worker processes outlive the command"
+        time.sleep(0.02)
+
+
+def test_killed_command_leaves_no_data_set_and_no_workers(tmp_path: Path, model: Path):
+    with start(tmp_path, model, LONG) as child:
+        wait_for_tokens(tmp_path)
+        workers = children_of(child.pid)
+        assert len(workers) == 2
+        child.send_signal(signal.SIGKILL)
+    assert_all_end(workers)
+    assert all(".tmp-" in path.name for path in (tmp_path / "out").iterdir())
+
+
+def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
+    with start(tmp_path, model, LONG) as child:
+        wait_for_tokens(tmp_path)
+        workers = children_of(child.pid)
+        os.kill(workers[0], signal.SIGKILL)
+        _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
+    assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
+    assert_all_end(workers)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
+    """Ctrl-C goes to the whole process group, also while workers are starting."""
+    with start(tmp_path, model, LONG) as child:
+        if early:
+            while not (tmp_path / "out").exists():
+                time.sleep(0.01)
+            time.sleep(0.1)
+        else:
+            wait_for_tokens(tmp_path)
+        os.killpg(child.pid, signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=30)
+    assert child.returncode == 130 and stdout == ""
+    assert stderr == "preprocess.py: interrupted, no half file is left\n"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_refused_write_is_one_line(tmp_path: Path, model: Path):
+    """The operating system itself refuses: a limit on the size of the files that the command writes."""
+    with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:
+        _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 1 and stderr.startswith("MZ-208 out/x.bin: cannot be written: File too large"), stderr
+    assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
+
+
+def peak_memory(tmp_path: Path, model: Path, text: bytes) -> int:
+    """Bytes: the largest resident size that the command and its workers reach, added up."""
+    with start(tmp_path, model, text) as child:
+        peaks: dict[int, int] = {}
+        while child.poll() is None:
+            for pid in [child.pid, *(children_of(child.pid) if alive(child.pid) else [])]:
+                try:
+                    status = Path(f"/proc/{pid}/status").read_text()
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+                if "VmHWM" in status:
+                    peaks[pid] = 1024 * int(status.split("VmHWM:")[1].split()[0])
+            time.sleep(0.02)
+    assert child.returncode == 0
+    return sum(peaks.values())
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, model: Path):
+    """One document of 60 MB and one of 6 MB, made of digits: a token per byte, the worst case, and the quickest."""
+    line = b"0123456789" * 20 + b"\n"
+    small = peak_memory(tmp_path, model, line * 30_000)
+    large = peak_memory(tmp_path, model, line * 300_000)
+    assert large - small < 20_000_000
+    assert IndexedDataset(tmp_path / "out/x").num_tokens == 201 * 300_000 + 1

@@ -1,0 +1,94 @@
+"""metrics.jsonl: valid JSON whatever happens, floats to the bit, no torn lines, atomic cuts."""
+
+import json
+import math
+import resource
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero.observe.jsonl import JsonlSink, drop_rows_after, encode, read_rows, replace_file
+
+
+def strict(text: bytes):
+    def refuse(word: str):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_floats_come_back_to_the_bit_or_as_null(value):
+    back = strict(encode({"loss": value}))["loss"]
+    if math.isfinite(value):
+        assert struct.pack("<d", back) == struct.pack("<d", value)
+    else:
+        assert back is None
+
+
+def test_one_line_per_row_at_once(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        sink.row({"step": step, "loss": 1.5, "mfu": None})
+        assert read_rows(sink.path)[-1] == {"step": step, "loss": 1.5, "mfu": None}
+    sink.close()
+    assert sink.path.read_bytes() == b'{"step": 1, "loss": 1.5, "mfu": null}\n{"step": 2, "loss": 1.5, "mfu": null}\n'
+
+
+def test_deleted_file_comes_back_with_the_next_row(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.row({"step": 1})
+    sink.path.unlink()
+    sink.row({"step": 2})
+    assert read_rows(sink.path) == [{"step": 2}]
+
+
+def test_row_that_does_not_fit_is_taken_back_whole(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.row({"step": 1})
+    before = sink.path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))  # the disk takes 5 more bytes
+    try:
+        with pytest.raises(OSError, match="bytes"):
+            sink.row({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sink.path.read_bytes() == before
+    sink.row({"step": 3})
+    assert read_rows(sink.path) == [{"step": 1}, {"step": 3}]
+
+
+def test_resume_cuts_later_rows_and_a_torn_tail(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "loss": step / 3} for step in range(1, 8)]
+    path.write_bytes(b"".join(encode(row) for row in rows) + b'{"step": 8, "lo')
+    kept = b"".join(encode(row) for row in rows[:5])
+    drop_rows_after(path, 5)
+    assert path.read_bytes() == kept
+    drop_rows_after(path, 5)
+    assert path.read_bytes() == kept
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resume_without_a_file_is_nothing(tmp_path):
+    drop_rows_after(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_line_in_the_middle_is_an_error_and_changes_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="Unterminated"):
+        drop_rows_after(path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n{"st\n{"step": 3}\n'
+
+
+def test_failed_replacement_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "folder"
+    path.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        replace_file(path, b"x")
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]

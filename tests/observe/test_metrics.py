@@ -1,0 +1,82 @@
+"""Rows keep the contract's keys, rates keep their equations."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero.observe.metrics import Interval, Row, memory_peak_bytes, rates
+
+# docs and scripts rely on these names and this order
+KEYS = ["step", "tokens", "loss", "valid_loss", "grad_norm", "lr", "loss_scale", "skipped", "step_time"]
+KEYS += ["tokens_per_second", "tflops_per_device", "mfu", "memory_peak_bytes", "comm_bytes"]
+
+
+def row(valid_loss: float | None) -> Row:
+    return Row(
+        step=1,
+        tokens=64,
+        loss=4.0,
+        valid_loss=valid_loss,
+        grad_norm=1.0,
+        lr=1e-3,
+        loss_scale=1.0,
+        skipped=0,
+        step_time=0.5,
+        tokens_per_second=128.0,
+        tflops_per_device=0.1,
+        mfu=None,
+        memory_peak_bytes=1,
+        comm_bytes=0,
+    )
+
+
+def test_keys_are_the_contract_in_its_order():
+    assert list(row(valid_loss=3.9).as_dict()) == KEYS
+    assert list(row(valid_loss=None).as_dict()) == [key for key in KEYS if key != "valid_loss"]
+
+
+@given(st.integers(1, 50), st.integers(1, 10**9), st.floats(1e-3, 1e5), st.floats(1, 1e13), st.integers(1, 4096))
+def test_rates_are_their_equations(steps, tokens, seconds, flops_per_token, num_devices):
+    found = rates(steps, tokens, seconds, flops_per_token, num_devices, 989e12)
+    assert found.step_time * steps == pytest.approx(seconds)
+    assert found.tokens_per_second * seconds == pytest.approx(tokens)
+    assert found.tflops_per_device * 1e12 * num_devices * seconds == pytest.approx(tokens * flops_per_token)
+    assert found.mfu is not None
+    assert found.mfu * 989 == pytest.approx(found.tflops_per_device)
+
+
+def test_unknown_peak_is_no_mfu():
+    assert rates(1, 1, 1.0, 1.0, 1, None).mfu is None
+
+
+def test_interval_leaves_out_what_is_not_training():
+    now = [0.0]
+    interval = Interval(lambda: now[0])
+    for seconds in (2.0, 4.0):
+        now[0] += seconds
+        interval.add_step(tokens=300)
+    with interval.excluded():
+        now[0] += 100.0
+    found = interval.rates(1.0, 1, None)
+    assert (found.step_time, found.tokens_per_second) == (3.0, 100.0)
+    interval.restart()
+    now[0] += 1.0
+    interval.add_step(tokens=7)
+    assert interval.rates(1.0, 1, None).tokens_per_second == 7.0
+
+
+def test_interval_of_a_coarse_clock_is_finite():
+    interval = Interval(lambda: 0.0)
+    interval.add_step(tokens=1)
+    assert math.isfinite(interval.rates(1.0, 1, 1.0).tokens_per_second)
+
+
+def test_memory_peak_of_a_process_grows_with_what_it_holds():
+    before = memory_peak_bytes(torch.device("cpu"))
+    held = torch.ones(128 * 2**20, dtype=torch.uint8)
+    grown = memory_peak_bytes(torch.device("cpu"))
+    assert 2**25 < before <= grown
+    assert grown >= held.numel()

@@ -1,0 +1,191 @@
+"""The wandb sink against servers that answer, that are not there, that never answer, and that die under it."""
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from megazero.errors import UserError
+from megazero.observe.wandb_sink import WandbSink
+from tests.observe import wandb_file
+from tests.observe.wandb_server import Server, black_hole, closed_port
+
+CONFIG = {"model": {"layers": 2}, "run": {"seed": 7}}
+SLACK = 0.6  # seconds on a busy machine, over the second that a dead server may cost
+ROWS = [
+    {"step": step, "tokens": 64 * step, "loss": 5.0 / step, "mfu": None, "grad_norm": 0.1 * step}
+    for step in range(1, 31)
+]
+
+Connect = Callable[..., None]
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Connect]:
+    """Point the library at a server, as a user does, and end its process afterwards."""
+    import wandb
+
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+    def point(url: str, key: str = "k" * 40, mode: str = "") -> None:
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        if key:
+            monkeypatch.setenv("WANDB_API_KEY", key)
+        if mode:
+            monkeypatch.setenv("WANDB_MODE", mode)
+        wandb.teardown()  # the library reads its environment once
+
+    yield point
+    wandb.teardown()
+
+
+def timed(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 10 s"
+        time.sleep(0.01)
+
+
+def run_folder(tmp_path: Path, pattern: str) -> Path:
+    (found,) = (tmp_path / "wandb").glob(pattern)
+    return found
+
+
+def recorded(tmp_path: Path, pattern: str) -> wandb_file.Recorded:
+    """What the run in this folder left on disk; the library's process may still be writing the end of it."""
+    (path,) = run_folder(tmp_path, pattern).glob("*.wandb")
+    until(lambda: wandb_file.read(path).finished)
+    return wandb_file.read(path)
+
+
+def assert_all_there(found: wandb_file.Recorded) -> None:
+    assert found.name == "demo"
+    assert {key: value for key, value in found.config.items() if key != "_wandb"} == CONFIG
+    expected = [{key: value for key, value in row.items() if value is not None} for row in ROWS]
+    assert [{key: row[key] for key in expected[0]} for row in found.history] == expected
+    assert all("mfu" not in row and row["_step"] == row["step"] for row in found.history)
+
+
+def test_offline_by_the_librarys_own_switch_is_silent_and_complete(connect, tmp_path, capfd):
+    connect("http://127.0.0.1:1", mode="offline")
+    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    for row in ROWS:
+        sink.row(row)
+    sink.close()
+    assert_all_there(recorded(tmp_path, "offline-run-*"))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("server", ["closed port", "black hole"])
+def test_server_that_is_not_there_costs_nothing_but_a_warning(server, connect, tmp_path, capfd):
+    with black_hole() as hole:
+        connect(closed_port() if server == "closed port" else hole)
+        sinks: list[WandbSink] = []
+        start = timed(lambda: sinks.append(WandbSink("megazero", "demo", CONFIG, tmp_path)))
+        until(lambda: (tmp_path / "wandb").exists())
+        steps = [timed(lambda row=row: sinks[0].row(row)) for row in ROWS]
+        close = timed(sinks[0].close)
+    print(f"{server}: start {start:.3f} s, slowest step {max(steps) * 1e6:.0f} us, close {close:.3f} s")
+    assert start < 1.0
+    assert max(steps) < 0.05
+    assert close < 1.0 + SLACK
+    assert_all_there(recorded(tmp_path, "offline-run-*"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "does not answer" in line
+    assert f"wandb sync {run_folder(tmp_path, 'offline-run-*')}" in line
+
+
+def test_run_that_ends_at_once_beside_a_black_hole_keeps_its_rows(connect, tmp_path):
+    with black_hole() as hole:
+        connect(hole)
+        sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+        for row in ROWS:
+            sink.row(row)
+        sink.close()
+    assert_all_there(recorded(tmp_path, "offline-run-*"))
+
+
+def test_no_key_is_offline_without_a_prompt(connect, tmp_path, capfd):
+    server = Server()
+    connect(server.url, key="")
+    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    for row in ROWS:
+        sink.row(row)
+    sink.close()
+    server.die()
+    assert_all_there(recorded(tmp_path, "offline-run-*"))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "no API key" in err
+
+
+def test_server_that_refuses_the_key(connect, tmp_path, capfd):
+    server = Server()
+    server.refuses = True
+    connect(server.url)
+    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    for row in ROWS:
+        sink.row(row)
+    sink.close()
+    server.die()
+    assert_all_there(recorded(tmp_path, "offline-run-*"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "refused the run" in line
+    assert "k" * 40 not in line
+
+
+def test_living_server_gets_every_row(connect, tmp_path, capfd):
+    server = Server()
+    connect(server.url)
+    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    for row in ROWS:
+        sink.row(row)
+    sink.close()
+    server.die()
+    assert [json.loads(row)["loss"] for row in server.history] == [row["loss"] for row in ROWS]
+    assert_all_there(recorded(tmp_path, "run-*"))
+    assert capfd.readouterr().err.startswith("wandb: http://127.0.0.1")
+
+
+@pytest.mark.parametrize("death", ["closes", "stalls"])
+def test_server_that_dies_under_the_run(death, connect, tmp_path, capfd):
+    server = Server()
+    connect(server.url)
+    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    sink.row(ROWS[0])
+    until(lambda: "wandb: http" in capfd.readouterr().err)
+    if death == "closes":
+        server.die()
+    else:
+        server.stalled = True
+    steps = [timed(lambda row=row: sink.row(row)) for row in ROWS[1:]]
+    close = timed(sink.close)
+    print(f"{death}: slowest step {max(steps) * 1e6:.0f} us, close {close:.3f} s")
+    assert max(steps) < 0.05
+    assert close < 1.0 + SLACK
+    assert_all_there(recorded(tmp_path, "run-*"))
+    err = capfd.readouterr().err
+    assert err.count("wandb sync") == 1
+    assert "does not answer any more" in err
+
+
+@pytest.mark.parametrize("spec", [None, ModuleSpec("wandb", None)], ids=["absent", "a folder of that name"])
+def test_missing_package_names_the_command(spec, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UserError, match=r"MZ-160.*pip install wandb"):
+        WandbSink("megazero", "demo", CONFIG, tmp_path)

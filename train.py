@@ -1,0 +1,8 @@
+"""Trains a config: python train.py --config gpt13b.yaml [section.key=value ...] [--nproc N]."""
+
+import sys
+
+from megazero.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
