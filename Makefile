@@ -14,14 +14,18 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/.ready
 
-# The stamp holds what was asked for, so another TORCH or EXTRAS, or changed requirements, install again.
-$(VENV)/.ready: pyproject.toml constraints.txt $(if $(filter $(TORCH) $(EXTRAS),$(shell cat $(VENV)/.ready 2>/dev/null)),,FORCE)
+# The stamp holds what was installed. Naming TORCH or EXTRAS installs again when that differs; not naming them
+# leaves an environment made with others alone.
+REQUEST := $(if $(filter command environment,$(origin TORCH) $(origin EXTRAS)),$(strip $(TORCH) $(EXTRAS)))
+INSTALLED := $(strip $(shell cat $(VENV)/.ready 2>/dev/null))
+
+$(VENV)/.ready: pyproject.toml constraints.txt $(if $(REQUEST),$(if $(filter-out $(INSTALLED),$(REQUEST)),FORCE))
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[test$(if $(EXTRAS),$(comma)$(EXTRAS))]'
-	echo '$(TORCH) $(EXTRAS)' > $@
+	echo '$(strip $(TORCH) $(EXTRAS))' > $@
 
 FORCE:
 comma := ,

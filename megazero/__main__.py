@@ -31,9 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `megazero explain | head`: nobody reads on, and Python must not complain at exit
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return 0
+    finally:
+        _flush_output()
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -62,7 +61,7 @@ def _explain(options: argparse.Namespace) -> int:
         raise UserError(108, f"{given[0]} changes a config", "give --config", where="explain")
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
-    print(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown))
+    _answer(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown))
     return 0
 
 
@@ -72,12 +71,33 @@ def _generate(options: argparse.Namespace) -> int:
 
     sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
     text = generate(RunFolder(options.run_folder), options.prompt, sampling)
-    print(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
+    _answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
     return 0
 
 
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
+
+
+def _answer(text: str) -> None:
+    """Prints what a verb was asked for. That nobody reads on (`| head`) is no fault."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        raise UserError(405, f"standard output: {error.strerror}", "free space there") from None
+
+
+def _flush_output() -> None:
+    """Python flushes standard output at exit and makes a failure exit code 120; what nobody can read goes nowhere."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -15,6 +15,8 @@ from megazero.config_file import flatten
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
+from megazero.kernels.choice import choose
+from megazero.kernels.operations import REFERENCE, Operations
 from megazero.learning_rate import LearningRate
 from megazero.model.parameter import declaration_of
 from megazero.model.step import Step
@@ -61,9 +63,9 @@ def model_shape(config: Config) -> ModelShape:
     )
 
 
-def build_model(config: Config) -> Transformer:
+def build_model(config: Config, ops: Operations = REFERENCE) -> Transformer:
     """The model on the meta device: no memory, any size."""
-    return Transformer(Shape(**config.model.model_dump()), seed=config.run.seed, tensor=Axis("tensor"))
+    return Transformer(Shape(**config.model.model_dump()), seed=config.run.seed, tensor=Axis("tensor"), ops=ops)
 
 
 def build_units(model: Transformer, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Unit]:
@@ -97,14 +99,15 @@ def build_trainer(config: Config, world: World, folder: RunFolder) -> Trainer:
 
     Raises:
         UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
-            160 and 161, a package that is not installed.
+            114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
     """
     device, dtype = world.device, DTYPES[config.precision.dtype]
     tokenizer = _tokenizer(config)
     train, valid = open_datasets(
         config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
     )
-    model = build_model(config)
+    ops = choose(config.precision.kernels, device, dtype)
+    model = build_model(config, ops)
     units = build_units(model, seed=config.run.seed, dtype=dtype, device=device)
     o = config.optimizer
     optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
@@ -112,7 +115,7 @@ def build_trainer(config: Config, world: World, folder: RunFolder) -> Trainer:
     losses = model_losses(model, device)
     work = Work(tokens_per_step, model_shape(config).flops_per_token(), _peak_flops(config, device), device)
     return Trainer(
-        Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step),
+        Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, ops=ops),
         lambda batch, step: losses(batch, step, True),
         BatchLoader(train, seed=config.run.seed, global_batch=config.batch.global_, micro_batch=config.batch.micro),
         _validation(config, valid, lambda batch: losses(batch, 0, False), tokenizer),

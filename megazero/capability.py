@@ -132,7 +132,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit("pipeline.schedule", ("1f1b",)),
     Limit("pipeline.chunks", (1,)),
     Limit("precision.dtype", ("fp32", "fp64")),
-    Limit("precision.kernels", ("auto", "reference")),
+    Limit("precision.kernels", ("auto", "fused", "reference")),
     Limit("checkpoint.every", (None,)),
     Limit("checkpoint.keep", (None,)),
     Limit("checkpoint.async", (False,)),

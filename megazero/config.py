@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
 
 
 class Section(BaseModel):
@@ -27,125 +28,155 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    dir: str | None = Field(None, description="Run directory; null: runs/<config name>.")
-    steps: Positive = Field(1000, description="Training steps (batches consumed, skipped or not).")
-    seed: NonNegative = Field(0, description="Decides initial weights, dropout masks and the order of samples.")
-    time_limit: Positive | None = Field(None, description="Seconds after which the run saves and exits 75.")
+    dir: Text | None = Field(default=None, description="Run directory; null: runs/<config name>.")
+    steps: Positive = Field(default=1000, description="Training steps (batches consumed, skipped or not).")
+    seed: NonNegative = Field(default=0, description="Decides initial weights, dropout masks and the order of samples.")
+    time_limit: Positive | None = Field(default=None, description="Seconds after which the run saves and exits 75.")
 
 
 class Model(Section):
-    layers: Positive = Field(12, description="Transformer blocks, L.")
-    hidden: Positive = Field(768, description="Hidden size, h.")
-    heads: Positive = Field(12, description="Query heads, a.")
-    kv_heads: Positive | None = Field(None, description="Key-value heads (grouped queries); null: heads.")
+    layers: Positive = Field(default=12, description="Transformer blocks, L.")
+    hidden: Positive = Field(default=768, description="Hidden size, h.")
+    heads: Positive = Field(default=12, description="Query heads, a.")
+    kv_heads: Positive | None = Field(default=None, description="Key-value heads (grouped queries); null: heads.")
     ffn: Positive | None = Field(
-        None,
+        default=None,
         description="Feed-forward size; null: 4 hidden (gelu), 8/3 hidden rounded up to a multiple of 256 (swiglu).",
     )
-    vocab: Positive = Field(50257, description="Vocabulary size, V.")
-    seq_len: Positive = Field(1024, description="Sequence length in tokens, s.")
-    position: Literal["learned", "rotary"] = Field("learned", description="Position embedding.")
+    vocab: Positive = Field(default=50257, description="Vocabulary size, V.")
+    seq_len: Positive = Field(default=1024, description="Sequence length in tokens, s.")
+    position: Literal["learned", "rotary"] = Field(default="learned", description="Position embedding.")
     norm: Literal["layernorm", "rmsnorm"] = Field(
-        "layernorm",
+        default="layernorm",
         description="Norm; linear layers carry biases exactly with layernorm (GPT), not with rmsnorm (Llama).",
     )
-    activation: Literal["gelu", "swiglu"] = Field("gelu", description="Feed-forward kind; gelu is the tanh form.")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="Dropped share at the embedding and residual sites; attention is never dropped."
+    activation: Literal["gelu", "swiglu"] = Field(
+        default="gelu", description="Feed-forward kind; gelu is the tanh form."
     )
-    tie_embeddings: bool = Field(True, description="One weight for the token embedding and the output projection.")
-    norm_eps: Annotated[float, Field(gt=0)] = Field(1e-5, description="Added to the variance in norms.")
-    rope_theta: Annotated[float, Field(gt=0)] = Field(10000.0, description="Base of the rotary angles.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Dropped share at the embedding and residual sites; attention is never dropped."
+    )
+    tie_embeddings: bool = Field(
+        default=True, description="One weight for the token embedding and the output projection."
+    )
+    norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="Added to the variance in norms.")
+    rope_theta: Annotated[float, Field(gt=0)] = Field(default=10000.0, description="Base of the rotary angles.")
 
 
 class Parallel(Section):
-    tensor: Positive = Field(1, description="Ranks that each matrix is split over, t.")
-    pipeline: Positive = Field(1, description="Ranks that the blocks are split over, p. The rest is data parallel.")
-    sequence: bool = Field(False, description="Sequence parallelism on the tensor axis; the identity with tensor 1.")
-    timeout: Positive = Field(120, description="Seconds after which a rank that does not answer ends the run.")
+    tensor: Positive = Field(default=1, description="Ranks that each matrix is split over, t.")
+    pipeline: Positive = Field(
+        default=1, description="Ranks that the blocks are split over, p. The rest is data parallel."
+    )
+    sequence: bool = Field(
+        default=False, description="Sequence parallelism on the tensor axis; the identity with tensor 1."
+    )
+    timeout: Positive = Field(default=120, description="Seconds after which a rank that does not answer ends the run.")
 
 
 class Offload(Section):
-    optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="Where optimizer states and update live.")
-    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="Where stage 3 parameter shards rest.")
-    path: str | None = Field(None, description="Folder for nvme.")
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="Where optimizer states and update live."
+    )
+    parameters: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="Where stage 3 parameter shards rest."
+    )
+    path: Text | None = Field(default=None, description="Folder for nvme.")
 
 
 class Zero(Section):
     stage: Literal[0, 1, 2, 3] | None = Field(
-        None,
+        default=None,
         description="What rests sharded over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters; null: 1.",
     )
-    grad_dtype: Literal["param", "fp32"] = Field("fp32", description="Gradients in the parameter's dtype or fp32.")
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(64.0, description="Size of communication staging buffers, MiB.")
+    grad_dtype: Literal["param", "fp32"] = Field(
+        default="fp32", description="Gradients in the parameter's dtype or fp32."
+    )
+    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        default=64.0, description="Size of communication staging buffers, MiB."
+    )
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
 
 
 class Memory(Section):
-    recompute: Literal["none", "selective", "full"] = Field("none", description="Activations recomputed in backward.")
-    partition: bool = Field(False, description="Pa: saved block inputs are split over the tensor axis.")
-    offload: bool = Field(False, description="Pa+cpu: they rest in host memory.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="Activations recomputed in backward."
+    )
+    partition: bool = Field(default=False, description="Pa: saved block inputs are split over the tensor axis.")
+    offload: bool = Field(default=False, description="Pa+cpu: they rest in host memory.")
 
 
 class Pipeline(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field("1f1b", description="Pipeline schedule.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
+        default="1f1b", description="Pipeline schedule."
+    )
     chunks: Positive | None = Field(
-        None, description="Model chunks per rank; null: 2 for interleaved and zb-v, else 1."
+        default=None, description="Model chunks per rank; null: 2 for interleaved and zb-v, else 1."
     )
 
 
 class Precision(Section):
-    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = Field("fp32", description="Of parameters and activations.")
-    kernels: Literal["auto", "fused", "reference", "apex"] = Field("auto", description="Which kernels to prefer.")
+    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = Field(default="fp32", description="Of parameters and activations.")
+    kernels: Literal["auto", "fused", "reference", "apex"] = Field(
+        default="auto", description="Which kernels to prefer."
+    )
 
 
 class Optimizer(Section):
-    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="Peak learning rate of AdamW.")
+    lr: Annotated[float, Field(gt=0)] = Field(default=3e-4, description="Peak learning rate of AdamW.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.95), description="Decay rates of the moments.", strict=False
+        default=(0.9, 0.95), description="Decay rates of the moments.", strict=False
     )
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Added to the root of the second moment.")
+    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="Added to the root of the second moment.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="Decoupled decay of matmul weights and the token embedding; nothing else decays."
+        default=0.1, description="Decoupled decay of matmul weights and the token embedding; nothing else decays."
     )
-    clip: Annotated[float, Field(ge=0)] = Field(1.0, description="Largest global gradient norm; 0: no clipping.")
+    clip: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="Largest global gradient norm; 0: no clipping."
+    )
 
 
 class Schedule(Section):
-    warmup: NonNegative = Field(100, description="Updates of linear warm-up.")
-    decay: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="After the warm-up.")
-    min_lr: Annotated[float, Field(ge=0)] = Field(3e-5, description="Learning rate at the end.")
-    cooldown: NonNegative | None = Field(None, description="Last updates in which wsd falls; null: run.steps // 5.")
+    warmup: NonNegative = Field(default=100, description="Updates of linear warm-up.")
+    decay: Literal["cosine", "linear", "wsd", "constant"] = Field(default="cosine", description="After the warm-up.")
+    min_lr: Annotated[float, Field(ge=0)] = Field(default=3e-5, description="Learning rate at the end.")
+    cooldown: NonNegative | None = Field(
+        default=None, description="Last updates in which wsd falls; null: run.steps // 5."
+    )
 
 
 class Batch(Section):
-    global_: Positive = Field(8, alias="global", description="Sequences in a step, over all ranks.")
-    micro: Positive = Field(1, description="Sequences in one forward pass of one data rank.")
+    global_: Positive = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
+    micro: Positive = Field(default=1, description="Sequences in one forward pass of one data rank.")
 
 
 class Data(Section):
-    train: str = Field("data/quickstart/train", description="Token files to train on (path without .bin/.idx).")
-    valid: Annotated[str | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
-        None, description="Validation: token files, or the share of train's documents held out; null: none."
+    train: Text = Field(
+        default="data/quickstart/train", description="Token files to train on (path without .bin/.idx)."
     )
-    valid_every: Positive | None = Field(None, description="Steps between validations; null: only at the end.")
-    valid_samples: Positive | None = Field(None, description="Sequences per validation; null: all.")
-    tokenizer: str | None = Field(None, description="sentencepiece model, for samples and bits per byte.")
-    mask_eod: bool = Field(False, description="Attention, positions and loss stop at document ends.")
+    valid: Annotated[Text | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
+        default=None, description="Validation: token files, or the share of train's documents held out; null: none."
+    )
+    valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
+    valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
+    tokenizer: Text | None = Field(default=None, description="sentencepiece model, for samples and bits per byte.")
+    mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
 
 
 class Checkpoint(Section):
-    every: Positive | None = Field(None, description="Steps between checkpoints; null: only at the end.")
-    keep: Positive | None = Field(None, description="Newest checkpoints kept; null: all.")
-    async_: bool = Field(False, alias="async", description="Write in the background.")
-    resume: str = Field("none", description="none, auto (newest verified of the run directory), or a path.")
+    every: Positive | None = Field(default=None, description="Steps between checkpoints; null: only at the end.")
+    keep: Positive | None = Field(default=None, description="Newest checkpoints kept; null: all.")
+    async_: bool = Field(default=False, alias="async", description="Write in the background.")
+    resume: Text = Field(default="none", description="none, auto (newest verified of the run directory), or a path.")
 
 
 class Observe(Section):
-    every: Positive = Field(10, description="Steps between logged rows.")
-    wandb: str | None = Field(None, description="wandb project to log to.")
-    tensorboard: bool = Field(False, description="Also write tensorboard events.")
-    profile: Positive | None = Field(None, description="Step at which a torch profiler trace of 3 steps begins.")
+    every: Positive = Field(default=10, description="Steps between logged rows.")
+    wandb: Text | None = Field(default=None, description="wandb project to log to.")
+    tensorboard: bool = Field(default=False, description="Also write tensorboard events.")
+    profile: Positive | None = Field(
+        default=None, description="Step at which a torch profiler trace of 3 steps begins."
+    )
 
 
 class Config(Section):

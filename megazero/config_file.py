@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import MarkedYAMLError
 
 from megazero import capability
 from megazero.config import Config, resolved
@@ -70,12 +70,19 @@ def find(name_or_path: str) -> Path:
     if given.parent == Path():
         candidates += [CONFIGS / given.name, CONFIGS / f"{given.name}.yaml"]
     for candidate in candidates:
-        if candidate.is_file():
+        if _is_file(candidate):
             return candidate
     shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     near = difflib.get_close_matches(given.stem, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped)}"
     raise UserError(101, "no such config", hint, where=name_or_path)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for the file system, or below a file
+        return False
 
 
 def flatten(config: BaseModel) -> dict[str, Any]:
@@ -108,13 +115,20 @@ def refuse_unbuilt(config: Config) -> None:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Writes the config as YAML that `load` reads back to the same config."""
+    """Writes the config as YAML that `load` reads back to the same config.
+
+    Raises:
+        UserError: 401, it cannot be written.
+    """
     yaml = YAML()
     yaml.width = 120
     plain = config.model_dump(by_alias=True)
     plain["optimizer"]["betas"] = list(plain["optimizer"]["betas"])
-    with path.open("w", encoding="utf-8") as file:
-        yaml.dump(plain, file)
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            yaml.dump(plain, file)
+    except OSError as error:
+        raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
 
 
 def _read(path: Path, source: _Source) -> None:
@@ -128,7 +142,7 @@ def _read(path: Path, source: _Source) -> None:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(102, f"not YAML: {error.problem or error.context}", where=f"{path.name}{line}") from None
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, 2,000 brackets ...
         raise UserError(102, f"cannot be read: {error}", where=path.name) from None
     if tree is None:
         return
@@ -142,17 +156,25 @@ def _plain(tree: CommentedMap, prefix: str, file: str, source: _Source) -> dict[
     values: dict[str, Any] = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        source.where[dotted] = f"{file}:{tree.lc.key(key)[0] + 1}"
+        source.where[dotted] = f"{file}{_line(tree, key)}"
         values[str(key)] = (
             _plain(value, f"{dotted}.", file, source) if isinstance(value, CommentedMap) else _scalar(value)
         )
     return values
 
 
+def _line(tree: CommentedMap, key: Any) -> str:
+    """The line of a key as `:7`; of its mapping where a merge (`<<`) brought the key; empty where neither is known."""
+    place = (tree.lc.data or {}).get(key, (tree.lc.line,))[0]
+    return "" if place is None else f":{place + 1}"
+
+
 def _scalar(value: Any) -> Any:
     """ruamel's round-trip scalars (which remember their spelling) as the plain types they stand for."""
     if isinstance(value, list):
         return tuple(_scalar(item) for item in value)
+    if isinstance(value, dict):
+        return {str(key): _scalar(item) for key, item in value.items()}
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
             return plain(value)
@@ -164,8 +186,8 @@ def _override(text: str, source: _Source) -> None:
     if not equals or "." not in key:
         raise UserError(108, f"'{text}' is not section.key=value", where="command line")
     try:
-        parsed = YAML(typ="safe", pure=True).load(value)
-    except YAMLError:
+        parsed = _scalar(YAML(typ="safe", pure=True).load(value))
+    except Exception:  # as in _read
         raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
     *sections, last = key.split(".")
     target = source.values
@@ -174,33 +196,53 @@ def _override(text: str, source: _Source) -> None:
         if not isinstance(inner, dict):
             target[section] = inner = {}
         target = inner
-    target[last] = _scalar(parsed)
-    source.where[key] = f"command line, {key}"
+    target[last] = parsed
+    source.where[key] = "command line"
 
 
 def _unknown_keys(source: _Source) -> Iterator[UserError]:
     known = option_keys()
-    sections = sorted({key[:i] for key in known for i, char in enumerate(key) if char == "."})
-    for key, value in _flatten(source.values, ""):
-        if key in known:
-            continue
-        if key in sections:
+    sections = _sections(known)
+    for parts, value in _leaves(source.values, ()):
+        key = ".".join(parts)
+        if any("." in part for part in parts[:-1]) or "." in parts[-1]:
+            hint = "write a section and its keys below it: dots are for the command line"
+            yield UserError(104, f"unknown key '{key}'", hint, where=source.locate(key))
+        elif key in sections and value != {}:
             yield UserError(105, f"{key} is a section, got {_show(value)}", where=source.locate(key))
-            continue
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-        hint = f"did you mean {(leaf or near)[0]}?" if leaf or near else "see `megazero explain`"
-        yield UserError(104, f"unknown key {key}", hint, where=source.locate(key))
+        elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
+            yield UserError(104, f"unknown key {key}", _nearest(key, known, sections), where=source.locate(key))
+
+
+def _nearest(key: str, known: list[str], sections: list[str]) -> str:
+    """A hint: the key of the same name in another section, else the one (or the section) spelt most alike."""
+    same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same else 0.5)
+    return f"did you mean {near[0]}?" if near else "see `megazero explain`"
+
+
+def _sections(known: list[str]) -> list[str]:
+    return sorted({key[:i] for key in known for i, char in enumerate(key) if char == "."})
+
+
+def _leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys from the top, value) of everything that is no mapping, and of empty mappings."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
-    """pydantic's complaints, one line for each option; unknown keys have been reported with a better hint."""
+    """pydantic's complaints, one line for each option; the rest (unknown keys, sections) has been reported already."""
     known, lines = option_keys(), {}
     for item in error.errors():
-        if item["type"] != "extra_forbidden":
-            # the location of a complaint about one branch of a union goes on past the option's name
-            parts = [str(part) for part in item["loc"]]
-            key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), ".".join(parts))
+        # the location of a complaint about one branch of a union goes on past the option's name
+        parts = [str(part) for part in item["loc"]]
+        key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), None)
+        if key is not None and item["type"] != "extra_forbidden":
             lines[key] = UserError(105, f"{key}: {item['msg']}, got {_show(item['input'])}", where=source.locate(key))
     return list(lines.values())
 
@@ -229,4 +271,5 @@ def _show(value: Any) -> str:
     """A value as YAML would spell it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else ascii(text)

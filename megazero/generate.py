@@ -47,15 +47,19 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     model = build_model(config)
     load_weights(weights, dict(model.named_parameters()), DTYPES[config.precision.dtype])
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
-    new = sample(model, ids, sampling, window=config.model.seq_len, stop=tokenizer.eod)
+    if tokenizer.vocab_size > config.model.vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {config.model.vocab}"
+        raise UserError(112, what, "give back the tokenizer of the run", where=tokenizer.path)
+    new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
     return prompt + tokenizer.decode(new)
 
 
-def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, stop: int) -> list[int]:
+def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:
     """New ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
 
     Args:
         window: how many ids the model can look back on.
+        vocab: only ids below are drawn; the model may know more of them than the tokenizer.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     context, new = list(ids), []
@@ -63,7 +67,7 @@ def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: in
         while len(new) < sampling.tokens:
             tokens_S1 = torch.tensor(context[-window:])[:, None]
             logits_V = model(tokens_S1, Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
-            token = int(_draw(logits_V, sampling, generator))
+            token = int(_draw(logits_V[:vocab], sampling, generator))
             if token == stop:
                 break
             context.append(token)
@@ -74,5 +78,6 @@ def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: in
 def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     if sampling.temperature == 0:
         return logits_V.argmax()
-    top, indices = logits_V.topk(min(sampling.top_k, len(logits_V)))
-    return indices[torch.multinomial((top / sampling.temperature).softmax(0), 1, generator=generator)]
+    top, indices = logits_V.double().topk(min(sampling.top_k, len(logits_V)))
+    # Relative to the largest, so that a tiny temperature gives -inf beside 0, and not inf - inf.
+    return indices[torch.multinomial(((top - top[0]) / sampling.temperature).softmax(0), 1, generator=generator)]

@@ -23,9 +23,10 @@ class RunFolder:
         Raises:
             UserError: 110, it holds a run already; 401, it cannot be written.
         """
-        if self.metrics.exists():
+        found = [path for path in (self.metrics, *self.checkpoints.glob("step_*")) if path.exists()]
+        if found:
             do = "give another run.dir=..., or remove the folder"
-            raise UserError(110, "holds a run already (metrics.jsonl)", do, where=self.path)
+            raise UserError(110, f"holds a run already ({found[0].relative_to(self.path)})", do, where=self.path)
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):
                 folder.mkdir(parents=True, exist_ok=True)

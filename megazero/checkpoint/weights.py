@@ -25,8 +25,9 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor], step: int) -> Path
     Raises:
         UserError: 403, the disk is full or not writable; nothing is left behind.
     """
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    staging = None
     try:
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         staging.chmod(0o755)  # mkdtemp's folders are private
         whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         save_file(whole, staging / FILE_NAME, metadata={"format": "megazero-weights-1", "step": str(step)})
@@ -37,7 +38,8 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor], step: int) -> Path
     except (OSError, SafetensorError) as error:
         raise UserError(403, f"weights not saved: {error}", "free space there and run again", where=folder) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
     return folder / FILE_NAME
 
 

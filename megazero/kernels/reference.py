@@ -44,9 +44,18 @@ def rms_norm_backward(grad_ND: Tensor, x_ND: Tensor, rrms: Tensor, weight_D: Ten
     return grad_x.to(x_ND.dtype), grad_weight.to(weight_D.dtype)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """The tanh form (Hendrycks and Gimpel 2016, as in GPT-2): 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
-    return F.gelu(x, approximate="tanh")
+def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """gelu(x + bias) in the tanh form (Hendrycks and Gimpel 2016, as in GPT-2).
+
+    gelu(v) = 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
+    """
+    return F.gelu(x_NF if bias_F is None else x_NF + bias_F, approximate="tanh")
+
+
+def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Gradient of x; that of the bias is its sum over rows."""
+    before = x_NF if bias_F is None else x_NF + bias_F
+    return torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:

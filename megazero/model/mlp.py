@@ -3,24 +3,47 @@
 Gate and up are two parameters, so that each is split over the tensor axis by whole rows.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
-from megazero.kernels import reference as ops
+from megazero.kernels import reference
+from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.parameter import GradientSlot, declare, deliver, slot_of
 from megazero.parallel.grid import Axis
 
 
-class GeluMlp(nn.Module):
-    """down(gelu(up(x)))."""
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NF: Tensor, bias_F: Tensor | None, ops: Operations, slot: GradientSlot | None) -> Tensor:
+        ctx.save_for_backward(x_NF, bias_F)
+        ctx.ops, ctx.slot = ops, slot
+        return ops.bias_gelu(x_NF, bias_F)
 
-    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_NF, bias_F = ctx.saved_tensors
+        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F)
+        grad_bias = None if bias_F is None else deliver(ctx.slot, grad_x.reshape(-1, len(bias_F)).sum(0))
+        return grad_x, grad_bias, None, None
+
+
+class GeluMlp(nn.Module):
+    """down(gelu(up(x))). The first bias is added inside the activation, which saves a pass over its input."""
+
+    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis, ops: Operations):
         super().__init__()
-        self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, tensor=tensor)
+        self.up = ColumnLinear(hidden, ffn, bias=False, std=INITIAL_STD, tensor=tensor)
+        self.up_bias = declare((ffn,), axis=tensor) if bias else None
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, tensor=tensor)
+        self.ops = ops
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return self.down(ops.gelu(self.up(x_SBD)))
+        slot = None if self.up_bias is None else slot_of(self.up_bias)
+        return self.down(_BiasGelu.apply(self.up(x_SBD), self.up_bias, self.ops, slot))
 
 
 class SwigluMlp(nn.Module):
@@ -33,9 +56,13 @@ class SwigluMlp(nn.Module):
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, tensor=tensor)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate(x_SBD), self.up(x_SBD)))
+        return self.down(reference.swiglu(self.gate(x_SBD), self.up(x_SBD)))
 
 
-def make_mlp(kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis) -> GeluMlp | SwigluMlp:
+def make_mlp(
+    kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis, ops: Operations
+) -> GeluMlp | SwigluMlp:
     """`kind` is "gelu" or "swiglu"."""
-    return {"gelu": GeluMlp, "swiglu": SwigluMlp}[kind](hidden, ffn, bias=bias, out_std=out_std, tensor=tensor)
+    if kind == "gelu":
+        return GeluMlp(hidden, ffn, bias=bias, out_std=out_std, tensor=tensor, ops=ops)
+    return SwigluMlp(hidden, ffn, bias=bias, out_std=out_std, tensor=tensor)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from megazero.kernels.operations import Operations
 from megazero.model.attention import Attention, Rotary
 from megazero.model.block import Block
 from megazero.model.dropout import Dropout
@@ -86,13 +87,14 @@ class Transformer(nn.Module):
         shape: the hyper-parameters.
         seed: of the run; initial weights and dropout masks depend on it and on names, nothing else.
         tensor: the axis that matrices and the vocabulary are split over.
+        ops: the kernels to use.
     """
 
-    def __init__(self, shape: Shape, *, seed: int, tensor: Axis):
+    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, ops: Operations):
         super().__init__()
         self.shape = shape
         self.embedding = Embedding(shape, seed=seed, tensor=tensor)
-        self.blocks = nn.ModuleList(_block(shape, layer, seed=seed, tensor=tensor) for layer in range(shape.layers))
+        self.blocks = nn.ModuleList(_block(shape, i, seed=seed, tensor=tensor, ops=ops) for i in range(shape.layers))
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps), self._head_weight(tensor))
 
     def _head_weight(self, tensor: Axis) -> nn.Parameter:
@@ -128,7 +130,7 @@ class Transformer(nn.Module):
         return [(name, members) for name, members in units if members]
 
 
-def _block(shape: Shape, layer: int, *, seed: int, tensor: Axis) -> Block:
+def _block(shape: Shape, layer: int, *, seed: int, tensor: Axis, ops: Operations) -> Block:
     # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
     out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
     head_dim = shape.hidden // shape.heads
@@ -145,7 +147,7 @@ def _block(shape: Shape, layer: int, *, seed: int, tensor: Axis) -> Block:
         make_norm(shape.norm, shape.hidden, shape.norm_eps),
         attention,
         make_norm(shape.norm, shape.hidden, shape.norm_eps),
-        make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, tensor=tensor),
+        make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, tensor=tensor, ops=ops),
         (
             Dropout(shape.dropout, seed=seed, layer=layer, site=0),
             Dropout(shape.dropout, seed=seed, layer=layer, site=1),

@@ -129,7 +129,7 @@ class _Live:
 
     def __init__(self, total_steps: int, stream: TextIO):
         self._progress = Progress(
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=12),
             TextColumn("{task.completed}/{task.total}  {task.description}", markup=False),
             console=_Terminal(file=stream),
             auto_refresh=False,

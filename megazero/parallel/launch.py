@@ -8,6 +8,10 @@ import torch
 
 from megazero.errors import UserError
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+DO = "unset them or start through torchrun"
+
 
 @dataclass(frozen=True)
 class World:
@@ -26,13 +30,25 @@ class World:
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
     """The world that torchrun (RANK, WORLD_SIZE, LOCAL_RANK) or srun (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID) set.
 
-    One process where neither did. Values that are not numbers are a UserError 111.
+    One process where neither did. Values that are no place in a world, or only some of torchrun's three, are a
+    UserError 111: ranks that each took themselves for the whole run would write into one folder.
     """
-    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+    for names in (TORCHRUN, SLURM):
         if all(name in environment for name in names):
-            try:
-                return World(*(int(environment[name]) for name in names))
-            except ValueError:
-                got = ", ".join(f"{name}={environment[name]}" for name in names)
-                raise UserError(111, f"expected numbers, got {got}", "unset them or start through torchrun") from None
+            return _world(names, environment)
+    given = [name for name in TORCHRUN if name in environment]
+    if "WORLD_SIZE" in given or "RANK" in given:
+        missing = [name for name in TORCHRUN if name not in environment]
+        raise UserError(111, f"{' and '.join(given)} set, {' and '.join(missing)} not", DO)
     return World(rank=0, size=1, local_rank=0)
+
+
+def _world(names: tuple[str, str, str], environment: Mapping[str, str]) -> World:
+    try:
+        world = World(*(int(environment[name]) for name in names))
+    except ValueError:
+        world = None
+    if world is None or not 0 <= world.rank < world.size or world.local_rank < 0:
+        got = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)
+    return world

@@ -8,13 +8,13 @@ the clip; fp64 partial sums agree after rounding.
 import torch
 from torch import Tensor
 
-from megazero.kernels import reference as ops
+from megazero.kernels.operations import Operations
 from megazero.zero.unit import Unit
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(units: list[Unit]) -> Tensor:
+def unit_squares(units: list[Unit], ops: Operations) -> Tensor:
     """Sum of squared gradients of each unit: fp64 [units]."""
     return torch.stack([ops.sum_of_squares(unit.gradients) for unit in units])
 

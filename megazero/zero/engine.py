@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.kernels.operations import Operations
 from megazero.zero.clip import clip_factor, unit_squares
 from megazero.zero.optimizer import AdamW
 from megazero.zero.unit import Unit
@@ -50,10 +51,11 @@ class Engine:
         optimizer: over the same units.
         clip: the largest global gradient norm let through; 0 for no clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
+        ops: the kernels to use.
     """
 
-    def __init__(self, units: list[Unit], optimizer: AdamW, *, clip: float, tokens_per_step: int):
-        self.units, self.optimizer = units, optimizer
+    def __init__(self, units: list[Unit], optimizer: AdamW, *, clip: float, tokens_per_step: int, ops: Operations):
+        self.units, self.optimizer, self.ops = units, optimizer, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].parameters.device
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -76,7 +78,7 @@ class Engine:
         """Clips and updates, unless there is a reason not to."""
         for unit in self.units:
             unit.close_gradients()
-        squares = unit_squares(self.units)
+        squares = unit_squares(self.units, self.ops)
         factor = self.tokens_per_step / self._valid.to(torch.float64)
         norm = squares.sum().sqrt() * factor
         loss = self._loss_sum / self._valid

@@ -48,7 +48,8 @@ class AdamW:
             divide_by = None
             if parameters[0].dtype == torch.float64:
                 # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
-                torch._foreach_mul_(gradients, scale)
+                for gradient in gradients:
+                    gradient *= scale
             else:
                 divide_by = scale.reciprocal().to(torch.float32)
             adamw(

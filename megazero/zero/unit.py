@@ -75,7 +75,7 @@ class Unit:
         for interval in self.layout.intervals:
             old = parameters[interval.name]
             new = nn.Parameter(_view(self.parameters, interval))
-            new.__dict__.update(old.__dict__, gradient_slot=self.views[interval.name])
+            vars(new).update(vars(old), gradient_slot=self.views[interval.name])
             torch.utils.swap_tensors(old, new)
 
     def begin_step(self) -> None:

@@ -1,0 +1,29 @@
+"""The operations that exist in more than one implementation, as one value.
+
+A run chooses once (`choice.choose`), by the declared device and dtype; layers and engine receive the result and call
+it. Operations that have only their reference are called there directly.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megazero.kernels import reference
+
+
+@dataclass(frozen=True)
+class Operations:
+    """One implementation of each; signatures and meaning are those of the same names in `reference`.
+
+    Attributes:
+        name: "reference" or "fused", for the log.
+    """
+
+    name: str
+    bias_gelu: Callable[[Tensor, Tensor | None], Tensor]
+    bias_gelu_backward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    sum_of_squares: Callable[[Tensor], Tensor]
+
+
+REFERENCE = Operations("reference", reference.bias_gelu, reference.bias_gelu_backward, reference.sum_of_squares)

@@ -1,0 +1,138 @@
+"""Training speed of one process beside the same model in plain torch.
+
+    python scripts/bench/single.py [--model small|wide] [--pairs 15] [--threads 1 2] [--json]
+
+    small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
+    wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
+
+fp32, no dropout, AdamW fused, clip 1.0; both start from the same weights and see the same tokens, and the largest
+difference between their losses over all steps is printed. The reference (ratio 1.00) is plain torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+import torch
+from torch import Tensor
+
+from megazero.build import build_model, build_units
+from megazero.config import Batch, Config, Model, resolved
+from megazero.kernels.choice import choose
+from megazero.model.step import Step
+from megazero.zero.engine import Engine
+from megazero.zero.optimizer import AdamW
+from scripts.bench.harness import Comparison, System, compare, dump, report, table
+from scripts.bench.plain_gpt import PlainGPT
+
+SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
+VOCAB, SEQ_LEN = 8192, 256
+LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, nargs="+", default=list(SIZES))
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    reports = []
+    for model in options.model:
+        for threads in options.threads:
+            plain = System(f"plain torch, {model}, threads {threads}", plain_step, (model,), threads)
+            ours = [
+                System(f"{name}, {model}, threads {threads}", our_step, (model, kernels), threads)
+                for name, kernels in (("ours", "auto"), ("ours-reference-kernels", "reference"))
+            ]
+            comparison = compare(plain, ours, options.pairs)
+            found = report(comparison, comparison.rows[0].seconds) | {"loss_difference": loss_difference(comparison)}
+            reports.append(found)
+            if not options.json:
+                title = f"{model}, {threads} thread(s), losses within {found['loss_difference']:.1e}"
+                print(table(title, comparison), end="\n\n", flush=True)
+    if options.json:
+        merged = reports[0] | {"rows": [row for one in reports for row in one["rows"]]}
+        merged["loss_difference"] = max(one["loss_difference"] for one in reports)
+        print(dump(merged))
+    return 0
+
+
+def config_of(model: str) -> Config:
+    layers, hidden, heads, micro = SIZES[model]
+    shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN)
+    return resolved(Config(model=shape, batch=Batch(**{"global": micro, "micro": micro})))
+
+
+def our_step(model: str, kernels: str) -> Callable[[], float]:
+    """One training step of the engine; returns the step's loss."""
+    config = config_of(model)
+    ops = choose(kernels, torch.device("cpu"), torch.float32)
+    transformer = build_model(config, ops)
+    units = build_units(transformer, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    tokens_per_step = config.batch.global_ * SEQ_LEN
+    optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    engine = Engine(units, optimizer, clip=CLIP, tokens_per_step=tokens_per_step, ops=ops)
+    batches = random_batches(config.batch.micro)
+    step_number = iter(range(1 << 30))
+
+    def step() -> float:
+        tokens_SB, targets_SB = next(batches)
+        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
+        now = Step(next(step_number), torch.arange(tokens_SB.shape[1]))
+        engine.begin_step()
+        engine.backward(transformer.losses(tokens_SB, targets_SB, valid_SB, now), valid_SB)
+        return engine.finish_step(LR).loss.item()
+
+    return step
+
+
+def plain_step(model: str) -> Callable[[], float]:
+    """One training step of plain torch, from the same weights on the same tokens."""
+    config = config_of(model)
+    m = config.model
+    plain = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
+    plain.take_weights(initial_weights(config))
+    matrices = [p for n, p in plain.named_parameters() if p.dim() == 2 and "positions" not in n]
+    rest = [p for n, p in plain.named_parameters() if p.dim() != 2 or "positions" in n]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    batches = random_batches(config.batch.micro)
+
+    def step() -> float:
+        tokens_SB, targets_SB = next(batches)
+        loss = plain(tokens_SB.T, targets_SB.T)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def initial_weights(config: Config) -> dict[str, Tensor]:
+    transformer = build_model(config)
+    build_units(transformer, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    return {name: parameter.detach() for name, parameter in transformer.named_parameters()}
+
+
+def random_batches(micro: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same endless (tokens, targets) [S, B] for everyone."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        window = torch.randint(0, VOCAB, (SEQ_LEN + 1, micro), generator=generator)
+        yield window[:-1].contiguous(), window[1:].contiguous()
+
+
+def loss_difference(comparison: Comparison) -> float:
+    """Largest relative difference between the losses of the reference and of any system, over all steps."""
+    reference, *others = comparison.losses.values()
+    return max(abs(b - a) / abs(a) for other in others for a, b in zip(reference, other, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
