@@ -58,16 +58,12 @@ def mix_(x: Tensor) -> Tensor:
 
 
 def derive_key(*words: int) -> int:
-    """An unsigned 32-bit key from any number of non-negative integers, each folded in with all its bits."""
+    """An unsigned 32-bit key from any number of unsigned 64-bit words, each folded in as two halves."""
     key = 0
     for word in words:
-        assert word >= 0, f"a key is made of non-negative integers, got {word}"
-        while True:
-            key = mix_word(key ^ (word & _MASK))
-            key = (key + _GOLDEN) & _MASK
-            word >>= 32
-            if not word:
-                break
+        assert 0 <= word < 1 << 64, f"a key is made of unsigned 64-bit words, got {word}"
+        for half in (word & _MASK, word >> 32):
+            key = (mix_word(key ^ half) + _GOLDEN) & _MASK
     return key
 
 

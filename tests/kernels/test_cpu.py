@@ -1,0 +1,138 @@
+"""The fused CPU kernels against fp64 references on random shapes, and their builder."""
+
+import math
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero.errors import UserError
+from megazero.kernels import build, choice, cpu, reference
+from megazero.kernels.build import BuildError, build_cpu
+from megazero.kernels.operations import REFERENCE
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+# Of the largest output: a few fp32 roundings of the exponential and its sums.
+TOLERANCE = 1e-6
+SOURCE = Path(cpu.__file__).parent / "csrc" / "cpu.cpp"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fused() -> None:
+    cpu.fused_operations()
+
+
+@given(st.integers(0, 9), st.integers(1, 70), st.integers(0, 3), st.floats(0.01, 30), st.integers(0, 2**31))
+def test_bias_gelu(rows: int, columns: int, offset: int, scale: float, seed: int) -> None:
+    """Odd sizes, no rows, one column, unaligned memory, small and large values."""
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randn(rows * columns + offset, generator=generator) * scale
+    x = memory[offset:].view(rows, columns)
+    bias, grad = torch.randn(columns, generator=generator), torch.randn(rows, columns, generator=generator)
+    for found, expected in (
+        (cpu.bias_gelu(x, bias), reference.bias_gelu(x.double(), bias.double())),
+        (cpu.bias_gelu_backward(grad, x, bias), reference.bias_gelu_backward(grad.double(), x.double(), bias.double())),
+    ):
+        assert found.shape == (rows, columns)
+        assert torch.all((found - expected).abs() <= TOLERANCE * max(1.0, expected.abs().max() if rows else 1.0))
+
+
+def test_bias_gelu_of_special_values() -> None:
+    x = torch.tensor([math.nan, math.inf, 3e38, -3e38, -0.0, 1e-40])
+    y = cpu.bias_gelu(x, torch.zeros(6))
+    assert y[0].isnan()
+    assert y[1] == math.inf
+    assert y[2] == x[2]
+    assert torch.equal(y[4:], x[4:] / 2)
+    gradient = cpu.bias_gelu_backward(torch.ones(6), x, torch.zeros(6))
+    assert gradient[0].isnan()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 65_535, 65_536, 65_537, 300_001])
+def test_sum_of_squares(numel: int) -> None:
+    flat = torch.randn(numel + 1, generator=torch.Generator().manual_seed(0))[1:]
+    found = cpu.sum_of_squares(flat)
+    assert found.dtype == torch.float64
+    assert abs(found.item() - math.fsum(v * v for v in flat.tolist())) <= 1e-14 * numel
+
+
+def test_sums_do_not_depend_on_the_number_of_threads() -> None:
+    flat = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0))
+    sums = set()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        sums.add(cpu.sum_of_squares(flat).item())
+    torch.set_num_threads(2)
+    assert len(sums) == 1
+
+
+def test_not_finite_values_reach_the_sum() -> None:
+    for poison in (math.nan, math.inf):
+        flat = torch.ones(100_000)
+        flat[77_777] = poison
+        assert not math.isfinite(cpu.sum_of_squares(flat).item())
+
+
+def test_wrong_inputs_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="fp32"):
+        cpu.bias_gelu(torch.ones(2, 3, dtype=torch.float64), torch.ones(3))
+    with pytest.raises(RuntimeError, match="contiguous"):
+        cpu.bias_gelu(torch.ones(3, 2).T, torch.ones(3))
+    with pytest.raises(RuntimeError, match="differ"):
+        cpu.bias_gelu(torch.ones(2, 3), torch.ones(4))
+
+
+def _build_in(cache: str) -> None:
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    assert build_cpu(SOURCE).exists()
+
+
+def test_many_builders_at_once_leave_one_library(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    builders = [context.Process(target=_build_in, args=(str(tmp_path),)) for _ in range(3)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert [builder.exitcode for builder in builders] == [0, 0, 0]
+    assert sorted(path.suffix for path in (tmp_path / "megazero").iterdir()) == [".lock", ".so"]
+
+
+def test_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    with pytest.raises(BuildError, match=r"broken\.cpp: .*error"):
+        build_cpu(broken)
+    assert not list((tmp_path / "cache" / "megazero").glob("*.so*"))
+    assert not list((tmp_path / "cache" / "megazero").glob("*.tmp"))
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    device = torch.device("cpu")
+    assert choice.choose("auto", device, torch.float32) is REFERENCE
+    with pytest.raises(UserError, match=r"MZ-114 .*no g\+\+"):
+        choice.choose("fused", device, torch.float32)
+
+
+def test_the_choice() -> None:
+    device = torch.device("cpu")
+    assert choice.choose("auto", device, torch.float32).name == "fused"
+    assert choice.choose("reference", device, torch.float32) is REFERENCE
+    assert choice.choose("auto", device, torch.float64) is REFERENCE
+    with pytest.raises(UserError, match="MZ-114"):
+        choice.choose("fused", device, torch.float64)
+
+
+def test_the_cache_folder_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megazero").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(build.BuildError, match="cannot be used"):
+        build_cpu(SOURCE)

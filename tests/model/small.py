@@ -1,0 +1,55 @@
+"""Small models for tests, with memory of their own and no engine: gradients arrive in `.grad`."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megazero.kernels.operations import REFERENCE, Operations
+from megazero.model.parameter import declaration_of
+from megazero.model.step import Step
+from megazero.model.transformer import Shape, Transformer
+from megazero.parallel.grid import Axis
+
+GPT = Shape(
+    layers=2,
+    hidden=48,
+    heads=4,
+    kv_heads=4,
+    ffn=192,
+    vocab=97,
+    seq_len=16,
+    position="learned",
+    norm="layernorm",
+    activation="gelu",
+    dropout=0.0,
+    tie_embeddings=True,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+LLAMA = replace(
+    GPT, kv_heads=2, ffn=80, position="rotary", norm="rmsnorm", activation="swiglu", tie_embeddings=False, norm_eps=1e-6
+)
+
+
+def make(shape: Shape, dtype: torch.dtype, *, seed: int = 0, ops: Operations = REFERENCE) -> Transformer:
+    """The model with its initial values."""
+    model = Transformer(shape, seed=seed, tensor=Axis("tensor"), ops=ops)
+    for name, parameter in list(model.named_parameters()):
+        declaration = declaration_of(parameter)
+        values = declaration.initial(seed, name, 0, declaration.local_numel)
+        new = nn.Parameter(values.to(dtype).view(declaration.local_shape))
+        vars(new).update(vars(parameter))
+        torch.utils.swap_tensors(parameter, new)
+    return model
+
+
+def batch(shape: Shape, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens and targets [S, B], all valid."""
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.randint(0, shape.vocab, (shape.seq_len + 1, rows), generator=generator)
+    return window[:-1].clone(), window[1:].clone(), torch.ones(shape.seq_len, rows, dtype=torch.bool)
+
+
+def step_of(rows: int, step: int = 0) -> Step:
+    return Step(step, torch.arange(rows) + rows * step)

@@ -1,0 +1,132 @@
+"""The outside oracle: logits and every gradient equal transformers' GPT-2 and Llama on random weights.
+
+transformers' Llama computes its norms and rotary angles in fp32 whatever the model's dtype. In fp32 it runs as it is;
+for the fp64 comparison those two islands are widened, everything else (attention, rotation, MLP, heads) stays theirs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from megazero.kernels.choice import choose
+from megazero.model.transformer import Shape
+from tests.model.huggingface import from_gpt2, from_llama
+from tests.model.small import GPT, LLAMA, batch, make, step_of
+from tests.tolerances import difference
+
+# Against another implementation of the same arithmetic: a few roundings of each matrix product differ.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+ROWS = 3
+
+
+def their_gpt2(shape: Shape) -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=shape.vocab,
+            n_positions=shape.seq_len,
+            n_embd=shape.hidden,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_inner=shape.ffn,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            layer_norm_epsilon=shape.norm_eps,
+            tie_word_embeddings=True,
+            attn_implementation="eager",
+        )
+    )
+
+
+def their_llama(shape: Shape) -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=shape.seq_len,
+            rms_norm_eps=shape.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            tie_word_embeddings=shape.tie_embeddings,
+            attn_implementation="sdpa",  # eager would take its softmax in fp32
+        )
+    )
+
+
+def widen(model: nn.Module) -> None:
+    """Makes the fp32 islands of a Llama compute in fp64."""
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = lambda x, norm=module: nn.functional.rms_norm(
+                x, x.shape[-1:], norm.weight, norm.variance_epsilon
+            )
+        if type(module).__name__ == "LlamaRotaryEmbedding":
+            theta, width = module.config.rope_parameters["rope_theta"], module.inv_freq.numel() * 2
+            frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+            def angles(x: torch.Tensor, position_ids: torch.Tensor, f: torch.Tensor = frequencies):
+                once = position_ids[..., None].double() * f
+                both = torch.cat((once, once), -1)
+                return both.cos(), both.sin()
+
+            module.forward = angles
+
+
+CASES = {
+    "gpt2": (GPT, their_gpt2, from_gpt2),
+    "llama": (LLAMA, their_llama, from_llama),
+    "llama-tied": (replace(LLAMA, tie_embeddings=True), their_llama, from_llama),
+    "llama-one-kv-head": (replace(LLAMA, kv_heads=1), their_llama, from_llama),
+    "llama-theta": (replace(LLAMA, rope_theta=500000.0, kv_heads=4), their_llama, from_llama),
+}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, kernels: str) -> None:
+    shape, build, translate = CASES[case]
+    torch.manual_seed(0)
+    theirs = build(shape).to(dtype)
+    if dtype == torch.float64:
+        widen(theirs)
+    for parameter in theirs.parameters():  # their norms start at 1 and biases at 0, which would hide a mix-up
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    ours = make(shape, dtype, ops=choose(kernels, torch.device("cpu"), dtype))
+    parameters = dict(ours.named_parameters())
+    weights = translate({n: p.detach() for n, p in theirs.named_parameters()}, shape)
+    assert weights.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        parameter.data.copy_(weights[name])
+
+    tokens_SB, targets_SB, valid_SB = batch(shape, ROWS)
+    with torch.no_grad():
+        logits_SBV = ours(tokens_SB, step_of(ROWS))
+    their_logits = theirs(tokens_SB.T).logits
+    assert difference(logits_SBV, their_logits.detach().transpose(0, 1)) <= TOLERANCE[dtype]
+
+    ours.losses(tokens_SB, targets_SB, valid_SB, step_of(ROWS)).mean().backward()
+    nn.functional.cross_entropy(their_logits.flatten(0, 1), targets_SB.T.flatten()).backward()
+    gradients = translate({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, shape)
+    assert gradients.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+        assert difference(parameter.grad, gradients[name]) <= TOLERANCE[dtype], name
+
+
+def test_a_wrong_group_order_would_be_seen() -> None:
+    """The check above can fail: swapping two key-value heads' groups changes the logits."""
+    model = make(LLAMA, torch.float64)
+    tokens_SB, _, _ = batch(LLAMA, 1)
+    with torch.no_grad():
+        before = model(tokens_SB, step_of(1))
+        weight = model.blocks[0].attention.qkv.weight
+        rows = len(weight) // 4
+        weight.data = torch.cat((weight[rows:], weight[:rows]))
+        assert difference(model(tokens_SB, step_of(1)), before) > 1e-6

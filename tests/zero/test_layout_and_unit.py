@@ -1,0 +1,115 @@
+"""Flat units: intervals that cover the buffer, parameters and gradients that are views of it."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero.build import build_units
+from megazero.zero.layout import Entry, lay_out
+from megazero.zero.unit import GradientView
+from tests.model.small import GPT, LLAMA, batch, make, step_of
+
+CPU = torch.device("cpu")
+entries = st.lists(
+    st.builds(Entry, st.uuids().map(str), st.tuples(st.integers(1, 9), st.integers(1, 9)), st.booleans()), min_size=1
+)
+
+
+@given(entries)
+def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry]) -> None:
+    layout = lay_out("unit", given_entries)
+    assert sorted(i.name for i in layout.intervals) == sorted(e.name for e in given_entries)
+    ends = [0, *(i.stop for i in layout.intervals)]
+    assert [i.start for i in layout.intervals] == ends[:-1]
+    assert layout.numel == sum(e.numel for e in given_entries) == ends[-1]
+    decays = {e.name: e.decay for e in given_entries}
+    for interval in layout.intervals:
+        assert (interval.stop <= layout.decayed) == decays[interval.name]
+        assert interval.stop - interval.start == torch.Size(interval.shape).numel()
+    # the model's order is kept within both groups
+    for group in (True, False):
+        names = [e.name for e in given_entries if e.decay == group]
+        assert [i.name for i in layout.intervals if decays[i.name] == group] == names
+
+
+def built(shape, dtype=torch.float64):
+    from megazero.kernels.operations import REFERENCE
+    from megazero.model.transformer import Transformer
+    from megazero.parallel.grid import Axis
+
+    model = Transformer(shape, seed=0, tensor=Axis("tensor"), ops=REFERENCE)
+    return model, build_units(model, seed=0, dtype=dtype, device=CPU)
+
+
+def test_the_model_lives_in_the_units_memory() -> None:
+    for shape in (GPT, LLAMA):
+        model, units = built(shape)
+        parameters = dict(model.named_parameters())
+        for unit in units:
+            first = unit.parameters.data_ptr()
+            for interval in unit.layout.intervals:
+                parameter = parameters[interval.name]
+                assert parameter.data_ptr() == first + interval.start * parameter.element_size()
+                assert parameter.is_contiguous()
+        for name, parameter in make(shape, torch.float64).named_parameters():
+            assert torch.equal(parameters[name], parameter), name  # the same initial values as without units
+
+
+def test_a_tied_weight_is_one_memory() -> None:
+    model, units = built(GPT)
+    assert model.head.weight is model.embedding.tokens.weight
+    assert units[0].layout.name == "tied"
+    assert model.head.weight.data_ptr() == units[0].parameters.data_ptr()
+
+
+def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
+    """Over two micro-batches: overwriting first, adding after, nothing zeroed."""
+    for shape in (GPT, LLAMA):
+        model, units = built(shape, torch.float32)
+        twin = make(shape, torch.float32)
+        for step in range(2):  # a second step must not see what the first left
+            for unit in units:
+                unit.begin_step()
+            twin.zero_grad(set_to_none=True)
+            for micro in range(2):
+                each = batch(shape, 2, seed=10 * step + micro)
+                model.losses(*each, step_of(2, micro)).sum().backward()
+                twin.losses(*each, step_of(2, micro)).sum().backward()
+            expected = {name: p.grad for name, p in twin.named_parameters()}
+            for unit in units:
+                for interval in unit.layout.intervals:
+                    gradient = unit.gradients[interval.start : interval.stop].view(interval.shape)
+                    # a product added by the matmul itself rounds once less than product plus add
+                    bound = 2e-6 * expected[interval.name].abs().max()
+                    assert (gradient - expected[interval.name]).abs().max() <= bound, interval.name
+            assert all(p.grad is None for p in model.parameters())
+
+
+def test_first_delivery_overwrites_later_ones_add() -> None:
+    memory = torch.full((3, 4), torch.nan)
+    view = GradientView(memory)
+    left, right = torch.randn(3, 5), torch.randn(5, 4)
+    view.add_product(left, right)
+    assert torch.equal(memory, left @ right)
+    rows, values = torch.tensor([2, 0, 2]), torch.randn(3, 4)
+    view.add_rows(rows, values)
+    expected = left @ right
+    for row, value in zip(rows, values, strict=True):
+        expected[row] += value
+    assert torch.allclose(memory, expected)
+    view.add(torch.ones(3, 4))
+    assert torch.allclose(memory, expected + 1)
+    for first in (lambda: view.add(torch.ones(3, 4)), lambda: view.add_rows(torch.arange(3), torch.ones(3, 4))):
+        memory.fill_(torch.nan)
+        view.fresh = True
+        first()
+        assert torch.equal(memory, torch.ones(3, 4))
+
+
+def test_a_parameter_that_nothing_reached_has_a_zero_gradient() -> None:
+    _, units = built(GPT)
+    for unit in units:
+        unit.gradients.fill_(torch.nan)
+        unit.begin_step()
+        unit.close_gradients()
+        assert not unit.gradients.any()
