@@ -23,7 +23,10 @@ from megazero.errors import UserError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
     try:
-        options = _parser().parse_args(arguments)
+        parser = _parser()
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown and options.run is not _not_built:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options.run(options)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -128,9 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
     for verb in (verb for verb, built in capability.VERBS.items() if not built):
-        later = verbs.add_parser(verb, help="not built yet")
-        later.add_argument("anything", nargs=argparse.REMAINDER)
-        later.set_defaults(run=_not_built)
+        verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
     return parser
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.weights import save_weights
 from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
@@ -113,14 +114,17 @@ def build_trainer(config: Config, world: World, folder: RunFolder) -> Trainer:
     optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
     tokens_per_step = config.batch.global_ * config.model.seq_len
     losses = model_losses(model, device)
+    engine = Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, ops=ops)
+    steps = config.run.steps
     work = Work(tokens_per_step, model_shape(config).flops_per_token(), _peak_flops(config, device), device)
     return Trainer(
-        Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, ops=ops),
+        engine,
         lambda batch, step: losses(batch, step, True),
         BatchLoader(train, seed=config.run.seed, global_batch=config.batch.global_, micro_batch=config.batch.micro),
         _validation(config, valid, lambda batch: losses(batch, 0, False), tokenizer),
         Recorder(_sinks(config, folder), _profile(config, folder), work),
-        Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        Pace(steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        lambda: save_weights(folder.checkpoint(steps), dict(engine.named_parameters()), steps),
     )
 
 
@@ -154,7 +158,9 @@ def _validation(
         return None
     micro, samples = config.batch.micro, config.data.valid_samples
     token_bytes = None if tokenizer is None else tokenizer.token_bytes()
-    return Validation(lambda: validation_batches(dataset, micro, samples), losses, token_bytes)
+    validation = Validation(lambda: validation_batches(dataset, micro, samples), losses, token_bytes)
+    validation.check(str(dataset.stream.dataset.bin_path))
+    return validation
 
 
 def _sinks(config: Config, folder: RunFolder) -> Sinks:

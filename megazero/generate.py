@@ -34,8 +34,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     """The prompt continued; stops early at the end of a document.
 
     Raises:
-        UserError: 113, the folder is no run or its config names no tokenizer; 402, it has no weights yet;
-            404, they cannot be read.
+        UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
+            no tokenizer; 402, it has no weights yet; 404, they cannot be read.
     """
     if not folder.config.is_file():
         raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
@@ -43,13 +43,13 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
     tokenizer = Tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {config.model.vocab}"
+        raise UserError(112, what, "give back the tokenizer of the run", where=tokenizer.path)
     weights = folder.newest_checkpoint() / FILE_NAME
     model = build_model(config)
     load_weights(weights, dict(model.named_parameters()), DTYPES[config.precision.dtype])
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
-    if tokenizer.vocab_size > config.model.vocab:
-        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {config.model.vocab}"
-        raise UserError(112, what, "give back the tokenizer of the run", where=tokenizer.path)
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
     return prompt + tokenizer.decode(new)
 

@@ -8,7 +8,6 @@ import torch
 
 from megazero import __version__
 from megazero.build import build_trainer, model_shape
-from megazero.checkpoint.weights import save_weights
 from megazero.config import Config
 from megazero.config_file import dump
 from megazero.errors import UserError
@@ -39,11 +38,9 @@ def run_training(config: Config, name: str) -> None:
         trainer = _trained(config, world, folder, name)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
+        folder.release()
         raise
-    weights = save_weights(
-        folder.checkpoint(config.run.steps), dict(trainer.engine.named_parameters()), config.run.steps
-    )
-    log.info("saved %s", weights)
+    log.info("saved %s", folder.checkpoint(config.run.steps))
     try:
         draw_loss(read_rows(folder.metrics), folder.loss_plot)
     except (OSError, ValueError) as error:  # rows deleted or damaged meanwhile, a full disk: the weights are safe

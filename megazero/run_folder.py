@@ -3,6 +3,7 @@
 config.yaml  metrics.jsonl  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
 """
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -23,19 +24,30 @@ class RunFolder:
         Raises:
             UserError: 110, it holds a run already; 401, it cannot be written.
         """
-        found = [path for path in (self.metrics, *self.checkpoints.glob("step_*")) if path.exists()]
-        if found:
-            do = "give another run.dir=..., or remove the folder"
-            raise UserError(110, f"holds a run already ({found[0].relative_to(self.path)})", do, where=self.path)
+        for path in (self.metrics, *self.checkpoints.glob("step_*")):
+            if path.exists():
+                raise self._taken(path)
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):
                 folder.mkdir(parents=True, exist_ok=True)
             self.log(0).touch()
+            self.metrics.touch(exist_ok=False)  # the folder is taken from here on, also if two runs start at once
         except OSError as error:
+            if isinstance(error, FileExistsError) and error.filename == str(self.metrics):  # not: a file in the way
+                raise self._taken(self.metrics) from None
             where = error.filename or self.path
-            raise UserError(
-                401, f"cannot be written: {error.strerror}", "choose another run.dir", where=where
-            ) from None
+            what = f"cannot be written: {error.strerror}"
+            raise UserError(401, what, "choose another run.dir", where=where) from None
+
+    def _taken(self, found: Path) -> UserError:
+        do = "give another run.dir=..., or remove the folder"
+        return UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
+
+    def release(self) -> None:
+        """A run that ended before its first row does not keep the folder."""
+        with contextlib.suppress(OSError):
+            if self.metrics.stat().st_size == 0:
+                self.metrics.unlink()
 
     @property
     def config(self) -> Path:

@@ -67,6 +67,7 @@ class Trainer:
         validation: None for none.
         recorder: observes.
         pace: when to do what.
+        save: writes the final weights; called once, before the last validation or anything else can fail.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class Trainer:
         validation: Validation | None,
         recorder: Recorder,
         pace: Pace,
+        save: Callable[[], object],
     ):
         self.engine, self.losses, self.loader = engine, losses, loader
-        self.validation, self.recorder, self.pace = validation, recorder, pace
+        self.validation, self.recorder, self.pace, self.save = validation, recorder, pace, save
         self.skipped = 0
         self.score: Score | None = None
         self._pending: _Pending | None = None
@@ -88,7 +90,7 @@ class Trainer:
         """Trains. The last validation's result is `score`.
 
         Raises:
-            UserError: 301, loss or gradient norm of a step are not finite; no weight has changed since.
+            UserError: 301, loss or gradient norm of a step are not finite; that step did not update.
         """
         self.recorder.start()
         for step in range(self.pace.steps):
@@ -99,8 +101,10 @@ class Trainer:
 
     def close(self) -> None:
         """Ends background work and writes out what is left."""
-        self.loader.close()
-        self.recorder.close()
+        try:
+            self.loader.close()
+        finally:
+            self.recorder.close()
 
     def _step(self, step: int) -> None:
         batches = self.loader.step(step)
@@ -119,6 +123,8 @@ class Trainer:
         if not pending.result.finite.item():
             raise self._not_finite(pending)
         self.skipped += int(pending.result.skipped.item())
+        if pending.step + 1 == self.pace.steps:
+            self.save()
         valid_loss = self._validate() if self.pace.validates(pending.step) else None
         if valid_loss is not None or self.pace.logs(pending.step):
             result = pending.result
@@ -136,5 +142,5 @@ class Trainer:
         result = pending.result
         bad = (~torch.isfinite(result.squares)).nonzero().flatten().tolist()
         where = f", first in unit {self.engine.units[bad[0]].layout.name}" if bad else ""
-        what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}{where}; no weight was changed"
+        what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}{where}; this step did not update"
         return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=0, step=pending.step + 1)

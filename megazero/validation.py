@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import MicroBatch
+from megazero.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,18 @@ class Validation:
     ):
         self._batches, self._losses = batches, losses
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
+
+    def check(self, where: str) -> None:
+        """Reads every batch once, so that what is wrong with the data is known before the training, not after it.
+
+        Raises:
+            UserError: 205, an id outside the vocabulary; 112, one that the tokenizer does not have.
+        """
+        for batch in self._batches():
+            largest = int(batch.targets_SB.max())
+            if self._token_bytes is not None and largest >= len(self._token_bytes):
+                what = f"token {largest} is not one of the tokenizer's {len(self._token_bytes)} pieces"
+                raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
 
     def score(self) -> Score:
         """One pass over the batches. The loss is nan where no token counts."""

@@ -23,14 +23,19 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor], step: int) -> Path
     """Writes `tensors` to `folder`/model.safetensors; the folder appears with the complete file in it.
 
     Raises:
-        UserError: 403, the disk is full or not writable; nothing is left behind.
+        UserError: 302, a value is not finite; 403, the disk is full or not writable; nothing is left behind.
     """
+    if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        what = f"{len(bad)} of {len(tensors)} weights are not finite after the last update, first {bad[0]}"
+        raise UserError(302, what, "lower optimizer.lr and train again", where=folder, step=step)
     staging = None
     try:
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         staging.chmod(0o755)  # mkdtemp's folders are private
         whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(whole, staging / FILE_NAME, metadata={"format": "megazero-weights-1", "step": str(step)})
+        # One entry: the library writes several in an order that changes from call to call, and equal weights are to be
+        # equal files.
+        save_file(whole, staging / FILE_NAME, metadata={"megazero": f"weights 1, step {step}"})
         _flush(staging / FILE_NAME)
         _flush(staging)
         staging.rename(folder)

@@ -8,6 +8,7 @@ cache folder (XDG_CACHE_HOME, else ~/.cache).
 
 import fcntl
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -35,9 +36,11 @@ def build_cpu(source: Path) -> Path:
     if compiler is None:
         raise BuildError("no g++ on this machine")
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False).stdout
-    recipe = "\n".join([source.read_text(encoding="utf-8"), *_FLAGS, compiler, version, torch.__version__, str(_TORCH)])
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"
-    library = folder / f"{source.stem}-{xxhash.xxh3_128_hexdigest(recipe.encode())}.so"
+    machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
+    parts = [source.read_text(encoding="utf-8"), *_FLAGS, compiler, version, torch.__version__, str(_TORCH), *machine]
+    name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
+    folder = _cache_folder()
+    library = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{library.stem}.lock").open("w") as lock:
@@ -49,6 +52,13 @@ def build_cpu(source: Path) -> Path:
     return library
 
 
+def _cache_folder() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"
+    except RuntimeError:  # no HOME, and a user without an entry in the password file
+        raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME") from None
+
+
 def _compile(compiler: str, source: Path, library: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     command = [compiler, *_FLAGS, f"-I{_TORCH / 'include'}", str(source)]
@@ -58,6 +68,8 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
         if result.returncode:
             errors = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
             raise BuildError(f"{compiler} failed on {source.name}: {errors[0][:200]}")
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())  # a power cut must not leave a name without its content
         unfinished.rename(library)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -106,4 +106,4 @@ def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Ten
     words = rows_SB[:, :, None] + channels.to(torch.int32) * _signed(_GOLDEN)
     words ^= _signed(second)
     # Compared as signed words: shifting both sides by 2^31 leaves the order and the probability as they are.
-    return mix_(words) >= round(drop * 2**32) - 2**31
+    return mix_(words) >= min(round(drop * 2**32) - 2**31, 2**31 - 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import reference
-from megazero.kernels.build import build_cpu
+from megazero.kernels.build import BuildError, build_cpu
 from megazero.kernels.operations import Operations
 
 _SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
@@ -17,9 +17,13 @@ def fused_operations() -> Operations:
     """Builds the library (once per machine and torch version) and loads it.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: no compiler, it failed, or its library cannot be loaded.
     """
-    torch.ops.load_library(build_cpu(_SOURCE))
+    library = build_cpu(_SOURCE)
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:  # a cache on a file system that forbids execution, say
+        raise BuildError(f"{library} cannot be loaded: {error.__cause__ or error}") from None
     return Operations("fused", bias_gelu, bias_gelu_backward, sum_of_squares)
 
 

@@ -56,4 +56,6 @@ class Dropout:
         """dropout(x)."""
         if not (self.drop and step.training):
             return x_SBD
-        return _DropoutAdd.apply(x_SBD, torch.zeros((), dtype=x_SBD.dtype), self.mask(x_SBD, step), self.drop)
+        return _DropoutAdd.apply(
+            x_SBD, torch.zeros((), dtype=x_SBD.dtype, device=x_SBD.device), self.mask(x_SBD, step), self.drop
+        )

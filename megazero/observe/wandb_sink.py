@@ -93,6 +93,7 @@ class WandbSink:
             while (row := self._queue.get()) is not None:
                 run.log(row, step=int(row["step"] or 0))
             run.finish()
+            self._stop_service()
         except Exception as error:  # the library raises what it likes; training and the other sinks go on
             if not self._gone:
                 warn(f"wandb: {type(error).__name__}: {error}; no more rows go there, metrics.jsonl has them all")
@@ -117,6 +118,12 @@ class WandbSink:
         run = self._init(wandb, "offline")
         self._warn_sync(obstacle)
         return run
+
+    def _stop_service(self) -> None:
+        """Ends the library's own process with the run, not at some later exit of ours."""
+        import wandb
+
+        wandb.teardown()
 
     def _obstacle(self, wandb: Any, base_url: str) -> str | None:
         """Why an online run is out of the question, or None."""

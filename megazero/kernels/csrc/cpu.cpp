@@ -68,7 +68,9 @@ FOR_EVERY_CPU void gelu_row(const float* __restrict x, const float* __restrict b
 FOR_EVERY_CPU void gelu_backward_row(const float* __restrict grad, const float* __restrict x,
                                      const float* __restrict bias, float* __restrict dx, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const float v = x[i] + bias[i];
+    float v = x[i] + bias[i];
+    v = v < -30.0f ? -30.0f : v;  // beyond, the derivative is 0 or 1, and its factors would overflow
+    v = v > 30.0f ? 30.0f : v;
     const float square = v * v;
     const float e = exponential(-held(2.0f * kSqrt2OverPi * v * (1.0f + kCubic * square)));
     const float s = 1.0f / (1.0f + e);

@@ -1,0 +1,64 @@
+"""Tiny data, and one finished tiny run, shared by all tests that need them and not to be changed by any."""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_tools import preprocess, train_tokenizer
+from megazero.run_folder import RunFolder
+from tests.tiny_run import CONFIG, VOCAB, TinyData
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
+    """A tokenizer, a data set of some 500 short documents of uneven length, and a config that names them."""
+    import argparse
+
+    folder = tmp_path_factory.mktemp("tiny")
+    text = Path(str(argparse.__file__)).read_text(encoding="utf-8")[:60_000]
+    corpus, tokenizer, train = folder / "corpus.jsonl", folder / "tokenizer.model", folder / "train"
+    corpus.write_text("".join(json.dumps({"text": part}) + "\n" for part in text.split("\n\n")))
+    with contextlib.redirect_stdout(io.StringIO()):
+        make = ["--input", str(corpus), "--output", str(tokenizer), "--vocab", str(VOCAB)]
+        assert train_tokenizer.main(make) == 0
+        make = ["--input", str(corpus), "--output", str(train), "--tokenizer", str(tokenizer)]
+        assert preprocess.main(make) == 0
+    config = folder / "small.yaml"
+    config.write_text(CONFIG + f"data: {{train: {train}, tokenizer: {tokenizer}, valid: 0.1, valid_samples: 8}}\n")
+    return TinyData(config, tokenizer, train)
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The folder of a run of `tiny_data.config` as it stands, trained in this process."""
+    from megazero.run import run_training
+
+    folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_training(tiny_data.load(folder.path), name="small")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's environment and one thread: tests are one process unless they say otherwise."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """One thread here and in the processes that tests start.
+
+    Tiny models gain nothing from a second one, and threads that wait for each other by spinning make a busy machine ten
+    times slower.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)

@@ -1,0 +1,128 @@
+"""Which file is meant, overrides, dump and load as inverses, and that nothing at all makes `load` fall over."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megazero.config import Config
+from megazero.config_file import CONFIGS, dump, find, flatten, load, option_keys
+from megazero.errors import LINE_LIMIT, UserError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "c.yaml"
+
+
+def test_names_and_paths(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert find("tiny") == find("tiny.yaml") == CONFIGS / "tiny.yaml" == find(str(CONFIGS / "tiny.yaml"))
+    assert find("gpt2_1.5b").name == "gpt2_1.5b.yaml"
+    monkeypatch.chdir(tmp_path)
+    file.write_text("run: {steps: 3}")
+    assert load("c.yaml").run.steps == 3
+    for name, hint in (("tny", "did you mean tiny"), ("no/where", "shipped configs: "), ("x" * 300, ""), (".", "")):
+        with pytest.raises(UserError, match=rf"^MZ-101 .*{hint}"):
+            find(name)
+
+
+def test_overrides_win_in_their_order(file: Path):
+    file.write_text("zero: {stage: 2, offload: {path: old}}")
+    given = [
+        "zero.offload.optimizer=cpu",
+        "zero.offload.path=x=y",
+        "run.steps=5",
+        "run.steps=6",
+        "optimizer.betas=[0,0]",
+    ]
+    config = load(str(file), [*given, "data.train=no", "optimizer.lr=3e-4", "zero.grad_dtype=param"])
+    assert config.zero.stage == 2 and config.zero.offload.optimizer == "cpu" and config.zero.offload.path == "x=y"
+    assert config.run.steps == 6 and config.optimizer.betas == (0.0, 0.0) and config.data.train == "no"
+    assert load(str(file), ["zero.offload.path=null"]).zero.offload.path is None
+    assert load(str(file), ["zero.offload={optimizer: cpu}"]).zero.offload.path is None  # a whole section
+
+
+@pytest.mark.parametrize("text", ["steps=3", "run.steps", "run.steps=[", "run.steps=2020-13-45", "model=3", ""])
+def test_malformed_override(file: Path, text: str):
+    file.write_text("")
+    with pytest.raises(UserError, match=r"^MZ-108 command line"):
+        load(str(file), [text])
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_dump_reads_back_the_same(name: str, file: Path):
+    config = load(name)
+    dump(config, file)
+    assert load(str(file)) == config
+    assert "stage: null" not in file.read_text()
+
+
+def test_dump_that_cannot_be_written(tmp_path: Path):
+    with pytest.raises(UserError, match=r"MZ-401 .*no/c.yaml: cannot be written"):
+        dump(Config(), tmp_path / "no" / "c.yaml")
+
+
+words = st.sampled_from(
+    ["run", "model", "zero", "offload", "layers", ": ", "\n", "\n  ", "{", "}", "[", "? ", "&a ", "*a"]
+)
+words |= st.sampled_from(["<<: *a", "!!str ", "!!omap ", '"', "|", "3e-4", "2020-13-45", "null", ",", "%", "- ", "\t"])
+anything = st.one_of(
+    st.integers(), st.floats(), st.text(max_size=9), st.none(), st.booleans(), st.lists(words).map("".join)
+)
+fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def loads_or_says_why(file: Path, text: str, *overrides: str) -> None:
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    try:
+        config = load(str(file), list(overrides))
+    except UserError as error:
+        assert all(line.startswith("MZ-10") and len(line) <= LINE_LIMIT for line in str(error).split("\n"))
+        return
+    dump(config, file)
+    assert load(str(file)) == config
+
+
+@fuzz
+@given(text=st.lists(words, max_size=20).map("".join))
+def test_any_text_loads_or_is_refused_in_lines(file: Path, text: str):
+    loads_or_says_why(file, text)
+
+
+@fuzz
+@given(st.dictionaries(st.sampled_from(option_keys()), anything, max_size=6))
+def test_any_values_load_or_are_refused_in_lines(file: Path, given: dict[str, object]):
+    loads_or_says_why(file, "", *(f"{key}={value}" for key, value in given.items()))
+
+
+sizes = st.fixed_dictionaries({key: st.integers(1, 40) for key in (
+    "model.hidden", "model.heads", "model.kv_heads", "model.ffn", "model.seq_len", "batch.global", "batch.micro")}
+    | {key: st.integers(1, 4) for key in ("model.layers", "parallel.tensor", "parallel.pipeline")})  # fmt: skip
+
+
+@fuzz
+@given(sizes, st.booleans(), st.booleans())
+def test_sizes_load_exactly_when_the_equations_hold(file: Path, s: dict[str, int], rotary: bool, sequence: bool):
+    options = [f"{key}={value}" for key, value in s.items()] + [f"parallel.sequence={str(sequence).lower()}"]
+    options += [f"model.position={'rotary' if rotary else 'learned'}"]
+    broken = [
+        s["model.hidden"] % s["model.heads"] != 0,
+        s["model.heads"] % s["model.kv_heads"] != 0,
+        s["model.kv_heads"] % s["parallel.tensor"] != 0,
+        s["model.ffn"] % s["parallel.tensor"] != 0,
+        s["batch.global"] % s["batch.micro"] != 0,
+        rotary and s["model.hidden"] // s["model.heads"] % 2 != 0,
+        sequence and s["model.seq_len"] % s["parallel.tensor"] != 0,
+        s["model.layers"] < s["parallel.pipeline"],
+    ]
+    if any(broken):
+        file.write_text("")
+        with pytest.raises(UserError) as caught:
+            load(str(file), options)
+        found = str(caught.value).split("\n")
+        assert len(found) == sum(broken) and all(line.startswith("MZ-106 command line: ") for line in found)
+        return
+    file.write_text("")
+    found = flatten(load(str(file), options))
+    assert {key: found[key] for key in s} == s

@@ -1,0 +1,239 @@
+"""Every option does something: it is refused at the start of a run, or a run with another value can be told apart.
+
+The table has a row for each option, so an option that nobody reads cannot be added.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megazero.__main__ import main
+from megazero.build import build_model
+from megazero.config_file import flatten, option_keys, refuse_unbuilt
+from megazero.errors import FaultList, UserError
+from megazero.explain import explain
+from tests.tiny_run import Outcome, TinyData, built, train
+
+
+def losses(outcome: Outcome) -> Any:
+    return outcome.column("loss")
+
+
+def rates(outcome: Outcome) -> Any:
+    return outcome.column("lr")
+
+
+def steps(outcome: Outcome) -> Any:
+    return outcome.column("step")
+
+
+def valid_losses(outcome: Outcome) -> Any:
+    return [(row["step"], row["valid_loss"]) for row in outcome.rows if "valid_loss" in row]
+
+
+def shapes(outcome: Outcome) -> Any:
+    return {name: tuple(tensor.shape) for name, tensor in outcome.weights().items()}
+
+
+def biggest_weight(outcome: Outcome) -> Any:
+    weights: list[Tensor] = list(outcome.weights().values())
+    return [float(weight.abs().max()) for weight in weights]
+
+
+def bits_per_byte(outcome: Outcome) -> Any:
+    return outcome.trainer.score and outcome.trainer.score.bits_per_byte
+
+
+def files(outcome: Outcome) -> Any:
+    """Names in the run folder, those with a time or a machine in them by their beginning."""
+    paths = outcome.folder.path.rglob("*")
+    return {(path.parent.name, path.name.split(".")[0]) for path in paths if path.is_file()}
+
+
+def folder(outcome: Outcome) -> Any:
+    return outcome.folder.path.name if outcome.folder.metrics.exists() else None
+
+
+@dataclass(frozen=True)
+class Works:
+    """With `value`, `observed` differs from what it is without; both runs also have the options of `beside`."""
+
+    value: str
+    observed: Callable[[Outcome], Any]
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """With `value` a run does not start; `beside` makes the config consistent."""
+
+    value: str
+    beside: tuple[str, ...] = ()
+
+
+ROTARY, VALID = ("model.position=rotary",), ("data.valid=0.1",)
+ROWS: dict[str, Works | Refused] = {
+    "run.dir": Works("{tmp}/elsewhere", folder),
+    "run.steps": Works("2", steps),
+    "run.seed": Works("1", losses),
+    "run.time_limit": Refused("60"),
+    "model.layers": Works("1", shapes),
+    "model.hidden": Works("48", shapes),
+    "model.heads": Works("2", losses),
+    "model.kv_heads": Works("2", shapes),
+    "model.ffn": Works("100", shapes),
+    "model.vocab": Works("416", shapes),
+    "model.seq_len": Works("16", shapes),
+    "model.position": Works("rotary", shapes),
+    "model.norm": Works("rmsnorm", shapes),
+    "model.activation": Works("swiglu", shapes),
+    "model.dropout": Works("0.5", losses),
+    "model.tie_embeddings": Works("false", shapes),
+    "model.norm_eps": Works("0.1", losses),
+    "model.rope_theta": Works("3.0", losses, ROTARY),
+    "parallel.tensor": Refused("2"),
+    "parallel.pipeline": Refused("2"),
+    # parallel.sequence: test_sequence_without_tensor_is_the_identity
+    "parallel.timeout": Refused("60"),
+    "zero.stage": Refused("2"),
+    "zero.grad_dtype": Refused("param"),
+    "zero.bucket_mb": Refused("8.0"),
+    "zero.offload.optimizer": Refused("cpu"),
+    "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
+    "zero.offload.path": Refused("somewhere"),
+    "memory.recompute": Refused("full"),
+    "memory.partition": Refused("true", ("memory.recompute=full",)),
+    "memory.offload": Refused("true", ("memory.recompute=full", "memory.partition=true")),
+    "pipeline.schedule": Refused("gpipe"),
+    "pipeline.chunks": Refused("2", ("pipeline.schedule=interleaved",)),
+    "precision.dtype": Works("fp64", losses),
+    # precision.kernels: test_kernels
+    "optimizer.lr": Works("0.01", losses),
+    "optimizer.betas": Works("[0.5, 0.5]", losses),
+    "optimizer.eps": Works("0.01", losses),
+    "optimizer.weight_decay": Works("50.0", biggest_weight),
+    "optimizer.clip": Works("0.0001", losses, ("optimizer.eps=0.001",)),  # without eps Adam is blind to scale
+    "schedule.warmup": Works("4", rates),
+    "schedule.decay": Works("constant", rates),
+    "schedule.min_lr": Works("0.001", rates),
+    "schedule.cooldown": Works("2", rates, ("schedule.decay=wsd",)),
+    "batch.global": Works("8", lambda outcome: outcome.column("tokens")),
+    # batch.micro: test_micro_batches_are_cut_as_asked
+    "data.train": Works("{train}", losses, ("data.valid=null",)),
+    "data.valid": Works("0.5", valid_losses),
+    "data.valid_every": Works("2", valid_losses, VALID),
+    "data.valid_samples": Works("3", valid_losses, VALID),
+    "data.tokenizer": Works("null", bits_per_byte, VALID),
+    "data.mask_eod": Works("true", losses),
+    "checkpoint.every": Refused("2"),
+    "checkpoint.keep": Refused("1"),
+    "checkpoint.async": Refused("true"),
+    "checkpoint.resume": Refused("auto"),
+    "observe.every": Works("3", steps),
+    "observe.wandb": Works("project", files),
+    "observe.tensorboard": Works("true", files),
+    "observe.profile": Works("2", files),
+}
+OTHERWISE = {"parallel.sequence", "precision.kernels", "batch.micro"}
+WORKS = [key for key, row in ROWS.items() if isinstance(row, Works)]
+REFUSED = [key for key, row in ROWS.items() if isinstance(row, Refused)]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """The run without the option, once for each set of options beside it."""
+    made: dict[tuple[str, ...], Outcome] = {}
+
+    def find(beside: tuple[str, ...]) -> Outcome:
+        if beside not in made:
+            made[beside] = train(tiny_data.load(tmp_path_factory.mktemp("reference") / "run", *beside))
+        return made[beside]
+
+    return find
+
+
+def test_every_option_has_a_row():
+    assert sorted([*ROWS, *OTHERWISE]) == sorted(option_keys())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's own imports
+@pytest.mark.parametrize("option", WORKS)
+def test_option_works(option: str, tiny_data: TinyData, reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = ROWS[option]
+    assert isinstance(row, Works)
+    if option == "observe.tensorboard":
+        pytest.importorskip("tensorboard")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    value = row.value.format(tmp=tmp_path, train=_other_data(tiny_data, tmp_path))
+    config = tiny_data.load(tmp_path / "run", *row.beside, f"{option}={value}")
+    refuse_unbuilt(config)
+    changed, plain = row.observed(train(config)), row.observed(reference(row.beside))
+    assert changed != plain
+    for numbers in (changed, plain):  # numbers differ because the option acts, not because nan is never equal
+        if isinstance(numbers, list) and numbers and isinstance(numbers[0], float):
+            assert all(math.isfinite(number) for number in numbers)
+
+
+def _other_data(tiny_data: TinyData, folder: Path) -> Path:
+    """The same tokens without their first thousand."""
+    import numpy as np
+
+    from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+
+    with IndexedDatasetWriter(folder / "other", np.uint16) as writer:
+        writer.append(np.asarray(IndexedDataset(tiny_data.train).tokens[1000:]))
+        writer.end_document()
+    return folder / "other"
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_option_that_is_not_built_is_refused_but_can_be_looked_at(option: str, tiny_data, tmp_path: Path, capsys):
+    row = ROWS[option]
+    overrides = [*row.beside, f"{option}={row.value}"]
+    config = tiny_data.load(tmp_path / "run", *overrides)
+    with pytest.raises(FaultList, match=f"MZ-109: {option} = {row.value} is not built yet; today it must be"):
+        refuse_unbuilt(config)
+    assert main(["train", "--config", str(tiny_data.config), f"run.dir={tmp_path / 'run'}", *overrides]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and all(line.startswith("MZ-109") for line in err.splitlines()) and not (tmp_path / "run").exists()
+    assert explain(config, option)[0].value == flatten(config)[option]
+    assert all(parameter.is_meta for parameter in build_model(config).parameters())
+
+
+def test_sequence_without_tensor_is_the_identity(tiny_data: TinyData, reference, tmp_path: Path):
+    changed, plain = train(tiny_data.load(tmp_path, "parallel.sequence=true")), reference(())
+    for key in ("loss", "grad_norm", "lr"):
+        assert changed.column(key) == plain.column(key)
+    assert valid_losses(changed) == valid_losses(plain)
+
+
+def test_kernels(tiny_data: TinyData, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """What is asked for is what the log says; where fused kernels cannot be had, auto says why."""
+
+    def chosen(*options: str) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="megazero"):
+            trainer, _ = built(tiny_data.load(tmp_path / "-".join(options), *options))
+        trainer.close()
+        return next(record.message for record in caplog.records if record.message.startswith("kernels: "))
+
+    assert chosen("precision.kernels=reference") == "kernels: reference (asked for)"
+    assert "asked for" not in chosen("precision.kernels=auto")
+    assert chosen("precision.dtype=fp64").startswith("kernels: reference (fused kernels exist for fp32 on the CPU")
+    with pytest.raises(UserError, match=r"MZ-114 precision.kernels=fused: .*float64"):
+        chosen("precision.kernels=fused", "precision.dtype=fp64")
+    with pytest.raises(FaultList, match=r"precision.kernels = apex is not built yet"):
+        refuse_unbuilt(tiny_data.load(tmp_path / "b", "precision.kernels=apex"))
+
+
+def test_micro_batches_are_cut_as_asked(tiny_data: TinyData, tmp_path: Path):
+    trainer, _ = built(tiny_data.load(tmp_path, "batch.micro=1"))
+    sizes = [batch.tokens_SB.shape[1] for batch in trainer.loader.step(0)]
+    trainer.close()
+    assert sizes == [1, 1, 1, 1]

@@ -1,0 +1,80 @@
+"""The tables of docs/configuration.md and docs/operations.md say what the code does.
+
+python -m tests.test_documents      prints the tables of docs/configuration.md
+"""
+
+import re
+from collections.abc import Iterator
+
+from megazero.build import build_model
+from megazero.capability import EXCLUSIONS, LIMITS, RELATIONS
+from megazero.config_file import CONFIGS, load
+from tests.tiny_run import ROOT
+
+
+def shown(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def shipped() -> Iterator[str]:
+    yield "| config | parameters | layers x hidden, heads | vocabulary | sequence |"
+    yield "|---|---|---|---|---|"
+    rows = []
+    for path in CONFIGS.glob("*.yaml"):
+        config = load(path.stem)
+        count, m = sum(parameter.numel() for parameter in build_model(config).parameters()), config.model
+        row = f"| `{path.stem}` | {count:,} | {m.layers} x {m.hidden:,}, {m.heads} | {m.vocab:,} | {m.seq_len:,} |"
+        rows.append((count, row))
+    yield from (row for _, row in sorted(rows))
+
+
+def relations() -> Iterator[str]:
+    yield "| must hold |"
+    yield "|---|"
+    yield from (f"| `{relation.equation}` |" for relation in RELATIONS)
+
+
+def exclusions() -> Iterator[str]:
+    yield "| with | only | because |"
+    yield "|---|---|---|"
+    for row in EXCLUSIONS:
+        given, allowed = (" or ".join(shown(value) for value in side) for side in (row.values, row.allowed))
+        yield f"| `{row.option}` {given} | `{row.other}` {allowed} | {row.reason} |"
+
+
+def limits() -> Iterator[str]:
+    yield "| option | runs start with |"
+    yield "|---|---|"
+    yield from (f"| `{limit.option}` | {' or '.join(shown(value) for value in limit.allowed)} |" for limit in LIMITS)
+
+
+TABLES = (shipped, relations, exclusions, limits)
+
+
+def tables() -> str:
+    return "\n\n".join("\n".join(table()) for table in TABLES)
+
+
+def test_tables_of_the_configuration_page():
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    for table in TABLES:
+        assert "\n".join(table()) in page, f"{table.__name__}: python -m tests.test_documents prints it anew"
+
+
+def test_every_error_code_has_a_row():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "megazero").rglob("*.py")]
+    raised = {int(code) for text in sources for code in re.findall(r"UserError\(\s*(\d{3})\b", text)}
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/operations.md", "docs/data.md")]
+    told = {int(code) for page in pages for code in re.findall(r"^\| (\d{3}) \|.*\| \d \|$", page, re.MULTILINE)}
+    assert {101, 301, 402} <= raised <= told
+    assert told - raised <= {190, *range(200, 300)}, "rows of codes that nothing raises"
+
+
+def test_every_exit_code_of_a_code_is_the_one_told():
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d{3}) \|.*\| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) > 15 and all((exit_code == "2") == (code < "200") for code, exit_code in rows)
+
+
+if __name__ == "__main__":
+    print(tables())

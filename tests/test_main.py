@@ -1,0 +1,182 @@
+"""The command line: what each kind of mistake exits with, and that it is one line on stderr and nothing else."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero import capability
+from megazero.__main__ import main
+from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from tests.tiny_run import ROOT, TinyData, command
+
+# Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
+WITNESS = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):
+    """refused(exit code, MZ code, arguments ...) -> the one line."""
+
+    def check(exit_code: int, code: int, *arguments: object) -> str:
+        assert main([str(argument) for argument in arguments]) == exit_code
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"MZ-{code}") and err.count("\n") == 1 and len(err) <= 301, err
+        return err
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["tain"],
+        ["train"],
+        ["train", "--config"],
+        ["train", "--config", "tiny", "--nproc", "two"],
+        ["train", "--config", "tiny", "--no-such-flag"],
+        ["generate", "--prompt", "a"],
+        ["generate", "--run", "x", "--prompt", "a", "--tokens", "0"],
+        ["generate", "--run", "x", "--prompt", "a", "--temperature", "-1"],
+        ["generate", "--run", "x", "--prompt", "a", "--temperature", "inf"],
+        ["generate", "--run", "x", "--prompt", "a", "--top-k", "1.5"],
+        ["explain", "--nproc", "1"],
+    ],
+)
+def test_usage_errors(refused, arguments: list[str]):
+    assert "see `megazero" in refused(2, 100, *arguments)
+
+
+@pytest.mark.parametrize("verb", [verb for verb, built in capability.VERBS.items() if not built])
+def test_verbs_that_are_not_built(refused, verb: str):
+    assert verb in refused(2, 109, verb)
+    assert verb in refused(2, 109, verb, "--config", "tiny", "--json", "run.steps=3")
+
+
+def test_verbs_that_are_built_have_a_parser(capsys):
+    for verb in (verb for verb, built in capability.VERBS.items() if built):
+        with pytest.raises(SystemExit) as caught:
+            main([verb, "--help"])
+        out, err = capsys.readouterr()
+        assert caught.value.code == 0 and f"megazero {verb}" in out and err == ""
+
+
+def test_wrong_config_costs_a_fraction_of_a_second_and_no_torch(tmp_path: Path):
+    config = tmp_path / "bad.yaml"
+    config.write_text("model:\n  layers: 2\n  hiden: 64\n")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = command("train.py", "--config", config)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    line = "MZ-104 bad.yaml:3: unknown key model.hiden; did you mean model.hidden?\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # CPU seconds; about 0.25
+    for arguments, exit_code in ((["train.py", "--config", config], 2), (["train.py", "--config", "nowhere"], 2)):
+        result = command("-c", WITNESS, *arguments)
+        assert (result.returncode, result.stdout) == (exit_code, "False\n")
+    result = command("-c", WITNESS, "megazero/__main__.py", "explain", "model")
+    assert result.returncode == 0 and result.stdout.endswith("\nFalse\n")
+
+
+def test_all_faults_of_a_config_are_printed(capsys):
+    assert main(["train", "--config", "tiny", "model.heads=3", "batch.micro=3", "zero.stage=2"]) == 2
+    err = capsys.readouterr().err
+    assert [line[:6] for line in err.splitlines()] == ["MZ-106", "MZ-106"]
+
+
+def test_nproc(refused, tiny_data: TinyData, tmp_path: Path):
+    arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "--nproc"]
+    assert "--nproc 2 is not built yet" in refused(2, 109, *arguments, 2)
+    assert main([str(a) for a in (*arguments[:-1], "run.steps=1", "data.valid=null", "--nproc", 1)]) == 0
+
+
+def test_worlds_that_are_not_built(refused, tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "RANK and LOCAL_RANK not" in refused(2, 111, *arguments)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert refused(2, 109, *arguments).startswith("MZ-109 rank=1: a world of 2 ranks is not built yet")
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: Path):
+    arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}"]
+    assert "data_tools/preprocess.py" in refused(1, 201, *arguments, f"data.train={tmp_path / 'none'}")
+    assert "make data" in refused(1, 201, *arguments, f"data.train={tmp_path / 'data/quickstart/train'}")
+    assert "data_tools/train_tokenizer.py" in refused(1, 209, *arguments, f"data.tokenizer={tmp_path / 'none'}")
+    assert "400 pieces, model.vocab is 399" in refused(2, 112, *arguments, "model.vocab=399")
+    log = (tmp_path / "run/logs/rank_00.log").read_text()
+    assert log.count("ERROR UserError: MZ-") == 4
+
+
+def test_id_outside_the_vocabulary_is_named(refused, tiny_data: TinyData, tmp_path: Path, capsys):
+    tokens = np.array(IndexedDataset(tiny_data.train).tokens)
+    tokens[5000] = 401
+    with IndexedDatasetWriter(tmp_path / "set", np.uint16) as writer:
+        for part in (tokens[:4000], tokens[4000:6000]):
+            writer.append(part)
+            writer.end_document()
+    options = [f"data.train={tmp_path / 'set'}", f"run.dir={tmp_path / 'run'}", "data.valid=null", "run.steps=100"]
+    assert main(["train", "--config", str(tiny_data.config), *options]) == 1
+    _, err = capsys.readouterr()
+    line = f"MZ-205 {tmp_path}/set.bin: token 1,000 of document 1 is 401, expected 0 <= id < 400; "
+    assert err.startswith(line) and err.count("\n") == 1
+
+
+def test_run_folders_that_cannot_be_used(refused, tiny_data: TinyData, tmp_path: Path):
+    def arguments(folder: Path) -> list[str]:
+        return ["train", "--config", str(tiny_data.config), f"run.dir={folder}"]
+
+    (tmp_path / "file").write_text("mine")
+    assert "choose another run.dir" in refused(1, 401, *arguments(tmp_path / "file"))
+    assert "choose another run.dir" in refused(1, 401, *arguments(tmp_path / "file/below"))
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/config.yaml").mkdir()
+    assert "config.yaml: cannot be written" in refused(1, 401, *arguments(tmp_path / "taken"))
+    for name in ("metrics.jsonl", "checkpoints/step_00000004/model.safetensors"):
+        file = tmp_path / name.replace("/", "-") / name
+        file.parent.mkdir(parents=True)
+        file.write_text("precious")
+        before = sorted((p, p.stat().st_mtime_ns) for p in file.parents[name.count("/")].rglob("*"))
+        assert "holds a run already" in refused(2, 110, *arguments(file.parents[name.count("/")]))
+        after = sorted((p, p.stat().st_mtime_ns) for p in file.parents[name.count("/")].rglob("*"))
+        assert before == after and file.read_text() == "precious"
+
+
+@pytest.mark.parametrize(("arguments", "lines"), [(["explain"], 100), (["explain", "run.steps"], 2)])
+def test_reader_that_goes_away_is_no_fault(arguments: list[str], lines: int):
+    assert command("-m", "megazero", *arguments).stdout.count("\n") >= lines
+    line = [sys.executable, "-m", "megazero", *arguments]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 0
+    process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_answer_that_cannot_be_written_is_a_failure():
+    line = [sys.executable, "-m", "megazero", "explain", "--json"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (result.returncode, result.stderr[:6], result.stderr.count("\n")) == (1, "MZ-405", 1)
+
+
+def test_console_script_and_module_are_the_same(capsys):
+    assert main(["explain", "--json", "batch"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        command("-m", "megazero", "explain", "--json", "batch").stdout
+    )

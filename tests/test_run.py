@@ -1,0 +1,157 @@
+"""A run from the command line to its files: complete, repeatable to the bit, and hard to disturb."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+from safetensors import safe_open
+
+from megazero.config_file import load
+from megazero.observe.jsonl import read_rows
+from megazero.run import run_training
+from megazero.run_folder import RunFolder
+from tests.tiny_run import PARAMETERS, ROOT, TinyData, command
+
+KEYS = ["step", "tokens", "loss", "grad_norm", "lr", "loss_scale", "skipped", "step_time", "tokens_per_second"]
+KEYS += ["tflops_per_device", "mfu", "memory_peak_bytes", "comm_bytes"]
+EXACT = ("step", "tokens", "loss", "grad_norm", "lr", "skipped")
+
+
+def numbers(folder: RunFolder) -> list[tuple]:
+    """What must repeat: everything but time and memory."""
+    return [tuple(row.get(key) for key in (*EXACT, "valid_loss")) for row in read_rows(folder.metrics)]
+
+
+def tensors(folder: RunFolder) -> bytes:
+    return (folder.newest_checkpoint() / "model.safetensors").read_bytes()
+
+
+@contextmanager
+def training(tiny_data: TinyData, folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    line = [sys.executable, "train.py", "--config", tiny_data.config, f"run.dir={folder}", *overrides]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def stream(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def first(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory):
+    """(the process's result, the folder) of `python train.py`."""
+    folder = RunFolder(tmp_path_factory.mktemp("first") / "run")
+    return command("train.py", "--config", tiny_data.config, f"run.dir={folder.path}"), folder
+
+
+def test_command_succeeds_and_says_what_it_did(first):
+    result, folder = first
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"small: {PARAMETERS:,} parameters, 4 steps of 128 tokens on cpu, into {folder.path}"
+    assert [line.split("  ")[0] for line in lines[1:5]] == [f"step {n}/4" for n in (1, 2, 3, 4)]
+    last = read_rows(folder.metrics)[-1]
+    assert lines[6].startswith(f"validation loss {last['valid_loss']:.4f} nats per token, ")
+    assert lines[5].startswith("done in ") and lines[-1] == f"loss curve {folder.loss_plot}"
+
+
+def test_files_of_the_contract(first, tiny_data: TinyData):
+    _, folder = first
+    found = {path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*") if path.is_file()}
+    weights = "checkpoints/step_00000004/model.safetensors"
+    assert found == {"config.yaml", "metrics.jsonl", "logs/rank_00.log", "loss.png", weights}
+    assert load(str(folder.config)) == tiny_data.load(folder.path)
+    assert folder.loss_plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert folder.loss_plot.read_bytes().endswith(b"IEND\xaeB`\x82")
+    log = folder.log(0).read_text()
+    assert f"{PARAMETERS:,} parameters" in log and "saved " in log and "kernels: " in log and "ERROR" not in log
+    with safe_open(folder.path / weights, framework="np") as file:
+        assert sum(file.get_tensor(name).size for name in file.keys()) == PARAMETERS  # noqa: SIM118
+
+
+def test_rows_have_the_contracts_keys_in_order(first):
+    _, folder = first
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert [list(row) for row in rows[:3]] == [KEYS] * 3
+    assert list(rows[3]) == [*KEYS[:3], "valid_loss", *KEYS[3:]]
+    assert [(row["step"], row["tokens"], row["skipped"]) for row in rows] == [(n, 128 * n, 0) for n in (1, 2, 3, 4)]
+    assert [row["lr"] for row in rows] == [1e-3, 2e-3, 1.1e-3, 2e-4]  # warm-up of 2, then half a cosine, then its end
+    assert rows[3]["loss"] < rows[0]["loss"] and all(row["mfu"] is None for row in rows)
+
+
+def test_same_seed_same_bits_in_another_process(first, finished: RunFolder):
+    _, folder = first
+    assert numbers(folder) == numbers(finished)
+    assert tensors(folder) == tensors(finished)
+
+
+def test_same_seed_same_bits_and_another_seed_others(tiny_data: TinyData, finished: RunFolder, tmp_path: Path, capsys):
+    folders = {seed: RunFolder(tmp_path / str(seed)) for seed in (0, 1)}
+    for seed, folder in folders.items():
+        run_training(tiny_data.load(folder.path, f"run.seed={seed}"), name="small")
+    assert numbers(folders[0]) == numbers(finished) and tensors(folders[0]) == tensors(finished)
+    for column in (2, 3):
+        pairs = zip(numbers(folders[0]), numbers(folders[1]), strict=True)
+        assert all(a[column] != b[column] for a, b in pairs)
+
+
+def test_default_folder_is_named_after_the_config(tiny_data: TinyData, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = load(str(tiny_data.config), ["run.steps=1", "data.valid=null", "data.tokenizer=null"])
+    run_training(config, name="small")
+    assert (tmp_path / "runs/small/checkpoints/step_00000001/model.safetensors").is_file()
+    assert "validation" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.full)], ids=["unread", "head"])
+def test_reader_that_goes_away_does_not_hurt(tiny_data: TinyData, finished: RunFolder, tmp_path: Path, early: bool):
+    """`| true` and `| head -1`: the run is as long and as good as with a reader."""
+    with training(tiny_data, tmp_path / "run") as process:
+        out, err = stream(process.stdout), stream(process.stderr)
+        if not early:
+            assert out.readline().startswith("small: ")
+        out.close()
+        warnings = err.read()
+        assert process.wait(60) == 0, warnings
+    assert all(line.startswith("warning: ConsoleSink: ") for line in warnings.splitlines())
+    assert warnings.count("\n") <= 1
+    folder = RunFolder(tmp_path / "run")
+    assert len(read_rows(folder.metrics)) == 4 and len(tensors(folder)) == len(tensors(finished))
+
+
+def test_interruption_is_one_line_and_exit_130(tiny_data: TinyData, tmp_path: Path):
+    with training(tiny_data, tmp_path / "run", "run.steps=1000000", "data.valid=null") as process:
+        for line in stream(process.stdout):
+            if line.startswith("step 3/"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    folder = RunFolder(tmp_path / "run")
+    rows = read_rows(folder.metrics)
+    assert len(rows) >= 3 and [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert not list(folder.checkpoints.iterdir()) and "KeyboardInterrupt" in folder.log(0).read_text()
+
+
+def test_rows_that_were_deleted_cost_the_plot_only(tiny_data: TinyData, tmp_path: Path, monkeypatch, capsys):
+    from megazero.observe import jsonl
+
+    monkeypatch.setattr(jsonl.JsonlSink, "row", lambda self, row: self.path.unlink())  # as if somebody had done it
+    run_training(tiny_data.load(tmp_path / "run", "run.steps=1", "data.valid=null"), name="small")
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: no loss curve: ") and err.count("\n") == 1 and "done in" in out
+    assert tensors(RunFolder(tmp_path / "run"))

@@ -1,0 +1,183 @@
+"""The loop: accumulation changes nothing, a bad step changes nothing, and what is counted, shown and due is exact."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.data.loader import MicroBatch
+from megazero.errors import UserError
+from megazero.learning_rate import LearningRate
+from megazero.observe.jsonl import read_rows
+from megazero.trainer import Pace, Trainer
+from tests.tiny_run import TinyData, built, train
+from tests.tolerances import GRADIENT_FP32, GRADIENT_FP64, LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
+
+Losses = Callable[[MicroBatch, int], Tensor]
+
+
+def state(trainer: Trainer) -> list[Tensor]:
+    """Bits of every parameter, moment and step count (bits: nan equals itself)."""
+    engine = trainer.engine
+    tensors = [unit.parameters for unit in engine.units] + [m for pair in engine.optimizer.moments for m in pair]
+    tensors += [steps for _, flats in engine.optimizer.groups for steps in flats[4]]
+    return [tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32).clone() for tensor in tensors]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def updates(trainer: Trainer) -> int:
+    """Adam's own count, equal everywhere."""
+    (count,) = {float(steps) for _, flats in trainer.engine.optimizer.groups for steps in flats[4]}
+    return int(count)
+
+
+@pytest.mark.parametrize(
+    "extra", [(), ("data.mask_eod=true",), ("model.dropout=0.1",)], ids=["plain", "eod", "dropout"]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_micro_batches_change_nothing(tiny_data: TinyData, tmp_path: Path, dtype: str, extra: tuple[str, ...]):
+    loss, gradient = (LOSS_FP64, GRADIENT_FP64) if dtype == "fp64" else (LOSS_FP32, GRADIENT_FP32)
+
+    def run(micro: int):
+        options = (f"batch.micro={micro}", f"precision.dtype={dtype}", "optimizer.lr=1e-3", *extra)
+        return train(tiny_data.load(tmp_path / str(micro), *options))
+
+    whole, *parts = run(4), run(2), run(1)
+    for part in parts:
+        assert difference(part.column("loss"), whole.column("loss")) <= loss
+        assert difference(part.column("grad_norm")[:1], whole.column("grad_norm")[:1]) <= gradient
+        if dtype == "fp64":
+            assert difference(part.column("grad_norm"), whole.column("grad_norm")) <= gradient
+            for name, tensor in whole.weights().items():
+                assert difference(part.weights()[name], tensor) <= WEIGHTS_FP64, name
+
+
+def test_tokens_of_the_masked_comparison_are_uneven(tiny_data: TinyData, tmp_path: Path):
+    """What makes the comparison above hard: micro-batches of different weight in the mean."""
+    trainer, _ = built(tiny_data.load(tmp_path, "data.mask_eod=true", "batch.micro=1"))
+    counts = [int(batch.valid_SB.sum()) for batch in trainer.loader.step(0)]
+    trainer.close()
+    assert len(counts) == 4 and len(set(counts)) > 1
+
+
+def _nan_weight(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int) -> Tensor:
+    trainer.engine.units[2].parameters[7] = torch.nan
+    return losses(batch, step)
+
+
+def _infinite_loss(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int) -> Tensor:
+    return losses(batch, step) * torch.inf
+
+
+def _nan_gradient(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int) -> Tensor:
+    found = losses(batch, step)
+    found.register_hook(lambda gradient: gradient * torch.nan)
+    return found
+
+
+@pytest.mark.parametrize("poison", [_nan_weight, _infinite_loss, _nan_gradient])
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_step_that_is_not_finite_changes_nothing(tiny_data: TinyData, tmp_path: Path, poison, every: int, dtype: str):
+    options = (f"observe.every={every}", "batch.micro=4", f"precision.dtype={dtype}", "run.steps=6", "data.valid=null")
+    trainer, folder = built(tiny_data.load(tmp_path, *options))
+    honest, before = trainer.losses, []
+
+    def losses(batch: MicroBatch, step: int) -> Tensor:
+        if step != 2:
+            return honest(batch, step)
+        found = poison(trainer, honest, batch, step)
+        before.extend(state(trainer))
+        return found
+
+    trainer.losses = losses
+    with pytest.raises(UserError, match=r"^MZ-301 rank=0 step=3: .*this step did not update") as caught:
+        trainer.run()
+    trainer.close()
+    assert before and same(state(trainer), before) and updates(trainer) == 2
+    assert "first in unit tied" in str(caught.value) and caught.value.exit_code == 1
+    rows = read_rows(folder.metrics) if folder.metrics.exists() else []
+    assert [row["step"] for row in rows] == ([1, 2] if every == 1 else [])
+
+
+@pytest.mark.parametrize("unit", [0, 1, 3, 4])
+def test_bad_gradient_is_named_by_its_unit(tiny_data: TinyData, tmp_path: Path, monkeypatch, unit: int):
+    trainer, _ = built(tiny_data.load(tmp_path))
+    bad = trainer.engine.units[unit]
+    close = bad.close_gradients
+
+    def flip_one_element() -> None:
+        close()
+        bad.gradients[-1] = torch.inf
+
+    monkeypatch.setattr(bad, "close_gradients", flip_one_element)
+    before = state(trainer)
+    with pytest.raises(UserError, match=rf"step=1: loss 5\.\d+, gradient norm inf, first in unit {bad.layout.name};"):
+        trainer.run()
+    trainer.close()
+    assert same(state(trainer), before)
+
+
+def test_step_without_a_valid_token_is_skipped(tiny_data: TinyData, tmp_path: Path):
+    """16 windows of 32 tokens, 8 of them made of documents of one token: with mask_eod nothing in them is scored."""
+    with IndexedDatasetWriter(tmp_path / "set", np.uint16) as writer:
+        for document in [range(i, i + 64) for i in range(4)] + [[i] for i in range(257)]:
+            writer.append(np.array(document))
+            writer.end_document()
+    options = (f"data.train={tmp_path / 'set'}", "data.valid=null", "data.mask_eod=true", "batch.global=1")
+    options += ("batch.micro=1", "run.steps=16", "schedule.warmup=4")
+    trainer, folder = built(tiny_data.load(tmp_path / "run", *options))
+    honest, states, valid = trainer.losses, [], []
+
+    def losses(batch: MicroBatch, step: int) -> Tensor:
+        states.append(state(trainer))
+        valid.append(int(batch.valid_SB.sum()))
+        return honest(batch, step)
+
+    trainer.losses = losses
+    trainer.run()
+    trainer.close()
+    states.append(state(trainer))
+    rows = read_rows(folder.metrics)
+    empty = [count == 0 for count in valid]
+    assert sum(empty) == 8 and empty != sorted(empty), "skipped steps lie between others"
+    assert [same(a, b) for a, b in pairwise(states)] == empty
+    assert [row["skipped"] for row in rows] == np.cumsum(empty).tolist()
+    assert [row["loss"] is None for row in rows] == empty
+    assert [row["tokens"] for row in rows] == [32 * (step + 1) for step in range(16)]
+    rate = LearningRate(2e-3, 2e-4, 4, 16, "cosine")
+    assert [row["lr"] for row in rows] == [rate.at(int(n)) for n in np.cumsum([0, *(not e for e in empty)])[:-1]]
+    assert updates(trainer) == 8
+
+
+def test_validation_and_rows_come_when_due(tiny_data: TinyData, tmp_path: Path):
+    outcome = train(tiny_data.load(tmp_path, "run.steps=7", "observe.every=3", "data.valid_every=2"))
+    assert [(row["step"], "valid_loss" in row) for row in outcome.rows] == [
+        (2, True),
+        (3, False),
+        (4, True),
+        (6, True),
+        (7, True),
+    ]
+    assert outcome.trainer.score is not None and outcome.rows[-1]["valid_loss"] == outcome.trainer.score.loss
+
+
+def test_due_steps():
+    pace = Pace(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None)
+    assert [step for step in range(7) if pace.logs(step)] == [2, 5, 6]
+    assert [step for step in range(7) if pace.validates(step)] == [6]
+
+
+def test_observing_changes_nothing(tiny_data: TinyData, tmp_path: Path):
+    quiet = train(tiny_data.load(tmp_path / "a", "observe.every=100", "data.valid=0.1", "run.steps=5"))
+    busy = train(tiny_data.load(tmp_path / "b", "observe.every=1", "data.valid_every=1", "run.steps=5"))
+    assert quiet.rows[-1]["loss"] == busy.rows[-1]["loss"]
+    assert same(state(quiet.trainer), state(busy.trainer))

@@ -1,0 +1,82 @@
+"""A tiny GPT (56,800 parameters) on tiny data: trained in this process, or by the command line in another."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.build import build_trainer
+from megazero.config import Config
+from megazero.config_file import load
+from megazero.observe.jsonl import read_rows
+from megazero.parallel.launch import World
+from megazero.run_folder import RunFolder
+from megazero.trainer import Trainer
+
+ROOT = Path(__file__).parents[1]
+VOCAB = 400
+PARAMETERS = 56_800  # 12 L h^2 + 13 L h + (V + s) h + 2 h
+CONFIG = f"""
+run: {{steps: 4}}
+model: {{layers: 2, hidden: 40, heads: 4, vocab: {VOCAB}, seq_len: 32}}
+optimizer: {{lr: 2e-3}}
+schedule: {{warmup: 2, min_lr: 2e-4}}
+batch: {{global: 4, micro: 2}}
+observe: {{every: 1}}
+"""
+
+
+@dataclass(frozen=True)
+class TinyData:
+    """Paths: a config, and the tokenizer and token files that it names."""
+
+    config: Path
+    tokenizer: Path
+    train: Path
+
+    def load(self, run_dir: Path, *overrides: str) -> Config:
+        return load(str(self.config), [f"run.dir={run_dir}", *overrides])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: its rows, its folder, its trainer with the engine's final state."""
+
+    rows: list[dict[str, Any]]
+    folder: RunFolder
+    trainer: Trainer
+
+    def column(self, key: str) -> list[Any]:
+        return [row[key] for row in self.rows]
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.trainer.engine.named_parameters())
+
+
+def built(config: Config) -> tuple[Trainer, RunFolder]:
+    """The trainer of a config and its made folder. Whoever asks closes the trainer."""
+    assert config.run.dir is not None
+    folder = RunFolder(config.run.dir)
+    folder.create()
+    return build_trainer(config, World(0, 1, 0), folder), folder
+
+
+def train(config: Config) -> Outcome:
+    """Trains in this process, up to the last row and the weights; draws nothing."""
+    trainer, folder = built(config)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+    return Outcome(read_rows(folder.metrics), folder, trainer)
+
+
+def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python arguments ...` from the repository's root, as a user runs it."""
+    line = [sys.executable, *map(str, arguments)]
+    env = {**os.environ, **environment}
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
