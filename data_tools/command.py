@@ -52,7 +52,8 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command(parser.parse_args(argv))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before we started
+            sys.stdout.flush()
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -76,4 +77,5 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
 
 def _silence_stdout() -> None:
     """What is left in its buffer would fail once more, with a traceback, when Python flushes it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,6 +10,7 @@ a typo costs a fraction of a second.
 """
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -84,6 +85,8 @@ def _not_built(options: argparse.Namespace) -> int:
 
 def _answer(text: str) -> None:
     """Prints what a verb was asked for. That nobody reads on (`| head`) is no fault."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -136,12 +139,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _at_least(bound: float, kind: type):
-    """An argparse type: a number of `kind` that is >= `bound`."""
+    """An argparse type: a number of `kind` that is >= `bound`, and not beyond 64 bits."""
 
     def parse(text: str):
         value = kind(text)
-        if not bound <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"expected a number >= {bound}, got {text}")
+        if not bound <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"expected a number >= {bound} and < 2^63, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it in "invalid float value"

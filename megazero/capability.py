@@ -103,6 +103,13 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: f"{v['schedule.min_lr']} > {v['optimizer.lr']}",
         "lower schedule.min_lr",
     ),
+    Relation(
+        ("observe.profile", "run.steps"),
+        "observe.profile <= run.steps",
+        lambda v: v["observe.profile"] is None or v["observe.profile"] <= v["run.steps"],
+        lambda v: f"{v['observe.profile']} > {v['run.steps']}",
+        "profile a step that the run has",
+    ),
 )
 
 EXCLUSIONS: tuple[Exclusion, ...] = (

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
 
 
@@ -60,7 +60,7 @@ class Model(Section):
         default=True, description="One weight for the token embedding and the output projection."
     )
     norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="Added to the variance in norms.")
-    rope_theta: Annotated[float, Field(gt=0)] = Field(default=10000.0, description="Base of the rotary angles.")
+    rope_theta: Annotated[float, Field(ge=1)] = Field(default=10000.0, description="Base of the rotary angles.")
 
 
 class Parallel(Section):
@@ -127,7 +127,7 @@ class Optimizer(Section):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="Decay rates of the moments.", strict=False
     )
-    eps: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="Added to the root of the second moment.")
+    eps: Annotated[float, Field(ge=1e-20)] = Field(default=1e-8, description="Added to the root of the second moment.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.1, description="Decoupled decay of matmul weights and the token embedding; nothing else decays."
     )
@@ -155,7 +155,8 @@ class Data(Section):
         default="data/quickstart/train", description="Token files to train on (path without .bin/.idx)."
     )
     valid: Annotated[Text | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
-        default=None, description="Validation: token files, or the share of train's documents held out; null: none."
+        default=None,
+        description="Validation: token files, or the share of train's documents held out; null: none.",
     )
     valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
     valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")

@@ -113,7 +113,8 @@ def _name(annotation: Any) -> str:
 
 def _bounds(item: Any) -> Iterator[str]:
     for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-        if (bound := getattr(item, attribute, None)) is not None:
+        bound = getattr(item, attribute, None)
+        if bound is not None and bound < 2**31:  # larger ones are the machine's, not the option's
             yield f"{sign} {bound}"
 
 

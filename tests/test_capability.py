@@ -29,6 +29,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         "model.layers=8",
     ),
     "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
+    "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
 }
 # The same for exclusions: one config for each (option, value that needs something).
 EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {

@@ -114,3 +114,8 @@ def test_keep_mask_keeps_the_share_it_should(drop: float) -> None:
 def test_keys_use_all_bits_of_all_words() -> None:
     words = ((0,), (1,), (0, 0), (0, 1), (1, 0), (2**32,), (2**32 + 1,), (2**40,), (2**63,))
     assert len({counter.derive_key(*each) for each in words}) == len(words)
+
+
+def test_dropping_all_but_nothing_drops_all() -> None:
+    mask = counter.keep_mask(1, torch.arange(4), torch.arange(8), torch.arange(16), 1 - 1e-12)
+    assert not mask.any()

@@ -52,6 +52,12 @@ def test_bias_gelu_of_special_values() -> None:
     assert gradient[0].isnan()
 
 
+def test_the_gradient_of_huge_values_is_zero_or_one() -> None:
+    x = torch.tensor([1e3, 1e13, 3e38, -1e3, -1e13, -3e38])
+    gradient = cpu.bias_gelu_backward(torch.ones(6), x, torch.zeros(6))
+    assert torch.allclose(gradient, torch.tensor([1.0, 1, 1, 0, 0, 0]), atol=1e-30)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 65_535, 65_536, 65_537, 300_001])
 def test_sum_of_squares(numel: int) -> None:
     flat = torch.randn(numel + 1, generator=torch.Generator().manual_seed(0))[1:]
@@ -112,6 +118,26 @@ def test_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.Monk
         build_cpu(broken)
     assert not list((tmp_path / "cache" / "megazero").glob("*.so*"))
     assert not list((tmp_path / "cache" / "megazero").glob("*.tmp"))
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cache folder whose file system forbids execution: auto goes on with the reference."""
+    damaged = tmp_path / "cpu.so"
+    damaged.write_bytes(b"not a library")
+    monkeypatch.setattr(cpu, "build_cpu", lambda source: damaged)
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        cpu.fused_operations()
+    assert choice.choose("auto", torch.device("cpu"), torch.float32) is REFERENCE
+
+
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
+        build_cpu(SOURCE)
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
