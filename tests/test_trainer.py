@@ -181,3 +181,30 @@ def test_observing_changes_nothing(tiny_data: TinyData, tmp_path: Path):
     busy = train(tiny_data.load(tmp_path / "b", "observe.every=1", "data.valid_every=1", "run.steps=5"))
     assert quiet.rows[-1]["loss"] == busy.rows[-1]["loss"]
     assert same(state(quiet.trainer), state(busy.trainer))
+
+
+def test_weights_are_saved_before_the_last_validation_can_fail(tiny_data: TinyData, tmp_path: Path):
+    trainer, folder = built(tiny_data.load(tmp_path / "run"))
+
+    class Broken:
+        def score(self) -> None:
+            raise RuntimeError("the validation data went away")
+
+    trainer.validation = Broken()  # type: ignore[assignment]
+    try:
+        with pytest.raises(RuntimeError, match="went away"):
+            trainer.run()
+    finally:
+        trainer.close()
+    assert (folder.checkpoint(4) / "model.safetensors").is_file()
+
+
+def test_weights_that_the_last_update_left_not_finite_are_not_saved(tiny_data: TinyData, tmp_path: Path):
+    options = ("run.steps=1", "optimizer.lr=1e38", "schedule.warmup=0", "schedule.decay=constant", "data.valid=null")
+    trainer, folder = built(tiny_data.load(tmp_path / "run", *options, "optimizer.weight_decay=10"))
+    try:
+        with pytest.raises(UserError, match=r"MZ-302 step=1 .*not finite after the last update"):
+            trainer.run()
+    finally:
+        trainer.close()
+    assert not list(folder.checkpoints.iterdir())

@@ -9,6 +9,7 @@ import torch
 
 from megazero.data.loader import MicroBatch, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
 from megazero.validation import Score, Validation
 from tests.tiny_run import VOCAB, TinyData, built
 
@@ -70,3 +71,12 @@ def test_score_of_a_model_repeats_without_dropout_and_whatever_the_micro_batch(t
     assert score(4, "model.dropout=0.5") == whole
     assert abs(score(1) - whole) <= 1e-13 * whole
     assert whole == pytest.approx(math.log(VOCAB), rel=0.02)  # an untrained model knows nothing
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_found_before_training(tiny_data: TinyData):
+    given = batches(tiny_data, 2, 4)
+    largest = max(int(batch.targets_SB.max()) for batch in given)
+    ones = np.ones(largest + 1, np.int64)
+    Validation(lambda: given, lambda b: b.valid_SB * 1.0, ones).check("valid.bin")
+    with pytest.raises(UserError, match=f"MZ-112 valid.bin: token {largest} .*{largest} pieces"):
+        Validation(lambda: given, lambda b: b.valid_SB * 1.0, ones[:-1]).check("valid.bin")

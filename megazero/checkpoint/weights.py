@@ -3,7 +3,6 @@
 It is written beside its place and moved there when it is complete and on disk, so a file that exists is whole.
 """
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megazero.errors import UserError
+from megazero.files import flush_file, flush_folder
 
 FILE_NAME = "model.safetensors"
 
@@ -36,10 +36,10 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor], step: int) -> Path
         # One entry: the library writes several in an order that changes from call to call, and equal weights are to be
         # equal files.
         save_file(whole, staging / FILE_NAME, metadata={"megazero": f"weights 1, step {step}"})
-        _flush(staging / FILE_NAME)
-        _flush(staging)
+        flush_file(staging / FILE_NAME)
+        flush_folder(staging)
         staging.rename(folder)
-        _flush(folder.parent)
+        flush_folder(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(403, f"weights not saved: {error}", "free space there and run again", where=folder) from None
     finally:
@@ -68,12 +68,3 @@ def load_weights(path: Path, parameters: Mapping[str, nn.Parameter], dtype: torc
                 torch.utils.swap_tensors(parameter, nn.Parameter(tensor.to(dtype)))
     except (OSError, SafetensorError) as error:
         raise UserError(404, f"cannot be read: {error}", "train again or use another run", where=path) from None
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,8 +30,9 @@ from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from megazero.data.atomic import flush, flush_folder, temporary_name, write_error
+from megazero.data.atomic import write_error
 from megazero.errors import UserError
+from megazero.files import flush, flush_folder, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

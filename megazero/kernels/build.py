@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from megazero.files import flush_file
+
 _TORCH = Path(torch.__file__).parent
 # The oldest torch whose stable ABI has what the sources use (parallel_for): 2.10.
 _FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
@@ -68,8 +70,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
         if result.returncode:
             errors = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
             raise BuildError(f"{compiler} failed on {source.name}: {errors[0][:200]}")
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())  # a power cut must not leave a name without its content
+        flush_file(unfinished)  # a power cut must not leave a name without its content
         unfinished.rename(library)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -13,11 +13,11 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megazero.files import replace_file
 from megazero.observe.metrics import Value
 
 
@@ -78,20 +78,3 @@ def drop_rows_after(path: Path, step: int) -> None:
         return
     keep = b"".join(encode(row) for row in read_rows(path) if row["step"] <= step)
     replace_file(path, keep)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a whole file so that a reader sees the old one or the new one, never a part, even after a power cut."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        mode = path.stat().st_mode if path.exists() else 0o644
-        os.chmod(temporary, mode & 0o777)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megazero.observe.jsonl import replace_file
+from megazero.files import replace_file
 
 HALF_WIDTH = 0.02  # of the rows: in a run of 1,000 rows, a mean over 41
 TRAIN, TREND, VALID = "#9db7d5", "#1f4e8c", "#d1495b"

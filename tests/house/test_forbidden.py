@@ -1,7 +1,8 @@
 """Calls that belong in one place, or nowhere.
 
 Collectives in parallel/ only, so that what a run sends can be counted. The process environment in two files only, so
-that a run is its config. No host wait in the step path. Nothing anywhere that can turn a data file into running code.
+that a run is its config. No host wait in the step path. No global random state: random numbers belong to names, or to
+a private generator. Nothing anywhere that can turn a data file into running code.
 """
 
 import ast
@@ -23,6 +24,8 @@ ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_FILES = {"megazero/parallel/launch.py", "megazero/kernels/build.py"}
 STEP_PATH = ("megazero/zero/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
+DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
+DRAWS |= {"torch.bernoulli", "torch.multinomial", "torch.normal"}
 CODE_LOADERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 CODE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"}
 
@@ -58,6 +61,20 @@ def host_waits(source: Source) -> Iterator[str]:
                 yield f"{source.at(node)}: {called}()"
 
 
+def global_random_state(source: Source) -> Iterator[str]:
+    for found in imports(source):
+        if found.module == "random":
+            yield f"{source.at(found.node)}: import random"
+    for node, name in uses(source):
+        if name.startswith("numpy.random."):
+            yield f"{source.at(node)}: {name}"
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Call) and dotted(node.func) in DRAWS):
+            continue
+        if "generator" not in {keyword.arg for keyword in node.keywords}:
+            yield f"{source.at(node)}: {dotted(node.func)} without a generator"
+
+
 def code_from_data(source: Source) -> Iterator[str]:
     for found in imports(source):
         if found.module.split(".")[0] in CODE_LOADERS:
@@ -76,7 +93,7 @@ def code_from_data(source: Source) -> Iterator[str]:
             yield f"{source.at(node.value)}: {node.arg}={ast.unparse(node.value)}"
 
 
-@pytest.mark.parametrize("check", [collectives, environment, host_waits, code_from_data])
+@pytest.mark.parametrize("check", [collectives, environment, host_waits, global_random_state, code_from_data])
 def test_project_is_free_of(check):
     assert findings(check) == []
 
@@ -97,6 +114,10 @@ BAD: list[tuple[Callable[[Source], Iterator[str]], str]] = [
     (host_waits, "x.detach().cpu()"),
     (host_waits, "[v.sum().tolist() for v in y]"),
     (host_waits, "from torch.cuda import synchronize\nsynchronize()"),
+    (global_random_state, "import random"),
+    (global_random_state, "import numpy as np\nx = np.random.rand(3)"),
+    (global_random_state, "import torch\ntorch.manual_seed(0)"),
+    (global_random_state, "import torch\nx = torch.randn(3)"),
     (code_from_data, "import pickle"),
     (code_from_data, "def f():\n    from cloudpickle import loads"),
     (code_from_data, "import torch\ntorch.load('f')"),
@@ -123,6 +144,7 @@ GOOD: list[tuple[Callable[[Source], Iterator[str]], str, str]] = [
     (host_waits, "x = loss.item()", "megazero/trainer.py"),
     (host_waits, "x = cpu(items)", "megazero/observe/metrics.py"),
     (host_waits, "for k, v in d.items():\n    x = v.item_size", "megazero/zero/unit.py"),
+    (global_random_state, "import torch\nx = torch.randn(3, generator=g.manual_seed(0))", "megazero/generate.py"),
     (code_from_data, "model.eval()\nre.compile('x')\njson.load(f)\nnp.load(f, allow_pickle=False)", "scripts/x.py"),
 ]
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.observe.jsonl import JsonlSink, drop_rows_after, encode, read_rows, replace_file
+from megazero.files import replace_file
+from megazero.observe.jsonl import JsonlSink, drop_rows_after, encode, read_rows
 
 
 def strict(text: bytes):

@@ -1,0 +1,53 @@
+"""Files that appear whole or not at all.
+
+A file is written under a unique temporary name beside its target, flushed to the disk, and renamed: readers meet the
+old content or the new, never half of it, whatever kills the writer, a power cut included. The name carries a random
+part, so that two writers never share a temporary file, and is opened exclusively with the user's own permissions
+(umask).
+"""
+
+import os
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+
+def temporary_name(path: Path) -> Path:
+    """A unique name in the folder of `path`, so that the rename to it stays on one file system."""
+    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a whole file in one atomic replacement. Raises OSError, and leaves nothing behind then."""
+    temporary = temporary_name(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            flush(file)
+        temporary.replace(path)
+        flush_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def flush(file: BinaryIO) -> None:
+    """Everything written so far is on the disk when this returns."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_file(path: Path) -> None:
+    """The content of a file written by somebody else is on the disk when this returns."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes the renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
