@@ -23,6 +23,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(if $(REQUEST),$(if $(filter-out
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@echo "installing $(TORCH) and what the project needs: a minute or more, without further output"
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[test$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	echo '$(strip $(TORCH) $(EXTRAS))' > $@

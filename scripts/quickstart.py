@@ -37,4 +37,7 @@ def fresh_folder(runs: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # the command that ran has said so
+        sys.exit(130)
