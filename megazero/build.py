@@ -103,7 +103,8 @@ def build_trainer(config: Config, world: World, folder: RunFolder) -> Trainer:
             114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
     """
     device, dtype = world.device, DTYPES[config.precision.dtype]
-    tokenizer = _tokenizer(config)
+    name = config.data.tokenizer
+    tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     train, valid = open_datasets(
         config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
     )
@@ -132,13 +133,16 @@ def _peak_flops(config: Config, device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype) if device.type == "cuda" else None
 
 
-def _tokenizer(config: Config) -> Tokenizer | None:
-    if config.data.tokenizer is None:
-        return None
-    tokenizer = Tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab:
-        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {config.model.vocab}"
-        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=config.data.tokenizer)
+def open_tokenizer(path: str, vocab: int) -> Tokenizer:
+    """The tokenizer of a model of `vocab` ids.
+
+    Raises:
+        UserError: 112, it has more pieces than that; 209, it cannot be read.
+    """
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
+        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
     return tokenizer
 
 

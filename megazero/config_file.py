@@ -105,8 +105,8 @@ def refuse_unbuilt(config: Config) -> None:
     errors = [
         UserError(
             109,
-            f"{limit.option} = {_show(values[limit.option])} is not built yet",
-            f"today it must be {' or '.join(_show(value) for value in limit.allowed)}",
+            f"{limit.option} = {spelt(values[limit.option])} is not built yet",
+            f"today it must be {' or '.join(spelt(value) for value in limit.allowed)}",
         )
         for limit in capability.beyond_limits(values)
     ]
@@ -209,7 +209,7 @@ def _unknown_keys(source: _Source) -> Iterator[UserError]:
             hint = "write a section and its keys below it: dots are for the command line"
             yield UserError(104, f"unknown key '{key}'", hint, where=source.locate(key))
         elif key in sections and value != {}:
-            yield UserError(105, f"{key} is a section, got {_show(value)}", where=source.locate(key))
+            yield UserError(105, f"{key} is a section, got {spelt(value)}", where=source.locate(key))
         elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
             yield UserError(104, f"unknown key {key}", _nearest(key, known, sections), where=source.locate(key))
 
@@ -243,7 +243,7 @@ def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
         parts = [str(part) for part in item["loc"]]
         key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), None)
         if key is not None and item["type"] != "extra_forbidden":
-            lines[key] = UserError(105, f"{key}: {item['msg']}, got {_show(item['input'])}", where=source.locate(key))
+            lines[key] = UserError(105, f"{key}: {item['msg']}, got {spelt(item['input'])}", where=source.locate(key))
     return list(lines.values())
 
 
@@ -253,8 +253,8 @@ def _violations(config: Config, source: _Source) -> Iterator[UserError]:
         where = next((source.where[key] for key in relation.options if key in source.where), source.name)
         yield UserError(106, f"{relation.equation} is broken: {relation.got(values)}", relation.do, where=where)
     for row in capability.broken_exclusions(values):
-        got = f"{row.option} {_show(values[row.option])} with {row.other} {_show(values[row.other])}"
-        need = " or ".join(_show(value) for value in row.allowed)
+        got = f"{row.option} {spelt(values[row.option])} with {row.other} {spelt(values[row.other])}"
+        need = " or ".join(spelt(value) for value in row.allowed)
         where = source.locate(row.option)
         yield UserError(107, f"{got}: {row.reason}", f"{row.other} must be {need}", where=where)
 
@@ -267,7 +267,7 @@ def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _show(value: Any) -> str:
+def spelt(value: Any) -> str:
     """A value as YAML would spell it."""
     if value is None:
         return "null"

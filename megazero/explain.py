@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from megazero import capability
 from megazero.config import Config
-from megazero.config_file import flatten
+from megazero.config_file import flatten, spelt
 from megazero.errors import UserError
 
 
@@ -59,13 +59,13 @@ def as_text(options: list[Option]) -> str:
     """Options as aligned lines, each followed by its relations."""
     lines = []
     for option in options:
-        shown = _show(option.value)
-        default = "" if option.value == option.default else f" (default {_show(option.default)})"
+        shown = spelt(option.value)
+        default = "" if option.value == option.default else f" (default {spelt(option.default)})"
         lines.append(f"{option.key} = {shown}{default}   [{option.type}]")
         lines.append(f"    {option.meaning}")
         lines += [f"    {relation}" for relation in option.relations]
         if option.built is not None:
-            built = " or ".join(_show(value) for value in option.built)
+            built = " or ".join(spelt(value) for value in option.built)
             lines.append(f"    not built yet: runs start with {built} only")
     return "\n".join(lines)
 
@@ -84,7 +84,7 @@ def _relations(key: str) -> Iterator[str]:
     yield from (f"needs {r.equation}" for r in capability.RELATIONS if key in r.options)
     for row in capability.EXCLUSIONS:
         if key in (row.option, row.other):
-            given, allowed = (" or ".join(_show(value) for value in side) for side in (row.values, row.allowed))
+            given, allowed = (" or ".join(spelt(value) for value in side) for side in (row.values, row.allowed))
             yield f"{row.option} {given} needs {row.other} {allowed} ({row.reason})"
 
 
@@ -116,9 +116,3 @@ def _bounds(item: Any) -> Iterator[str]:
         bound = getattr(item, attribute, None)
         if bound is not None and bound < 2**31:  # larger ones are the machine's, not the option's
             yield f"{sign} {bound}"
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

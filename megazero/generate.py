@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.build import DTYPES, build_model
+from megazero.build import DTYPES, build_model, open_tokenizer
 from megazero.checkpoint.weights import FILE_NAME, load_weights
 from megazero.config_file import load
-from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
@@ -42,10 +41,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     config = load(str(folder.config))
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
-    tokenizer = Tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab:
-        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {config.model.vocab}"
-        raise UserError(112, what, "give back the tokenizer of the run", where=tokenizer.path)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
     weights = folder.newest_checkpoint() / FILE_NAME
     model = build_model(config)
     load_weights(weights, dict(model.named_parameters()), DTYPES[config.precision.dtype])
