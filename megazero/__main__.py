@@ -44,12 +44,9 @@ def _train(options: argparse.Namespace) -> int:
 
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    if options.nproc not in (None, 1):
-        raise UserError(109, f"--nproc {options.nproc} is not built yet", "today a run is one process", where="train")
-    from megazero.run import run_training
+    from megazero.run import launch
 
-    run_training(config, name=find(options.config).stem)
-    return 0
+    return launch(config, find(options.config).stem, options.nproc)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -116,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train = verbs.add_parser("train", help="train a config")
     train.add_argument("--config", required=True, help="a shipped config's name, or a path")
-    train.add_argument("--nproc", type=int, help="local ranks to start")
+    train.add_argument("--nproc", type=_at_least(1, int), help="local ranks to start")
     train.add_argument("overrides", nargs="*", metavar="section.key=value")
     train.set_defaults(run=_train)
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")

@@ -5,17 +5,17 @@ order of construction can be read here from top to bottom.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.weights import save_weights
+from megazero.checkpoint.weights import gather_weights, save_weights
 from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
+from megazero.errors import FaultList, UserError
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.learning_rate import LearningRate
@@ -29,14 +29,14 @@ from megazero.observe.recorder import Recorder, Work
 from megazero.observe.sinks import Sink, Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
-from megazero.parallel.grid import Axis
-from megazero.parallel.launch import World
+from megazero.parallel.agreement import agree
+from megazero.parallel.grid import Axis, Grid, data_size
 from megazero.plan.hardware import peak_flops
 from megazero.plan.model import ModelShape
 from megazero.run_folder import RunFolder
 from megazero.trainer import Pace, Trainer
 from megazero.validation import Validation
-from megazero.zero.engine import Engine
+from megazero.zero.engine import Engine, Spread
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.optimizer import AdamW
 from megazero.zero.unit import Unit
@@ -64,9 +64,34 @@ def model_shape(config: Config) -> ModelShape:
     )
 
 
-def build_model(config: Config, ops: Operations = REFERENCE) -> Transformer:
-    """The model on the meta device: no memory, any size."""
-    return Transformer(Shape(**config.model.model_dump()), seed=config.run.seed, tensor=Axis("tensor"), ops=ops)
+def check_world(config: Config, size: int) -> None:
+    """Holds the config against the number of ranks, before any of them meets another.
+
+    Raises:
+        UserError: 106, the sizes do not fit; 109, the layout is not built yet.
+    """
+    data = data_size(size, config.parallel.tensor, config.parallel.pipeline)
+    faults = []
+    if config.batch.global_ % (config.batch.micro * data):
+        equation = "batch.global % (batch.micro * data ranks) == 0"
+        got = f"{config.batch.global_} % ({config.batch.micro} * {data})"
+        faults.append(UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro"))
+    if data > 1 and config.zero.stage != 0:
+        what = f"zero.stage {config.zero.stage} over {data} data ranks is not built yet"
+        faults.append(UserError(109, what, "give zero.stage=0, or fewer ranks"))
+    if faults:
+        raise FaultList(faults)
+
+
+def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
+    """The model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
+    return Transformer(
+        Shape(**config.model.model_dump()),
+        seed=config.run.seed,
+        tensor=tensor or Axis("tensor"),
+        sequence=config.parallel.sequence,
+        ops=ops,
+    )
 
 
 def build_units(model: Transformer, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Unit]:
@@ -74,7 +99,7 @@ def build_units(model: Transformer, *, seed: int, dtype: torch.dtype, device: to
     units = []
     for name, members in model.units():
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
-        entries = [Entry(n, declaration.local_shape, declaration.decay) for n, declaration in declarations.items()]
+        entries = [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()]
         unit = Unit(lay_out(name, entries), dtype=dtype, device=device)
         unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         unit.adopt(dict(members))
@@ -82,12 +107,13 @@ def build_units(model: Transformer, *, seed: int, dtype: torch.dtype, device: to
     return units
 
 
-def model_losses(model: Transformer, device: torch.device) -> Callable[[MicroBatch, int, bool], Tensor]:
-    """(micro-batch, step, training) -> token losses [S, B] of the whole model."""
+def model_losses(model: Transformer, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], Tensor]:
+    """(micro-batch, step, training) -> token losses [S, B] of the whole model, the same on every tensor rank."""
+    part = model.shape.seq_len // model.tensor.size if sequence else 0
 
     def losses(batch: MicroBatch, step: int, training: bool) -> Tensor:
         tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))
-        now = Step(step, batch.sample_ids_B.to(device), training=training)
+        now = Step(step, batch.sample_ids_B.to(device), model.tensor.rank * part, training=training)
         if batch.positions_SB is not None and batch.documents_SB is not None:
             now = now.within_documents(batch.positions_SB.to(device), batch.documents_SB.to(device))
         return model.losses(tokens, targets, valid, now)
@@ -95,38 +121,61 @@ def model_losses(model: Transformer, device: torch.device) -> Callable[[MicroBat
     return losses
 
 
-def build_trainer(config: Config, world: World, folder: RunFolder) -> Trainer:
-    """Everything that a training run needs, in the order in which it depends on each other.
+def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunFolder) -> Trainer:
+    """Everything that one rank of a training run needs, in the order in which it depends on each other.
+
+    Only the first rank of the world writes: rows, profiles, weights. It asks nothing of the other ranks, so each may
+    fail on its own; whoever calls it lets them agree.
 
     Raises:
         UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
             114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
     """
-    device, dtype = world.device, DTYPES[config.precision.dtype]
+    dtype = DTYPES[config.precision.dtype]
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     train, valid = open_datasets(
         config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
     )
     ops = choose(config.precision.kernels, device, dtype)
-    model = build_model(config, ops)
+    model = build_model(config, ops, grid.tensor)
     units = build_units(model, seed=config.run.seed, dtype=dtype, device=device)
     o = config.optimizer
     optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
     tokens_per_step = config.batch.global_ * config.model.seq_len
-    losses = model_losses(model, device)
-    engine = Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, ops=ops)
-    steps = config.run.steps
-    work = Work(tokens_per_step, model_shape(config).flops_per_token(), _peak_flops(config, device), device)
+    losses = model_losses(model, device, config.parallel.sequence)
+    spread = Spread(grid.data, grid.tensor, config.parallel.sequence)
+    engine = Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, ops=ops)
+    flops = model_shape(config).flops_per_token()
+    work = Work(tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
+    first = grid.world.rank == 0
+    wire = grid.world.wire
     return Trainer(
         engine,
         lambda batch, step: losses(batch, step, True),
-        BatchLoader(train, seed=config.run.seed, global_batch=config.batch.global_, micro_batch=config.batch.micro),
-        _validation(config, valid, lambda batch: losses(batch, 0, False), tokenizer),
-        Recorder(_sinks(config, folder), _profile(config, folder), work),
-        Pace(steps, _learning_rate(config), config.observe.every, config.data.valid_every),
-        lambda: save_weights(folder.checkpoint(steps), dict(engine.named_parameters()), steps),
+        BatchLoader(
+            train,
+            seed=config.run.seed,
+            global_batch=config.batch.global_,
+            micro_batch=config.batch.micro,
+            data_rank=grid.data.rank,
+            num_data=grid.data.size,
+        ),
+        _validation(config, valid, lambda batch: losses(batch, 0, False), tokenizer, grid.data, device),
+        Recorder(_sinks(config, folder, first), _profile(config, folder, first), work, wire.ledger),
+        Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        lambda: _save(model, grid, device, folder, config.run.steps),
+        wire.seat.now,
     )
+
+
+def _save(model: Transformer, grid: Grid, device: torch.device, folder: RunFolder, steps: int) -> None:
+    """The whole weights, written by the first rank; all know how it went."""
+    declared = ((name, p.detach(), declaration_of(p)) for name, p in model.named_parameters())
+    parts = ((name, part, d.shape[0] if d.split else None) for name, part, d in declared)
+    whole = gather_weights(parts, grid.tensor)
+    write = grid.world.rank == 0
+    agree(grid.world, device, lambda: save_weights(folder.checkpoint(steps), whole, steps) if write else None)
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
@@ -157,17 +206,25 @@ def _validation(
     dataset: WindowDataset | None,
     losses: Callable[[MicroBatch], Tensor],
     tokenizer: Tokenizer | None,
+    data: Axis,
+    device: torch.device,
 ) -> Validation | None:
     if dataset is None:
         return None
     micro, samples = config.batch.micro, config.data.valid_samples
     token_bytes = None if tokenizer is None else tokenizer.token_bytes()
-    validation = Validation(lambda: validation_batches(dataset, micro, samples), losses, token_bytes)
+
+    def batches() -> Iterator[MicroBatch]:
+        return validation_batches(dataset, micro, samples, data_rank=data.rank, num_data=data.size)
+
+    validation = Validation(batches, losses, token_bytes, data, device)
     validation.check(str(dataset.stream.dataset.bin_path))
     return validation
 
 
-def _sinks(config: Config, folder: RunFolder) -> Sinks:
+def _sinks(config: Config, folder: RunFolder, first: bool) -> Sinks:
+    if not first:
+        return Sinks([])
     sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
     if config.observe.tensorboard:
         sinks.append(TensorboardSink(folder.path / "tensorboard"))
@@ -176,8 +233,8 @@ def _sinks(config: Config, folder: RunFolder) -> Sinks:
     return Sinks(sinks)
 
 
-def _profile(config: Config, folder: RunFolder) -> Profile:
-    if config.observe.profile is None:
+def _profile(config: Config, folder: RunFolder, first: bool) -> Profile:
+    if config.observe.profile is None or not first:
         return Profile(1, 0, folder.profile)
     folder.profile.mkdir(exist_ok=True)
     return Profile(config.observe.profile, _PROFILED_STEPS, folder.profile)

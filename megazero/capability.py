@@ -124,10 +124,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 # An option that is missing here works; so does a value that is listed.
 LIMITS: tuple[Limit, ...] = (
     Limit("run.time_limit", (None,)),
-    Limit("parallel.tensor", (1,)),
     Limit("parallel.pipeline", (1,)),
-    Limit("parallel.timeout", (120,)),
-    Limit("zero.stage", (1,)),
+    Limit("zero.stage", (0, 1)),
     Limit("zero.grad_dtype", ("fp32",)),
     Limit("zero.bucket_mb", (64.0,)),
     Limit("zero.offload.optimizer", ("none",)),

@@ -37,7 +37,7 @@ class UserError(ValueError):
         rank: int | None = None,
         step: int | None = None,
     ):
-        self.code = code
+        self.code, self.what, self.do, self.where, self.rank, self.step = code, what, do, where, rank, step
         prefix = f"MZ-{code}"
         prefix += f" rank={rank}" if rank is not None else ""
         prefix += f" step={step}" if step is not None else ""
@@ -50,6 +50,11 @@ class UserError(ValueError):
     def exit_code(self) -> int:
         return 2 if self.code < 200 else 1
 
+    def located(self, rank: int, step: int | None) -> "UserError":
+        """The same error with the rank and step where it happened, if it does not say so itself."""
+        rank, step = (rank if self.rank is None else self.rank), (step if self.step is None else self.step)
+        return UserError(self.code, self.what, self.do, where=self.where, rank=rank, step=step)
+
 
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
     """Several faults found at once (a config with three broken relations), printed one line each."""
@@ -59,3 +64,6 @@ class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind o
         ValueError.__init__(self, "\n".join(str(error) for error in errors))
         self.code = errors[0].code
         self.errors = errors
+
+    def located(self, rank: int, step: int | None) -> UserError:
+        return self

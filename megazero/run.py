@@ -1,45 +1,100 @@
-"""One training run from a checked config to its files: folder, trainer, weights, loss curve, last words."""
+"""One training run from a checked config to its files: ranks, folder, trainer, weights, loss curve, last words."""
 
 import contextlib
+import json
 import logging
 import time
+from datetime import timedelta
 
 import torch
+import xxhash
 
 from megazero import __version__
-from megazero.build import build_trainer, model_shape
+from megazero.build import build_trainer, check_world, model_shape
 from megazero.config import Config
-from megazero.config_file import dump
+from megazero.config_file import dump, flatten
 from megazero.errors import UserError
+from megazero.files import replace_file
 from megazero.observe.console import clock_text
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
-from megazero.parallel.launch import World, world_from_environment
+from megazero.parallel.agreement import agree
+from megazero.parallel.board import Board
+from megazero.parallel.collectives import gather_bytes
+from megazero.parallel.grid import Grid, make_grid, single
+from megazero.parallel.launch import Place, local_size, world_from_environment
+from megazero.parallel.outcome import outcome, say_why
+from megazero.parallel.rendezvous import connect, disconnect
+from megazero.parallel.spawn import run_local
 from megazero.run_folder import RunFolder
 from megazero.trainer import Trainer
 
 
-def run_training(config: Config, name: str) -> None:
-    """Trains `config` into its run folder (`runs/<name>` unless run.dir says otherwise).
+def launch(config: Config, name: str, nproc: int | None) -> int:
+    """Trains `config` on all ranks of a run, or on this one where torchrun or srun started it; the exit code.
+
+    Args:
+        name: of the config; the run's folder is `runs/<name>` unless run.dir says otherwise.
+        nproc: local ranks to start; None for one per GPU, or on a CPU as many as the model is split over.
+
+    Raises:
+        UserError: what is wrong before any rank has met another, or in a run of one process.
+    """
+    world = world_from_environment()
+    if world.launcher and nproc is not None:
+        raise UserError(100, f"--nproc {nproc} under {world.launcher}, which has started the ranks", "leave it out")
+    size = world.size if world.launcher else local_size(nproc, config.parallel.tensor, config.parallel.pipeline)
+    check_world(config, size)
+    if size == 1:
+        run_training(config, name, Place.of(world))
+        return 0
+    if not world.launcher:
+        return run_local(size, lambda place: run_training(config, name, place))
+    place = Place.of(world)
+    code = outcome(lambda: run_training(config, name, place), place)
+    if code:
+        say_why(_board(config, name, world.size) or Board.private(world.size), place)
+    return code
+
+
+def run_training(config: Config, name: str, place: Place) -> None:
+    """One rank's part of a run, from meeting the others to the files.
 
     Raises:
         UserError: whatever is wrong with the folder, the data, or the numbers.
+        CollectiveError: another rank does not answer.
     """
-    world = world_from_environment()
+    world = place.world
+    wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint=_fingerprint(config))
+    parallel = config.parallel
+    grid = single(wire)
     if world.size > 1:
-        raise UserError(109, f"a world of {world.size} ranks is not built yet", "start one process", rank=world.rank)
-    folder = RunFolder(config.run.dir or f"runs/{name}")
+        device_type = world.device.type
+        grid = make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type=device_type)
+    _train(config, name, place, grid)
+    disconnect()
+
+
+def _train(config: Config, name: str, place: Place, grid: Grid) -> None:
+    folder = _folder(config, name)
+    first, device = place.world.rank == 0, place.world.device
     began = time.monotonic()
-    folder.create()
-    log = _log(folder)
+    agree(grid.world, device, lambda: folder.create() if first else None)
+    if place.world.launcher in ("torchrun", "srun"):
+        place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
+    log = _log(folder, place.world.rank)
     try:
-        dump(config, folder.config)
-        trainer = _trained(config, world, folder, name)
+        agree(grid.world, device, lambda: dump(config, folder.config) if first else None)
+        trainer = _trained(config, place, grid, folder, name)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
-        folder.release()
+        if first:
+            folder.release()
         raise
+    _write_ledger(folder, grid, device)
+    if not first:
+        return
     log.info("saved %s", folder.checkpoint(config.run.steps))
     try:
         draw_loss(read_rows(folder.metrics), folder.loss_plot)
@@ -48,14 +103,16 @@ def run_training(config: Config, name: str) -> None:
     _last_words(trainer, folder, time.monotonic() - began)
 
 
-def _trained(config: Config, world: World, folder: RunFolder, name: str) -> Trainer:
+def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: str) -> Trainer:
     """Builds the trainer, runs it to the end, and closes what it holds, whatever happens."""
-    trainer = build_trainer(config, world, folder)
+    device = place.world.device
+    trainer = agree(grid.world, device, lambda: build_trainer(config, grid, device, folder))
     parameters = model_shape(config).parameters()
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
-    start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {world.device}, into {folder.path}"
+    start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, into {folder.path}"
     logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
-    _say(start)
+    if place.world.rank == 0:
+        _say(start)
     try:
         trainer.run()
     finally:
@@ -63,18 +120,52 @@ def _trained(config: Config, world: World, folder: RunFolder, name: str) -> Trai
     return trainer
 
 
+def _folder(config: Config, name: str) -> RunFolder:
+    return RunFolder(config.run.dir or f"runs/{name}")
+
+
+def _board(config: Config, name: str, size: int) -> Board | None:
+    """The board in the run's folder, if it came to that."""
+    path = _folder(config, name).board
+    return Board.in_file(path, size) if path.is_file() else None
+
+
+def _fingerprint(config: Config) -> str:
+    """Of what must be the same on every rank."""
+    digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
+    return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}"
+
+
+def _devices(grid: Grid, device: torch.device) -> str:
+    if grid.world.size == 1:
+        return str(device)
+    axes = ((a.name, a.size) for a in (grid.tensor, grid.pipeline, grid.data) if a.size > 1)
+    return f"{grid.world.size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"
+
+
+def _write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
+    """ledger.json: what every rank has sent."""
+    mine = {"rank": grid.world.rank, "bytes": {}, "traffic": grid.world.wire.ledger.as_dict()}
+    rows = gather_bytes(json.dumps(mine).encode(), grid.world, "agree", device)
+    if grid.world.rank == 0:
+        try:
+            replace_file(folder.ledger, json.dumps([json.loads(row) for row in rows], indent=1).encode() + b"\n")
+        except OSError as error:
+            warn(f"no ledger: {error}")
+
+
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         warn(f"a line of {self.baseFilename} is lost (disk full?)")
 
 
-def _log(folder: RunFolder) -> logging.Logger:
+def _log(folder: RunFolder, rank: int) -> logging.Logger:
     log = logging.getLogger("megazero")
     log.setLevel(logging.INFO)
     for handler in list(log.handlers):  # of an earlier run in this process
         log.removeHandler(handler)
         handler.close()
-    handler = _LogFile(folder.log(0), encoding="utf-8")
+    handler = _LogFile(folder.log(rank), encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     return log

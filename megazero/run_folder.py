@@ -1,6 +1,6 @@
 """The folder of a run and the names in it (the contract's):
 
-config.yaml  metrics.jsonl  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
+config.yaml  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
 """
 
 import contextlib
@@ -56,6 +56,15 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.json"
+
+    @property
+    def board(self) -> Path:
+        """Where ranks without a common parent show what they are doing."""
+        return self.path / "logs" / "board"
 
     @property
     def loss_plot(self) -> Path:

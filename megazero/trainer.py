@@ -68,6 +68,7 @@ class Trainer:
         recorder: observes.
         pace: when to do what.
         save: writes the final weights; called once, before the last validation or anything else can fail.
+        now: told the step (from 1) and what is being done.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Trainer:
         recorder: Recorder,
         pace: Pace,
         save: Callable[[], object],
+        now: Callable[[int, str], object],
     ):
         self.engine, self.losses, self.loader = engine, losses, loader
-        self.validation, self.recorder, self.pace, self.save = validation, recorder, pace, save
+        self.validation, self.recorder, self.pace, self.save, self.now = validation, recorder, pace, save, now
         self.skipped = 0
         self.score: Score | None = None
         self._pending: _Pending | None = None
@@ -107,11 +109,16 @@ class Trainer:
             self.recorder.close()
 
     def _step(self, step: int) -> None:
+        self.now(step + 1, "data")
         batches = self.loader.step(step)
         self.engine.begin_step()
         for batch in batches:
-            self.engine.backward(self.losses(batch, step), batch.valid_SB)
+            self.now(step + 1, "forward")
+            losses_SB = self.losses(batch, step)
+            self.now(step + 1, "backward")
+            self.engine.backward(losses_SB, batch.valid_SB)
         self._settle()
+        self.now(step + 1, "update")
         lr = self.pace.learning_rate.at(step - self.skipped)
         self._pending = _Pending(step, lr, self.engine.finish_step(lr))
 
@@ -124,16 +131,18 @@ class Trainer:
             raise self._not_finite(pending)
         self.skipped += int(pending.result.skipped.item())
         if pending.step + 1 == self.pace.steps:
+            self.now(pending.step + 1, "save")
             self.save()
-        valid_loss = self._validate() if self.pace.validates(pending.step) else None
+        valid_loss = self._validate(pending.step + 1) if self.pace.validates(pending.step) else None
         if valid_loss is not None or self.pace.logs(pending.step):
             result = pending.result
             numbers = Numbers(result.loss.item(), result.grad_norm.item(), pending.lr, self.skipped)
             self.recorder.record(pending.step + 1, numbers, valid_loss)
 
-    def _validate(self) -> float | None:
+    def _validate(self, done: int) -> float | None:
         if self.validation is None:
             return None
+        self.now(done, "validation")
         with self.recorder.aside(), torch.no_grad():
             self.score = self.validation.score()
         return self.score.loss

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megazero.data.loader import MicroBatch
 from megazero.errors import UserError
+from megazero.parallel.collectives import all_reduce
+from megazero.parallel.grid import Axis
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,11 @@ class Validation:
     """Scores a model on the same batches every time.
 
     Args:
-        batches: gives them, from the first.
+        batches: gives this rank's, from the first; as many on every rank.
         losses: token losses [S, B] of a micro-batch, without gradients or dropout.
         token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
+        data: the axis whose ranks share the batches out among themselves.
+        device: of this rank.
     """
 
     def __init__(
@@ -38,8 +42,10 @@ class Validation:
         batches: Callable[[], Iterable[MicroBatch]],
         losses: Callable[[MicroBatch], Tensor],
         token_bytes: np.ndarray | None,
+        data: Axis,
+        device: torch.device,
     ):
-        self._batches, self._losses = batches, losses
+        self._batches, self._losses, self._data, self._device = batches, losses, data, device
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
     def check(self, where: str) -> None:
@@ -56,11 +62,13 @@ class Validation:
 
     def score(self) -> Score:
         """One pass over the batches. The loss is nan where no token counts."""
-        nats, tokens, size = 0.0, 0, 0
+        sums = [0.0, 0.0, 0.0]
         for batch in self._batches():
-            nats += self._losses(batch).sum(dtype=torch.float64).item()
-            tokens += int(batch.valid_SB.sum())
+            sums[0] += self._losses(batch).sum(dtype=torch.float64).item()
+            sums[1] += int(batch.valid_SB.sum())
             if self._token_bytes is not None:
-                size += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+                sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+        everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
+        nats, tokens, size = all_reduce(everyone, self._data, "validation").tolist()
         loss = nats / tokens if tokens else math.nan
         return Score(loss, nats / (math.log(2) * size) if size else None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data_tools import preprocess, train_tokenizer
+from megazero.parallel.launch import MEETING, SLURM, TORCHRUN
 from megazero.run_folder import RunFolder
 from tests.tiny_run import CONFIG, VOCAB, TinyData
 
@@ -37,18 +38,18 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
 @pytest.fixture(scope="session")
 def finished(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The folder of a run of `tiny_data.config` as it stands, trained in this process."""
-    from megazero.run import run_training
+    from megazero.run import launch
 
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
     with contextlib.redirect_stdout(io.StringIO()):
-        run_training(tiny_data.load(folder.path), name="small")
+        launch(tiny_data.load(folder.path), "small", 1)
     return folder
 
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's environment and one thread: tests are one process unless they say otherwise."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
+    for name in (*TORCHRUN, *MEETING, *SLURM):
         monkeypatch.delenv(name, raising=False)
     yield
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 The table has a row for each option, so an option that nobody reads cannot be added.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from megazero.build import build_model
 from megazero.config_file import flatten, option_keys, refuse_unbuilt
 from megazero.errors import FaultList, UserError
 from megazero.explain import explain
-from tests.tiny_run import Outcome, TinyData, built, train
+from megazero.observe.jsonl import read_rows
+from tests.tiny_run import Outcome, TinyData, built, command, train
+from tests.tolerances import LOSS_FP32, difference
 
 
 def losses(outcome: Outcome) -> Any:
@@ -97,10 +100,10 @@ ROWS: dict[str, Works | Refused] = {
     "model.tie_embeddings": Works("false", shapes),
     "model.norm_eps": Works("0.1", losses),
     "model.rope_theta": Works("3.0", losses, ROTARY),
-    "parallel.tensor": Refused("2"),
+    # parallel.tensor: test_tensor
     "parallel.pipeline": Refused("2"),
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
-    "parallel.timeout": Refused("60"),
+    # parallel.timeout: tests/parallel/test_faults.py
     "zero.stage": Refused("2"),
     "zero.grad_dtype": Refused("param"),
     "zero.bucket_mb": Refused("8.0"),
@@ -140,7 +143,7 @@ ROWS: dict[str, Works | Refused] = {
     "observe.tensorboard": Works("true", files),
     "observe.profile": Works("2", files),
 }
-OTHERWISE = {"parallel.sequence", "precision.kernels", "batch.micro"}
+OTHERWISE = {"parallel.tensor", "parallel.sequence", "parallel.timeout", "precision.kernels", "batch.micro"}
 WORKS = [key for key, row in ROWS.items() if isinstance(row, Works)]
 REFUSED = [key for key, row in ROWS.items() if isinstance(row, Refused)]
 
@@ -211,6 +214,17 @@ def test_sequence_without_tensor_is_the_identity(tiny_data: TinyData, reference,
     for key in ("loss", "grad_norm", "lr"):
         assert changed.column(key) == plain.column(key)
     assert valid_losses(changed) == valid_losses(plain)
+
+
+def test_tensor(tiny_data: TinyData, reference, tmp_path: Path):
+    """Two ranks, each with half of every matrix, train the same model."""
+    done = command("train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "parallel.tensor=2")
+    assert (done.returncode, done.stderr) == (0, "") and "on 2 cpu ranks (tensor 2)" in done.stdout
+    (mine, theirs), rows = json.loads((tmp_path / "run/ledger.json").read_text()), reference(()).rows
+    assert mine["traffic"] == theirs["traffic"] and mine["traffic"]["tensor"]["block forward"]["ops"] > 0
+    found = read_rows(tmp_path / "run/metrics.jsonl")
+    assert difference([row["loss"] for row in found], [row["loss"] for row in rows]) <= LOSS_FP32
+    assert all(row["comm_bytes"] > 0 for row in found) and not any(row["comm_bytes"] for row in rows)
 
 
 def test_kernels(tiny_data: TinyData, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -97,17 +97,25 @@ def test_all_faults_of_a_config_are_printed(capsys):
 
 def test_nproc(refused, tiny_data: TinyData, tmp_path: Path):
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "--nproc"]
-    assert "--nproc 2 is not built yet" in refused(2, 109, *arguments, 2)
+    assert "expected a number >= 1" in refused(2, 100, *arguments, 0)
+    assert "batch.global % (batch.micro * data ranks) == 0, got 4 % (2 * 3)" in refused(2, 106, *arguments, 3, "zero.stage=0")
+    assert "zero.stage 1 over 2 data ranks is not built yet" in refused(2, 109, *arguments, 2)
+    assert "got 3 % (2 * 1) = 1" in refused(2, 106, *arguments, 3, "parallel.tensor=2")
+    assert not (tmp_path / "run").exists()
     assert main([str(a) for a in (*arguments[:-1], "run.steps=1", "data.valid=null", "--nproc", 1)]) == 0
 
 
-def test_worlds_that_are_not_built(refused, tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_worlds_that_are_refused(refused, tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "RANK and LOCAL_RANK not" in refused(2, 111, *arguments)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert refused(2, 109, *arguments).startswith("MZ-109 rank=1: a world of 2 ranks is not built yet")
+    assert "WORLD_SIZE=2, but MASTER_ADDR and MASTER_PORT not set" in refused(2, 111, *arguments)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert "--nproc 2 under torchrun" in refused(2, 100, *arguments, "--nproc", 2)
+    assert "zero.stage 1 over 2 data ranks is not built yet" in refused(2, 109, *arguments)
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from megazero.config_file import load
 from megazero.observe.jsonl import read_rows
-from megazero.run import run_training
+from megazero.run import launch
 from megazero.run_folder import RunFolder
 from tests.tiny_run import PARAMETERS, ROOT, TinyData, command
 
@@ -73,7 +73,7 @@ def test_files_of_the_contract(first, tiny_data: TinyData):
     _, folder = first
     found = {path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*") if path.is_file()}
     weights = "checkpoints/step_00000004/model.safetensors"
-    assert found == {"config.yaml", "metrics.jsonl", "logs/rank_00.log", "loss.png", weights}
+    assert found == {"config.yaml", "metrics.jsonl", "ledger.json", "logs/rank_00.log", "loss.png", weights}
     assert load(str(folder.config)) == tiny_data.load(folder.path)
     assert folder.loss_plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert folder.loss_plot.read_bytes().endswith(b"IEND\xaeB`\x82")
@@ -102,7 +102,7 @@ def test_same_seed_same_bits_in_another_process(first, finished: RunFolder):
 def test_same_seed_same_bits_and_another_seed_others(tiny_data: TinyData, finished: RunFolder, tmp_path: Path, capsys):
     folders = {seed: RunFolder(tmp_path / str(seed)) for seed in (0, 1)}
     for seed, folder in folders.items():
-        run_training(tiny_data.load(folder.path, f"run.seed={seed}"), name="small")
+        launch(tiny_data.load(folder.path, f"run.seed={seed}"), "small", 1)
     assert numbers(folders[0]) == numbers(finished) and tensors(folders[0]) == tensors(finished)
     for column in (2, 3):
         pairs = zip(numbers(folders[0]), numbers(folders[1]), strict=True)
@@ -112,7 +112,7 @@ def test_same_seed_same_bits_and_another_seed_others(tiny_data: TinyData, finish
 def test_default_folder_is_named_after_the_config(tiny_data: TinyData, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = load(str(tiny_data.config), ["run.steps=1", "data.valid=null", "data.tokenizer=null"])
-    run_training(config, name="small")
+    launch(config, "small", 1)
     assert (tmp_path / "runs/small/checkpoints/step_00000001/model.safetensors").is_file()
     assert "validation" not in capsys.readouterr().out
 
@@ -151,7 +151,7 @@ def test_rows_that_were_deleted_cost_the_plot_only(tiny_data: TinyData, tmp_path
     from megazero.observe import jsonl
 
     monkeypatch.setattr(jsonl.JsonlSink, "row", lambda self, row: self.path.unlink())  # as if somebody had done it
-    run_training(tiny_data.load(tmp_path / "run", "run.steps=1", "data.valid=null"), name="small")
+    launch(tiny_data.load(tmp_path / "run", "run.steps=1", "data.valid=null"), "small", 1)
     out, err = capsys.readouterr()
     assert err.startswith("warning: no loss curve: ") and err.count("\n") == 1 and "done in" in out
     assert tensors(RunFolder(tmp_path / "run"))

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megazero.build import build_trainer
 from megazero.config import Config
 from megazero.config_file import load
 from megazero.observe.jsonl import read_rows
-from megazero.parallel.launch import World
+from megazero.parallel.grid import single
 from megazero.run_folder import RunFolder
 from megazero.trainer import Trainer
 
@@ -62,7 +63,7 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
     folder.create()
-    return build_trainer(config, World(0, 1, 0), folder), folder
+    return build_trainer(config, single(), torch.device("cpu"), folder), folder
 
 
 def train(config: Config) -> Outcome:

@@ -5,7 +5,7 @@ It is written beside its place and moved there when it is complete and on disk, 
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,8 +15,24 @@ from torch import Tensor, nn
 
 from megazero.errors import UserError
 from megazero.files import flush_file, flush_folder
+from megazero.parallel.collectives import all_gather
+from megazero.parallel.grid import Axis
 
 FILE_NAME = "model.safetensors"
+
+
+def gather_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis) -> dict[str, Tensor]:
+    """The whole logical tensors, on the first rank of the tensor axis; the others help and get nothing.
+
+    Args:
+        parts: (name, this rank's rows, rows of the whole without padding), the last None where every rank has it all.
+    """
+    whole = {}
+    for name, part, rows in parts:
+        full = part if rows is None else all_gather(part.contiguous(), tensor, "save")[:rows]
+        if tensor.rank == 0:
+            whole[name] = full
+    return whole
 
 
 def save_weights(folder: Path, tensors: Mapping[str, Tensor], step: int) -> Path:

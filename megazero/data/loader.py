@@ -17,7 +17,7 @@ Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in th
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -158,18 +158,28 @@ class BatchLoader:
         return [self._dataset.micro_batch(*rows) for rows in zip(windows, ids, strict=True)]
 
 
-def validation_batches(dataset: WindowDataset, micro_batch: int, limit: int | None = None) -> Iterator[MicroBatch]:
-    """Windows 0, 1, 2 ... once each, in order, as micro-batches; the last one may have fewer rows.
+def validation_batches(
+    dataset: WindowDataset, micro_batch: int, limit: int | None = None, *, data_rank: int = 0, num_data: int = 1
+) -> Iterator[MicroBatch]:
+    """Windows 0, 1, 2 ... once each, in order, as micro-batches that go round the ranks; the last may have fewer rows.
+
+    Every rank gets as many: one without a last micro-batch gets one of which no target counts.
 
     Args:
         dataset: windows to read.
         micro_batch: rows of a micro-batch.
         limit: at most this many windows; None: all.
+        data_rank, num_data: this rank on the data axis, and its size.
     """
     num_windows = dataset.num_windows if limit is None else min(limit, dataset.num_windows)
-    for start in range(0, num_windows, micro_batch):
+    for first in range(0, num_windows, micro_batch * num_data):
+        start = first + data_rank * micro_batch
         windows = np.arange(start, min(start + micro_batch, num_windows))
-        yield dataset.micro_batch(windows, windows)
+        if len(windows):
+            yield dataset.micro_batch(windows, windows)
+        else:
+            batch = dataset.micro_batch(np.zeros(1, np.int64), np.zeros(1, np.int64))
+            yield replace(batch, valid_SB=torch.zeros_like(batch.valid_SB))
 
 
 def open_datasets(

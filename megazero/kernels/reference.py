@@ -78,29 +78,54 @@ def dropout_add(x: Tensor, residual: Tensor, keep: Tensor, drop: float) -> Tenso
     return residual + x * keep * (1.0 / (1.0 - drop))
 
 
-def cross_entropy_(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each row, -log softmax(logits)[target]; fp32 (fp64 for fp64 logits).
+def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """What the losses need of one part of the vocabulary: [3, N], fp32 (fp64 for fp64 logits).
 
-    Overwrites `logits_NV` with exp(logits - row maximum), which with the returned 1 / row sum is all that the
-    backward needs: no second matrix of the vocabulary's size ever exists. Returns (losses_N, 1 / row sums [N, 1]).
+    Of each row its maximum m, the sum of exp(logit - m), and the target's logit (-inf where the target lies outside
+    [0, V), in another part). Overwrites `logits_NV` with exp(logit - m), which is all that the backward needs: no
+    second matrix of the vocabulary's size ever exists.
     """
-    losses, inverse_sums = [], []
-    for logits, targets in zip(_slices(logits_NV), targets_N.split(_rows(logits_NV)), strict=True):
-        logits -= logits.amax(dim=-1, keepdim=True)
-        picked = logits.gather(1, targets[:, None])
-        sums = logits.exp_().sum(-1, keepdim=True, dtype=_wide_dtype(logits.dtype))
-        losses.append((sums.log() - picked).squeeze(1))
-        inverse_sums.append(sums.reciprocal_())
-    return torch.cat(losses), torch.cat(inverse_sums)
+    wide = _wide_dtype(logits_NV.dtype)
+    parts_3N = torch.empty(3, len(logits_NV), dtype=wide, device=logits_NV.device)
+    rows = _rows(logits_NV)
+    for logits, targets, (maxima, sums, picked) in zip(
+        _slices(logits_NV), targets_N.split(rows), (part.unbind() for part in parts_3N.split(rows, dim=1)), strict=True
+    ):
+        absent = (targets < 0) | (targets >= logits.shape[1])
+        own = logits.gather(1, targets.masked_fill(absent, 0)[:, None]).squeeze(1)
+        picked.copy_(own.masked_fill_(absent, -torch.inf))
+        # A part that is all padding has no maximum: a finite one makes its exponentials 0 rather than nan.
+        highest = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
+        maxima.copy_(highest)
+        logits -= highest[:, None]
+        sums.copy_(logits.exp_().sum(-1, dtype=wide))
+    return parts_3N
 
 
-def cross_entropy_backward_(
-    exponentials_NV: Tensor, inverse_sums_N1: Tensor, targets_N: Tensor, grad_N: Tensor
-) -> Tensor:
+def cross_entropy_merge(parts_T3N: Tensor, maxima_N: Tensor) -> tuple[Tensor, Tensor]:
+    """From the numbers of all parts the losses, and what one part's exponentials are to be multiplied by.
+
+    Args:
+        parts_T3N: `cross_entropy_parts_` of every part.
+        maxima_N: the maxima of one's own part.
+
+    Returns:
+        losses_N = log S + M - target's logit, and scales_N = exp(m - M) / S, so that softmax = exponentials x scale.
+    """
+    maxima_TN, sums_TN, picked_TN = parts_T3N.unbind(1)
+    highest_N = maxima_TN.amax(0)
+    sums_N = (sums_TN * (maxima_TN - highest_N).exp()).sum(0)
+    losses_N = sums_N.log() - (picked_TN.amax(0) - highest_N)
+    return losses_N, (maxima_N - highest_N).exp() / sums_N
+
+
+def cross_entropy_backward_(exponentials_NV: Tensor, scales_N: Tensor, targets_N: Tensor, grad_N: Tensor) -> Tensor:
     """Gradient of the logits, (softmax - onehot) * grad, written over the forward's exponentials."""
-    scale = (inverse_sums_N1 * grad_N[:, None]).to(exponentials_NV.dtype)
-    exponentials_NV *= scale
-    return exponentials_NV.scatter_add_(1, targets_N[:, None], -grad_N[:, None].to(exponentials_NV.dtype))
+    dtype = exponentials_NV.dtype
+    exponentials_NV *= (scales_N * grad_N)[:, None].to(dtype)
+    absent = (targets_N < 0) | (targets_N >= exponentials_NV.shape[1])
+    subtract = -grad_N.masked_fill(absent, 0.0).to(dtype)
+    return exponentials_NV.scatter_add_(1, targets_N.masked_fill(absent, 0)[:, None], subtract[:, None])
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megazero.kernels import reference as ops
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
 from megazero.model.step import Step
-from megazero.parallel.grid import Axis
+from megazero.parallel.regions import Region
 
 
 class Rotary:
@@ -32,8 +32,8 @@ class Rotary:
     def angles(self, step: Step, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of shape [S, B or 1, 1, d] in the dtype of `like_SBHd`."""
         positions = step.positions_SB
-        if positions is None:
-            positions = step.positions_S(like_SBHd.shape[0])[:, None]
+        if positions is None:  # attention sees the whole sequence, whatever part of it this rank holds outside
+            positions = torch.arange(like_SBHd.shape[0], device=like_SBHd.device)[:, None]
         dtype = torch.float64 if like_SBHd.dtype == torch.float64 else torch.float32
         exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
         angles = positions[..., None].to(dtype) * self.theta**-exponents
@@ -58,15 +58,15 @@ class Attention(nn.Module):
         bias: bool,
         rotary: Rotary | None,
         out_std: float,
-        tensor: Axis,
+        region: Region,
     ):
         super().__init__()
-        assert hidden % heads == 0 and heads % kv_heads == 0 and kv_heads % tensor.size == 0
+        assert hidden % heads == 0 and heads % kv_heads == 0 and kv_heads % region.axis.size == 0
         self.head_dim = hidden // heads
         self.queries_per_group = heads // kv_heads
         rows = kv_heads * (self.queries_per_group + 2) * self.head_dim
-        self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, tensor=tensor)
-        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, tensor=tensor)
+        self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
+        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region)
         self.rotary = rotary
 
     def forward(self, x_SBD: Tensor, step: Step) -> Tensor:

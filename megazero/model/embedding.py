@@ -10,41 +10,59 @@ import torch
 from torch import Tensor, nn
 
 from megazero.model.parameter import GradientSlot, declare, deliver_rows, slot_of
-from megazero.parallel.grid import Axis
+from megazero.parallel.regions import Region, leave
 
 INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
 
 
 class _Lookup(torch.autograd.Function):
-    """rows of a table; the backward adds each row's gradient where it came from."""
+    """rows of a table; the backward adds each row's gradient where it came from. Nothing for absent rows."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, indices: Tensor, slot: GradientSlot | None) -> Tensor:
-        ctx.save_for_backward(indices)
+    def forward(ctx: Any, table: Tensor, indices: Tensor, absent: Tensor | None, slot: GradientSlot | None) -> Tensor:
+        ctx.save_for_backward(indices, absent)
         ctx.shape, ctx.slot = table.shape, slot
-        return table[indices]
+        return _without(table[indices], absent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (indices,) = ctx.saved_tensors
+        indices, absent = ctx.saved_tensors
+        values = grads[0] if absent is None else _without(grads[0].clone(), absent)
         rows = indices.reshape(-1)
-        return deliver_rows(ctx.slot, ctx.shape, rows, grads[0].reshape(len(rows), -1)), None, None
+        return deliver_rows(ctx.slot, ctx.shape, rows, values.reshape(len(rows), -1)), None, None, None
 
 
-def lookup(table: nn.Parameter, indices: Tensor) -> Tensor:
-    """table[indices] for a table [rows, D]: [*indices.shape, D]."""
-    return _Lookup.apply(table, indices, slot_of(table))
+def _without(rows: Tensor, absent: Tensor | None) -> Tensor:
+    return rows if absent is None else rows.masked_fill_(absent[..., None], 0.0)
+
+
+def lookup(table: nn.Parameter, indices: Tensor, absent: Tensor | None = None) -> Tensor:
+    """table[indices] for a table [rows, D]: [*indices.shape, D].
+
+    Args:
+        absent: bool like `indices`, True where the row is not in this table: zeros come out, no gradient goes in.
+    """
+    return _Lookup.apply(table, indices, absent, slot_of(table))
 
 
 class TokenEmbedding(nn.Module):
-    """weight [vocab / tensor, hidden]; it decays, being the output projection's weight too when tied."""
+    """weight [vocab / tensor, hidden]; it decays, being the output projection's weight too when tied.
 
-    def __init__(self, vocab: int, hidden: int, *, tensor: Axis):
+    A rank looks up the ids whose rows it holds; the sum over the tensor axis has them all.
+    """
+
+    def __init__(self, vocab: int, hidden: int, *, region: Region):
         super().__init__()
-        self.weight = declare((vocab, hidden), std=INITIAL_STD, decay=True, axis=tensor)
+        self.weight = declare((vocab, hidden), std=INITIAL_STD, decay=True, axis=region.axis)
+        self.region = region
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
-        return lookup(self.weight, tokens_SB)
+        """[S, B, D], with sequence parallelism this rank's part of it."""
+        if self.region.axis.size == 1:  # spares two passes over the result
+            return lookup(self.weight, tokens_SB)
+        indices = tokens_SB - self.region.axis.rank * len(self.weight)
+        absent = (indices < 0) | (indices >= len(self.weight))
+        return leave(lookup(self.weight, indices.masked_fill(absent, 0), absent), self.region)
 
 
 class PositionEmbedding(nn.Module):

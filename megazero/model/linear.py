@@ -1,12 +1,16 @@
 """Linear layers that own their weight gradient.
 
-Shapes: N rows (sequence x batch), I inputs, O outputs of this rank.
+Shapes: N rows (sequence x batch), n rows of this rank's part of the residual stream (N, or N / t with sequence
+parallelism), I inputs, O outputs of this rank.
 
-    column   weight_OI   y_NO = x_NI weight^T + bias    the tensor axis splits O: each rank computes some outputs
-    row      weight_IO   y_NO = x_NI weight + bias      the tensor axis splits I: each rank computes a partial sum
+    column   weight_OI   y_NO = gather(x_nI) weight^T + bias    the tensor axis splits O: a rank computes some outputs
+    row      weight_IO   y_nO = sum(x_NI weight) + bias         the tensor axis splits I: a rank computes a partial sum
 
-Both keep the split dimension first. The backward of each is two products: dx for the layer below, and the weight's
-gradient, which goes straight into the parameter's gradient slot.
+Both keep the split dimension first. A column product leads into a tensor-parallel region, a row product out of it
+(`parallel/regions.py` has `gather` and `sum`). The backward of each is two products: dx for the layer below, and the
+weight's gradient, which goes straight into the parameter's gradient slot. A column product's dx must be summed over the
+tensor axis; the sum is under way while the weight's gradient is computed. With sequence parallelism only a rank's own
+part of x is kept for the backward, and gathered again while dx is computed (Korthikanti et al. 2022, section 4.2.2).
 """
 
 from typing import Any
@@ -15,33 +19,38 @@ import torch
 from torch import Tensor, nn
 
 from megazero.model.parameter import GradientSlot, declare, deliver, deliver_product, slot_of
-from megazero.parallel.grid import Axis
+from megazero.parallel.regions import Region
+
+Slots = tuple[tuple[GradientSlot | None, GradientSlot | None], ...]
 
 
-class _ColumnProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        weight_slot: GradientSlot | None,
-        bias_slot: GradientSlot | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
-        ctx.slots = weight_slot, bias_slot
-        ctx.has_bias = bias_O is not None
-        return x_NI @ weight_OI.T if bias_O is None else torch.addmm(bias_O, x_NI, weight_OI.T)
+class _ColumnProducts(torch.autograd.Function):
+    """Several products of one input, which is gathered and whose gradient is summed once for all of them."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_NO,) = grads
-        x_NI, weight_OI = ctx.saved_tensors
-        weight_slot, bias_slot = ctx.slots
-        grad_x = grad_NO @ weight_OI if ctx.needs_input_grad[0] else None
-        grad_weight = deliver_product(weight_slot, grad_NO.T, x_NI)
-        grad_bias = deliver(bias_slot, grad_NO.sum(0)) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+    def forward(ctx: Any, x_nI: Tensor, region: Region, slots: Slots, *matrices: Any) -> tuple[Tensor, ...]:
+        weights, biases = matrices[::2], matrices[1::2]
+        ctx.save_for_backward(x_nI, *weights)
+        ctx.region, ctx.slots, ctx.has_bias = region, slots, [bias is not None for bias in biases]
+        x_NI = region.gather(x_nI, "forward").wait()
+        return tuple(_product(x_NI, weight.T, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_nI, *weights = ctx.saved_tensors
+        gathering = ctx.region.gather(x_nI, "again")
+        summing = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0]
+            for grad_NO, weight_OI in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad_NO, weight_OI)
+            summing = ctx.region.sum(grad_x, "backward")
+        x_NI = gathering.wait()
+        delivered: list[Tensor | None] = []
+        for grad_NO, (weight_slot, bias_slot), has_bias in zip(grads, ctx.slots, ctx.has_bias, strict=True):
+            delivered.append(deliver_product(weight_slot, grad_NO.T, x_NI))
+            delivered.append(deliver(bias_slot, grad_NO.sum(0)) if has_bias else None)
+        return (None if summing is None else summing.wait(), None, None, *delivered)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -49,60 +58,77 @@ class _RowProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_NI: Tensor,
+        region: Region,
         weight_IO: Tensor,
         bias_O: Tensor | None,
         weight_slot: GradientSlot | None,
         bias_slot: GradientSlot | None,
     ) -> Tensor:
         ctx.save_for_backward(x_NI, weight_IO)
-        ctx.slots = weight_slot, bias_slot
-        ctx.has_bias = bias_O is not None
-        return x_NI @ weight_IO if bias_O is None else torch.addmm(bias_O, x_NI, weight_IO)
+        ctx.region, ctx.slots, ctx.has_bias = region, (weight_slot, bias_slot), bias_O is not None
+        # The first rank's partial sum brings the bias along, which costs no pass over the sum.
+        partial = _product(x_NI, weight_IO, bias_O if region.axis.rank == 0 else None)
+        return region.sum(partial, "forward").wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_NO,) = grads
+        grad_nO = grads[0].contiguous()
         x_NI, weight_IO = ctx.saved_tensors
         weight_slot, bias_slot = ctx.slots
+        gathering = ctx.region.gather(grad_nO, "backward")
+        grad_bias = deliver(bias_slot, grad_nO.sum(0)) if ctx.has_bias else None
+        grad_NO = gathering.wait()
         grad_x = grad_NO @ weight_IO.T if ctx.needs_input_grad[0] else None
         grad_weight = deliver_product(weight_slot, x_NI.T, grad_NO)
-        grad_bias = deliver(bias_slot, grad_NO.sum(0)) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, None, grad_weight, grad_bias, None, None
 
 
-def column_product(x: Tensor, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
-    """x weight^T + bias for x of shape [..., I]; returns [..., O]."""
+def _product(x_NI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_NI @ matrix_IO if bias_O is None else torch.addmm(bias_O, x_NI, matrix_IO)
+
+
+def column_products(
+    x: Tensor, region: Region, *matrices: tuple[nn.Parameter, nn.Parameter | None]
+) -> tuple[Tensor, ...]:
+    """gather(x) weight^T + bias for each (weight [O, I], bias [O] or None); x is [S or S / t, ..., I].
+
+    Returns one [S, ..., O] for each.
+    """
+    slots = tuple((slot_of(weight), None if bias is None else slot_of(bias)) for weight, bias in matrices)
+    flat = [tensor for pair in matrices for tensor in pair]
+    products = _ColumnProducts.apply(x.reshape(-1, x.shape[-1]), region, slots, *flat)
+    return tuple(y_NO.view(-1, *x.shape[1:-1], y_NO.shape[-1]) for y_NO in products)
+
+
+def row_product(x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
+    """sum(x weight) + bias for x of shape [S, ..., I]; returns [S or S / t, ..., O]."""
     bias_slot = None if bias_O is None else slot_of(bias_O)
-    y_NO = _ColumnProduct.apply(x.reshape(-1, x.shape[-1]), weight_OI, bias_O, slot_of(weight_OI), bias_slot)
-    return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
-
-
-def row_product(x: Tensor, weight_IO: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
-    """x weight + bias for x of shape [..., I]; returns [..., O]."""
-    bias_slot = None if bias_O is None else slot_of(bias_O)
-    y_NO = _RowProduct.apply(x.reshape(-1, x.shape[-1]), weight_IO, bias_O, slot_of(weight_IO), bias_slot)
-    return y_NO.view(*x.shape[:-1], y_NO.shape[-1])
+    flat = x.reshape(-1, x.shape[-1])
+    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, slot_of(weight_IO), bias_slot)
+    return y_nO.view(-1, *x.shape[1:-1], y_nO.shape[-1])
 
 
 class ColumnLinear(nn.Module):
     """Outputs split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, tensor: Axis):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()
-        self.weight = declare((outputs, inputs), std=std, decay=True, axis=tensor)
-        self.bias = declare((outputs,), axis=tensor) if bias else None
+        self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis)
+        self.bias = declare((outputs,), axis=region.axis) if bias else None
+        self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_product(x, self.weight, self.bias)
+        return column_products(x, self.region, (self.weight, self.bias))[0]
 
 
 class RowLinear(nn.Module):
     """Inputs split over the tensor axis: weight [inputs, outputs]; the bias [outputs] is whole on every rank."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, tensor: Axis):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()
-        self.weight = declare((inputs, outputs), std=std, decay=True, axis=tensor)
+        self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,)) if bias else None
+        self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_product(x, self.weight, self.bias)
+        return row_product(x, self.region, self.weight, self.bias)

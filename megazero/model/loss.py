@@ -1,8 +1,12 @@
-"""The loss of each token.
+"""The loss of each token, over a vocabulary that is split over the tensor axis.
 
 What training minimises is the sum over the valid tokens of the *global* batch divided by their count, so that the
 loss does not depend on how the batch was cut. A micro-batch therefore returns a sum, and whoever knows the global
-count divides (`zero/update.py`).
+count divides (`zero/engine.py`).
+
+No rank ever has the logits of the full vocabulary. Of each row a rank knows three numbers over its part: the maximum m,
+the sum s of exp(logit - m), and the target's logit where the target is its own. One all-gather of these three gives
+everybody M = max m, S = sum of s exp(m - M), and the loss log S + M - target's logit.
 """
 
 from typing import Any
@@ -11,31 +15,45 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import reference as ops
+from megazero.parallel.collectives import all_gather
+from megazero.parallel.grid import Axis
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Loss per row. The logits are overwritten, and their gradient takes their place."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        losses_N, inverse_sums_N1 = ops.cross_entropy_(logits_NV, targets_N)
-        ctx.save_for_backward(inverse_sums_N1, targets_N)
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, tensor: Axis) -> Tensor:
+        parts_3N = ops.cross_entropy_parts_(logits_NV, targets_N)
+        everyone_T3N = all_gather(parts_3N[None], tensor, "loss")
+        losses_N, scales_N = ops.cross_entropy_merge(everyone_T3N, parts_3N[0])
+        ctx.save_for_backward(scales_N, targets_N)
         # Not through save_for_backward: it is written in place, on purpose, and returned as the gradient.
         ctx.exponentials_NV = logits_NV
         return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inverse_sums_N1, targets_N = ctx.saved_tensors
+        scales_N, targets_N = ctx.saved_tensors
         exponentials_NV, ctx.exponentials_NV = ctx.exponentials_NV, None
-        return ops.cross_entropy_backward_(exponentials_NV, inverse_sums_N1, targets_N, grads[0]), None
+        return ops.cross_entropy_backward_(exponentials_NV, scales_N, targets_N, grads[0]), None, None
 
 
-def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
+def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vocab: int, tensor: Axis) -> Tensor:
     """-log softmax(logits)[target] in nats, 0 where a target is not valid: [S, B], fp32 (fp64 for fp64 logits).
 
     The logits are overwritten. Targets of invalid positions may hold anything.
+
+    Args:
+        logits_SBV: of this rank's rows of the vocabulary, padding included.
+        vocab: ids of the whole vocabulary; logits beyond it are padding.
+        tensor: the axis that the vocabulary is split over.
     """
-    targets_N = torch.where(valid_SB, targets_SB, 0).reshape(-1)
-    losses_N = _CrossEntropy.apply(logits_SBV.reshape(-1, logits_SBV.shape[-1]), targets_N)
+    rows = logits_SBV.shape[-1]
+    first = tensor.rank * rows
+    logits_NV = logits_SBV.reshape(-1, rows)
+    with torch.no_grad():
+        logits_NV[:, max(0, vocab - first) :] = -torch.inf
+    targets_N = torch.where(valid_SB, targets_SB, 0).reshape(-1) - first
+    losses_N = _CrossEntropy.apply(logits_NV, targets_N, tensor)
     return torch.where(valid_SB, losses_N.view_as(targets_SB), 0.0)

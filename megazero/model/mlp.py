@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
-from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.linear import ColumnLinear, RowLinear, column_products
 from megazero.model.parameter import GradientSlot, declare, deliver, slot_of
-from megazero.parallel.grid import Axis
+from megazero.parallel.regions import Region
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -34,11 +34,11 @@ class _BiasGelu(torch.autograd.Function):
 class GeluMlp(nn.Module):
     """down(gelu(up(x))). The first bias is added inside the activation, which saves a pass over its input."""
 
-    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis, ops: Operations):
+    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations):
         super().__init__()
-        self.up = ColumnLinear(hidden, ffn, bias=False, std=INITIAL_STD, tensor=tensor)
-        self.up_bias = declare((ffn,), axis=tensor) if bias else None
-        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, tensor=tensor)
+        self.up = ColumnLinear(hidden, ffn, bias=False, std=INITIAL_STD, region=region)
+        self.up_bias = declare((ffn,), axis=region.axis) if bias else None
+        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
         self.ops = ops
 
     def forward(self, x_SBD: Tensor) -> Tensor:
@@ -47,22 +47,24 @@ class GeluMlp(nn.Module):
 
 
 class SwigluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020). Gate and up share one way into the tensor-parallel region."""
 
-    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis):
+    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region):
         super().__init__()
-        self.gate = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, tensor=tensor)
-        self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, tensor=tensor)
-        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, tensor=tensor)
+        self.gate = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
+        self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
+        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        return self.down(reference.swiglu(self.gate(x_SBD), self.up(x_SBD)))
+        gate, up = self.gate, self.up
+        gate_SBF, up_SBF = column_products(x_SBD, gate.region, (gate.weight, gate.bias), (up.weight, up.bias))
+        return self.down(reference.swiglu(gate_SBF, up_SBF))
 
 
 def make_mlp(
-    kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, tensor: Axis, ops: Operations
+    kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations
 ) -> GeluMlp | SwigluMlp:
     """`kind` is "gelu" or "swiglu"."""
     if kind == "gelu":
-        return GeluMlp(hidden, ffn, bias=bias, out_std=out_std, tensor=tensor, ops=ops)
-    return SwigluMlp(hidden, ffn, bias=bias, out_std=out_std, tensor=tensor)
+        return GeluMlp(hidden, ffn, bias=bias, out_std=out_std, region=region, ops=ops)
+    return SwigluMlp(hidden, ffn, bias=bias, out_std=out_std, region=region)

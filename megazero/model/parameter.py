@@ -47,6 +47,7 @@ class Declaration:
         std: standard deviation of its initial normal values; 0 for a constant.
         mean: the constant added to them.
         decay: whether weight decay applies (matmul weights and the token embedding).
+        split: whether rows are split over the tensor axis; otherwise every rank of it holds them all.
         first_row: the logical row at which this rank's part begins.
         local_shape: this rank's part, padding rows included.
     """
@@ -55,6 +56,7 @@ class Declaration:
     std: float
     mean: float
     decay: bool
+    split: bool
     first_row: int
     local_shape: tuple[int, ...]
 
@@ -91,7 +93,7 @@ def declare(
     local_shape = (rows, *shape[1:])
     parameter = nn.Parameter(torch.empty(local_shape, device="meta"))
     first_row = rows * axis.rank if axis else 0
-    parameter.declaration = Declaration(shape, std, mean, decay, first_row, local_shape)  # type: ignore[attr-defined]
+    parameter.declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape)  # type: ignore[attr-defined]
     return parameter
 
 

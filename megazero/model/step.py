@@ -18,7 +18,7 @@ class Step:
     Attributes:
         step: the training step, counted from 0 (dropout masks depend on it).
         sample_ids_B: int64 global ids of the samples (dropout masks depend on them, not on ranks or rows).
-        sequence_offset: the first position this rank holds of the sequence.
+        sequence_offset: the first position of the residual stream that this rank holds (sequence parallelism).
         positions_SB: int64 positions of each token in its document, None when they are 0..S-1 for every sample.
         attend_B1SS: bool, True where query (row) may see key (column); None for plain causal attention.
         training: dropout acts only when True.
@@ -48,6 +48,12 @@ class Step:
         return replace(self, training=False)
 
     def positions_S(self, length: int) -> Tensor:
-        """int64 positions in the sequence (not the document) of the `length` tokens this rank holds."""
+        """int64 positions in the sequence of the `length` tokens of the residual stream that this rank holds."""
         start = self.sequence_offset
         return torch.arange(start, start + length, device=self.sample_ids_B.device)
+
+    def document_positions(self, length: int) -> Tensor:
+        """The same tokens' positions in their documents: int64 [length, B], or [length] where all start at 0."""
+        if self.positions_SB is None:
+            return self.positions_S(length)
+        return self.positions_SB[self.sequence_offset : self.sequence_offset + length]

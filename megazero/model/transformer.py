@@ -17,13 +17,14 @@ from megazero.model.attention import Attention, Rotary
 from megazero.model.block import Block
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
-from megazero.model.linear import column_product
+from megazero.model.linear import column_products
 from megazero.model.loss import token_losses
 from megazero.model.mlp import make_mlp
 from megazero.model.norm import LayerNorm, RMSNorm, make_norm
 from megazero.model.parameter import declare
 from megazero.model.step import Step
 from megazero.parallel.grid import Axis
+from megazero.parallel.regions import Region
 
 
 @dataclass(frozen=True)
@@ -53,31 +54,31 @@ class Shape:
 class Embedding(nn.Module):
     """Token embedding, plus learned positions where the model has them, then dropout."""
 
-    def __init__(self, shape: Shape, *, seed: int, tensor: Axis):
+    def __init__(self, shape: Shape, *, seed: int, region: Region):
         super().__init__()
-        self.tokens = TokenEmbedding(shape.vocab, shape.hidden, tensor=tensor)
+        self.tokens = TokenEmbedding(shape.vocab, shape.hidden, region=region)
         self.positions = PositionEmbedding(shape.seq_len, shape.hidden) if shape.position == "learned" else None
         self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0)
 
     def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
         x_SBD = self.tokens(tokens_SB)
         if self.positions is not None:
-            positions = step.positions_SB if step.positions_SB is not None else step.positions_S(len(tokens_SB))
-            x_SBD = x_SBD + self.positions(positions)
+            x_SBD = x_SBD + self.positions(step.document_positions(len(x_SBD)))
         return self.dropout(x_SBD, step)
 
 
 class Head(nn.Module):
     """Final norm and output projection; tied, the projection's weight is the token embedding's."""
 
-    def __init__(self, norm: LayerNorm | RMSNorm, weight_VD: nn.Parameter):
+    def __init__(self, norm: LayerNorm | RMSNorm, weight_VD: nn.Parameter, region: Region):
         super().__init__()
         self.norm = norm
         self.weight = weight_VD
+        self.region = region
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        """Logits [S, B, V]."""
-        return column_product(self.norm(x_SBD), self.weight, None)
+        """Logits [S, B, V] of this rank's part of the vocabulary."""
+        return column_products(self.norm(x_SBD), self.region, (self.weight, None))[0]
 
 
 class Transformer(nn.Module):
@@ -87,23 +88,25 @@ class Transformer(nn.Module):
         shape: the hyper-parameters.
         seed: of the run; initial weights and dropout masks depend on it and on names, nothing else.
         tensor: the axis that matrices and the vocabulary are split over.
+        sequence: between the matrices, the sequence is split over it too.
         ops: the kernels to use.
     """
 
-    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, ops: Operations):
+    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations):
         super().__init__()
-        self.shape = shape
-        self.embedding = Embedding(shape, seed=seed, tensor=tensor)
-        self.blocks = nn.ModuleList(_block(shape, i, seed=seed, tensor=tensor, ops=ops) for i in range(shape.layers))
-        self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps), self._head_weight(tensor))
+        self.shape, self.tensor = shape, tensor
+        embedding, block, head = (Region(tensor, sequence, name) for name in ("embedding", "block", "head"))
+        self.embedding = Embedding(shape, seed=seed, region=embedding)
+        self.blocks = nn.ModuleList(_block(shape, i, seed=seed, region=block, ops=ops) for i in range(shape.layers))
+        self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps), self._head_weight(), head)
 
-    def _head_weight(self, tensor: Axis) -> nn.Parameter:
+    def _head_weight(self) -> nn.Parameter:
         if self.shape.tie_embeddings:
             return self.embedding.tokens.weight
-        return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=tensor)
+        return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=self.tensor)
 
     def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
-        """Logits [S, B, V] of every next token."""
+        """Logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
         x_SBD = self.embedding(tokens_SB, step)
         for block in self.blocks:
             x_SBD = block(x_SBD, step)
@@ -111,7 +114,8 @@ class Transformer(nn.Module):
 
     def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: Step) -> Tensor:
         """Loss of each token in nats, 0 where not valid: [S, B]."""
-        return token_losses(self(tokens_SB, step), targets_SB, valid_SB)
+        logits_SBV = self(tokens_SB, step)
+        return token_losses(logits_SBV, targets_SB, valid_SB, vocab=self.shape.vocab, tensor=self.tensor)
 
     def units(self) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
         """(unit name, its (full parameter name, parameter) pairs) in forward order: what is sharded together.
@@ -130,7 +134,7 @@ class Transformer(nn.Module):
         return [(name, members) for name, members in units if members]
 
 
-def _block(shape: Shape, layer: int, *, seed: int, tensor: Axis, ops: Operations) -> Block:
+def _block(shape: Shape, layer: int, *, seed: int, region: Region, ops: Operations) -> Block:
     # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
     out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
     head_dim = shape.hidden // shape.heads
@@ -141,13 +145,13 @@ def _block(shape: Shape, layer: int, *, seed: int, tensor: Axis, ops: Operations
         bias=shape.bias,
         rotary=Rotary(head_dim, shape.rope_theta) if shape.position == "rotary" else None,
         out_std=out_std,
-        tensor=tensor,
+        region=region,
     )
     return Block(
         make_norm(shape.norm, shape.hidden, shape.norm_eps),
         attention,
         make_norm(shape.norm, shape.hidden, shape.norm_eps),
-        make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, tensor=tensor, ops=ops),
+        make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, region=region, ops=ops),
         (
             Dropout(shape.dropout, seed=seed, layer=layer, site=0),
             Dropout(shape.dropout, seed=seed, layer=layer, site=1),

@@ -9,6 +9,7 @@ import torch
 from megazero.observe.metrics import Interval, Row, memory_peak_bytes
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
+from megazero.parallel.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,13 @@ class Recorder:
         sinks: where rows go.
         profile: the profiler, on or off.
         work: what a step amounts to.
+        ledger: what this rank sends.
     """
 
-    def __init__(self, sinks: Sinks, profile: Profile, work: Work):
-        self._sinks, self._profile, self._work = sinks, profile, work
+    def __init__(self, sinks: Sinks, profile: Profile, work: Work, ledger: Ledger):
+        self._sinks, self._profile, self._work, self._ledger = sinks, profile, work, ledger
         self._interval = Interval()
+        self._sent = 0
 
     def start(self) -> None:
         """The first step begins now: what was built before is not training time."""
@@ -60,8 +63,10 @@ class Recorder:
     @contextmanager
     def step(self, done: int) -> Iterator[None]:
         """Around step number `done` (from 1)."""
+        before = self._ledger.bytes_sent
         with self._profile.step(done):
             yield
+        self._sent = self._ledger.bytes_sent - before
         self._interval.add_step(self._work.tokens_per_step)
 
     def aside(self) -> AbstractContextManager[None]:
@@ -86,7 +91,7 @@ class Recorder:
             tflops_per_device=rates.tflops_per_device,
             mfu=rates.mfu,
             memory_peak_bytes=memory_peak_bytes(work.device),
-            comm_bytes=0,
+            comm_bytes=self._sent,
         )
         self._sinks.row(row.as_dict())
         self._interval.restart()

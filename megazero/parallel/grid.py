@@ -1,27 +1,44 @@
-"""The axes of the grid of ranks.
+"""The grid of ranks: pipeline x data x tensor, the tensor axis fastest.
 
-A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1 is the identity: the
-same code runs, and every region, reduction and slice along it leaves what it gets as it is.
+    rank = (pipeline rank x data size + data rank) x tensor size + tensor rank
 
-Words: an *axis* is a direction of the grid (tensor, pipeline, data), a *dim* one of a tensor.
+so that the ranks that talk most, those of one tensor axis, are neighbours on one host. A layer, a unit or a loader
+receives the axes it uses, never the whole grid. An axis of size 1 is the identity: the same code runs, and every
+region, reduction and slice along it leaves what it gets as it is.
+
+Words: an *axis* is a direction of the grid, a *dim* one of a tensor.
 """
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megazero.errors import UserError
+from megazero.parallel.wire import Wire
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Axis:
     """One direction of the grid as one rank sees it.
 
     Attributes:
-        name: "tensor", "pipeline" or "data".
+        name: "tensor", "pipeline", "data" or "world".
         size: how many ranks lie along it.
         rank: this rank's place, 0 <= rank < size.
+        first, stride: the global ranks along it are first, first + stride, ...
+        group: the process group of these ranks; None where nothing is ever sent (one rank, a model on meta).
+        wire: how this rank talks; shared by all its axes.
     """
 
     name: str
     size: int = 1
     rank: int = 0
+    first: int = 0
+    stride: int = 1
+    group: dist.ProcessGroup | None = None
+    wire: Wire = field(default_factory=Wire)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"{self.name}: rank {self.rank} outside an axis of {self.size}"
@@ -29,3 +46,59 @@ class Axis:
     def shard(self, total: int) -> int:
         """How many of `total` rows one rank holds; the last ranks' rows may be padding (`total` rounded up)."""
         return -(-total // self.size)
+
+    @property
+    def ranks(self) -> range:
+        """The global ranks along the axis."""
+        return range(self.first, self.first + self.size * self.stride, self.stride)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All axes of one rank; `world` runs through every rank."""
+
+    tensor: Axis
+    data: Axis
+    pipeline: Axis
+    world: Axis
+
+
+def data_size(world: int, tensor: int, pipeline: int) -> int:
+    """What remains of the world for the data axis.
+
+    Raises:
+        UserError: 106, nothing whole remains.
+    """
+    if world % (tensor * pipeline):
+        what = "expected world % (parallel.tensor * parallel.pipeline) == 0, "
+        what += f"got {world} % ({tensor} * {pipeline}) = {world % (tensor * pipeline)}"
+        raise UserError(106, what, "start another number of ranks, or change parallel.tensor or parallel.pipeline")
+    return world // (tensor * pipeline)
+
+
+def single(wire: Wire | None = None) -> Grid:
+    """The grid of a run of one process."""
+    wire = wire or Wire()
+    tensor, data, pipeline, world = (Axis(name, wire=wire) for name in ("tensor", "data", "pipeline", "world"))
+    return Grid(tensor, data, pipeline, world)
+
+
+def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Grid:
+    """The grid over the default process group, on torch's device mesh. Every rank calls it.
+
+    Raises:
+        UserError: 106, see `data_size`.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = (pipeline, data_size(world, tensor, pipeline), tensor)
+    with warnings.catch_warnings():  # torch notes on CPU-only builds that groups of one rank are not needed
+        warnings.simplefilter("ignore", UserWarning)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+    strides = {"pipeline": sizes[1] * sizes[2], "data": sizes[2], "tensor": 1}
+    axes = {}
+    for name, size in zip(strides, sizes, strict=True):
+        place = rank // strides[name] % size
+        group = mesh.get_group(name) if size > 1 else None
+        axes[name] = Axis(name, size, place, rank - place * strides[name], strides[name], group, wire)
+    world_group = dist.group.WORLD if world > 1 else None
+    return Grid(axes["tensor"], axes["data"], axes["pipeline"], Axis("world", world, rank, 0, 1, world_group, wire))

@@ -1,30 +1,75 @@
-"""Where a process stands in the world: the only file that reads rank and size from the environment."""
+"""Where a process stands in the world: the only file that reads the environment.
+
+Three ways to start a run, told apart by what they leave in the environment:
+
+    torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    srun          SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, the step's nodes, the job's id
+    train.py      nothing: it starts the local ranks itself (`spawn.py`)
+"""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megazero.errors import UserError
+from megazero.parallel.board import Board, Seat
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
 DO = "unset them or start through torchrun"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, as one of them sees it."""
+    """All ranks of a run, as one of them sees it.
+
+    Attributes:
+        rank, size: of this process, and of the run.
+        local_rank: of this process on its host.
+        launcher: "torchrun", "srun", "local" (a parent of ours), or "" for a single process.
+    """
 
     rank: int
     size: int
     local_rank: int
+    launcher: str = ""
 
     @property
     def device(self) -> torch.device:
         """This rank's GPU, or the CPU where there is none."""
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A process' place: in the world, on the board, and the file to meet the others at if a local parent gave one."""
+
+    world: World
+    seat: Seat
+    store: Path | None = None
+
+    @classmethod
+    def of(cls, world: World) -> "Place":
+        """The place of a process that no parent of ours started; its seat is its own for now."""
+        seat = Board.private().seat(0)
+        seat.take()
+        return cls(world, seat)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of an srun step meet: rank 0's address, and the interface it listens on, if one is named."""
+
+    host: str
+    port: int
+    interface: str | None
 
 
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
@@ -33,9 +78,13 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
     One process where neither did. Values that are no place in a world, or only some of torchrun's three, are a
     UserError 111: ranks that each took themselves for the whole run would write into one folder.
     """
-    for names in (TORCHRUN, SLURM):
+    for launcher, names in (("torchrun", TORCHRUN), ("srun", SLURM)):
         if all(name in environment for name in names):
-            return _world(names, environment)
+            world = _world(names, environment, launcher)
+            lacking = [n for n in MEETING if n not in environment]
+            if launcher == "torchrun" and world.size > 1 and lacking:
+                raise UserError(111, f"WORLD_SIZE={world.size}, but {' and '.join(lacking)} not set", DO)
+            return world
     given = [name for name in TORCHRUN if name in environment]
     if "WORLD_SIZE" in given or "RANK" in given:
         missing = [name for name in TORCHRUN if name not in environment]
@@ -43,9 +92,76 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
     return World(rank=0, size=1, local_rank=0)
 
 
-def _world(names: tuple[str, str, str], environment: Mapping[str, str]) -> World:
+def local_size(asked: int | None, tensor: int, pipeline: int) -> int:
+    """How many ranks to start on this machine: what was asked for, else one per GPU, else tensor x pipeline."""
+    return asked or torch.cuda.device_count() or tensor * pipeline
+
+
+def meeting_of_step(environment: Mapping[str, str] = os.environ) -> Meeting:
+    """Where the ranks of an srun step meet; the same on every rank, whatever the job is.
+
+    MASTER_ADDR and MASTER_PORT where the batch script sets them. Else the step's first node, and a port made of the
+    job's id (an array's task has one of its own), the number of times it was requeued, and the step: an earlier
+    attempt that still holds its port is not in the way, nor is another step of the same job.
+
+    Raises:
+        UserError: 111, no node list or job id, or a value that makes no sense.
+    """
+    host = environment.get("MASTER_ADDR")
+    if host is None:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+        if not nodes:
+            raise UserError(111, "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set", "set MASTER_ADDR to a host name")
+        host = first_host(nodes)
+    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
+    if port is None:
+        job, restart, step = (
+            _number(environment, name, default)
+            for name, default in (("SLURM_JOB_ID", None), ("SLURM_RESTART_COUNT", 0), ("SLURM_STEP_ID", 0))
+        )
+        port = _FIRST_PORT + (job + 101 * restart + 1009 * step) % _NUM_PORTS
+    return Meeting(host, port, interface_of(environment))
+
+
+def interface_of(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The network interface that the user named, if any. Lists and exclusions (NCCL's "^docker") name none."""
+    named = [environment[name] for name in INTERFACES if re.fullmatch(r"[\w.:-]+", environment.get(name, ""))]
+    return named[0] if named else None
+
+
+def stay_on(interface: str, environment=os.environ) -> None:
+    """Backends that have not been told where to listen listen on `interface`."""
+    for name in INTERFACES:
+        environment.setdefault(name, interface)
+
+
+def threads_for(size: int) -> int | None:
+    """Threads of each of `size` ranks that share this machine's cores; None where OMP_NUM_THREADS decides."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of SLURM's node list: node[003-007,9],gpu1 -> node003."""
+    found = re.match(r"([^,\[\]]*)(?:\[([^\]]*)\])?([^,\[\]]*)", nodes)
+    assert found is not None, "every part may be empty"
+    prefix, ranges, suffix = found.groups()
+    return prefix + (re.split("[,-]", ranges)[0] if ranges else "") + suffix
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        got = "is not set" if text is None else f"is {text}"
+        raise UserError(111, f"{name} {got}, expected a number", "set MASTER_ADDR and MASTER_PORT")
+    return int(text)
+
+
+def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher: str) -> World:
     try:
-        world = World(*(int(environment[name]) for name in names))
+        rank, size, local_rank = (int(environment[name]) for name in names)
+        world = World(rank, size, local_rank, launcher)
     except ValueError:
         world = None
     if world is None or not 0 <= world.rank < world.size or world.local_rank < 0:

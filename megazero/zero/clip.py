@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.operations import Operations
+from megazero.parallel.collectives import all_reduce
+from megazero.parallel.grid import Axis
 from megazero.zero.unit import Unit
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(units: list[Unit], ops: Operations) -> Tensor:
-    """Sum of squared gradients of each unit: fp64 [units]."""
-    return torch.stack([ops.sum_of_squares(unit.gradients) for unit in units])
+def unit_squares(units: list[Unit], ops: Operations, tensor: Axis) -> Tensor:
+    """Sum of squared gradients of each unit over the whole model: fp64 [units], the same on every rank.
+
+    The tail of a unit is whole on every rank of the tensor axis; the first one counts it.
+    """
+    squares = [ops.sum_of_squares(u.gradients if tensor.rank == 0 else u.gradients[: u.layout.tail]) for u in units]
+    return all_reduce(torch.stack(squares), tensor, "norm")
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

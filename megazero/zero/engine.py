@@ -5,6 +5,10 @@ only when the last micro-batch has been seen, and nobody waits for it: backward 
 length), a constant, and the factor constant / count multiplies the unscaling that Adam does anyway. A step without a
 valid token is skipped: it consumes its batch and changes nothing.
 
+The data axis holds replicas: at the end of a step their gradients are summed. Under sequence parallelism a rank of the
+tensor axis has seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one
+all-reduce of each tail completes them.
+
 Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there;
 the host reads it later (`StepResult`). Once loss or norm were not finite the flag stays up, so no later update can
 happen before the host has noticed.
@@ -17,6 +21,8 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.operations import Operations
+from megazero.parallel.collectives import all_reduce
+from megazero.parallel.grid import Axis
 from megazero.zero.clip import clip_factor, unit_squares
 from megazero.zero.optimizer import AdamW
 from megazero.zero.unit import Unit
@@ -43,6 +49,21 @@ class StepResult:
     squares: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Over which ranks a step is spread.
+
+    Attributes:
+        data: ranks with other samples.
+        tensor: ranks with other parts of the matrices.
+        sequence: gradients of what is whole over the tensor axis are partial there.
+    """
+
+    data: Axis
+    tensor: Axis
+    sequence: bool
+
+
 class Engine:
     """Gradients and update of one rank's units.
 
@@ -51,43 +72,58 @@ class Engine:
         optimizer: over the same units.
         clip: the largest global gradient norm let through; 0 for no clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
+        spread: the ranks that share the step.
         ops: the kernels to use.
     """
 
-    def __init__(self, units: list[Unit], optimizer: AdamW, *, clip: float, tokens_per_step: int, ops: Operations):
-        self.units, self.optimizer, self.ops = units, optimizer, ops
+    def __init__(
+        self,
+        units: list[Unit],
+        optimizer: AdamW,
+        *,
+        clip: float,
+        tokens_per_step: int,
+        spread: Spread,
+        ops: Operations,
+    ):
+        self.units, self.optimizer, self.spread, self.ops = units, optimizer, spread, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].parameters.device
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._valid = torch.zeros((), dtype=torch.int64, device=device)
+        # Sum of losses and count of valid tokens: one tensor, so that both are summed over ranks at once. Counts are
+        # exact in fp64 up to 2^53.
+        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
     def begin_step(self) -> None:
-        self._loss_sum.zero_()
-        self._valid.zero_()
+        self._totals.zero_()
         for unit in self.units:
             unit.begin_step()
 
     def backward(self, losses_SB: Tensor, valid_SB: Tensor) -> None:
         """Adds one micro-batch: its token losses (0 where not valid) go into the step's loss and gradients."""
-        self._loss_sum += losses_SB.detach().sum(dtype=torch.float64)
-        self._valid += valid_SB.sum()
+        self._totals[0] += losses_SB.detach().sum(dtype=torch.float64)
+        self._totals[1] += valid_SB.sum()
         (losses_SB.sum() / self.tokens_per_step).backward()
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
-        for unit in self.units:
+        spread = self.spread
+        for unit in reversed(self.units):
             unit.close_gradients()
-        squares = unit_squares(self.units, self.ops)
-        factor = self.tokens_per_step / self._valid.to(torch.float64)
+            all_reduce(unit.gradients, spread.data, "gradients")
+            if spread.sequence and unit.layout.tail < unit.layout.numel:
+                all_reduce(unit.gradients[unit.layout.tail :], spread.tensor, "tail")
+        squares = unit_squares(self.units, self.ops, spread.tensor)
+        loss_sum, valid = all_reduce(self._totals, spread.data, "loss").unbind()
+        factor = self.tokens_per_step / valid
         norm = squares.sum().sqrt() * factor
-        loss = self._loss_sum / self._valid
-        empty = self._valid == 0
+        loss = loss_sum / valid
+        empty = valid == 0
         finite = (torch.isfinite(norm) & torch.isfinite(loss)) | empty
         self._halted |= ~finite
         skipped = self._halted | empty
         self.optimizer.update(lr=lr, scale=factor * clip_factor(norm, self.clip), skip=skipped)
-        return StepResult(loss, norm, self._valid.clone(), skipped, finite, squares)
+        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, squares)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(full name, values of this rank's part) of every parameter, in unit order."""

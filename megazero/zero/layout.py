@@ -1,9 +1,16 @@
 """Where each parameter lies in its unit's flat buffer.
 
 A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters that decay come
-first, then the rest, each group in the model's order, so that
+first, then the rest, and of these last the ones that every rank of the tensor axis holds whole (norms, biases of row
+weights, learned positions), each group in the model's order:
+
+    | decayed | not decayed, split over the tensor axis | not decayed, whole: the tail |
+
+so that
 
 - Adam is at most one fused call for each weight-decay value,
+- with sequence parallelism, where a rank has seen only its own tokens of what the tail's gradients sum up, one
+  all-reduce of the tail over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
 - any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
   grid is read on another by the overlap of intervals.
@@ -14,11 +21,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter before it has a place: full name, this rank's shape, whether weight decay applies."""
+    """A parameter before it has a place: full name, this rank's shape, whether it decays, whether it is split."""
 
     name: str
     shape: tuple[int, ...]
     decay: bool
+    split: bool
 
     @property
     def numel(self) -> int:
@@ -46,11 +54,13 @@ class UnitLayout:
         name: of the unit, for messages and profiles.
         intervals: every parameter once, in buffer order.
         decayed: elements [0, decayed) decay, [decayed, numel) do not.
+        tail: elements [tail, numel) are whole on every rank of the tensor axis.
     """
 
     name: str
     intervals: tuple[Interval, ...]
     decayed: int
+    tail: int
 
     @property
     def numel(self) -> int:
@@ -59,9 +69,12 @@ class UnitLayout:
 
 def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
     """Places the entries of one unit one behind the other, decayed ones first."""
-    ordered = sorted(entries, key=lambda entry: not entry.decay)  # stable: the model's order within each group
+    assert all(entry.split or not entry.decay for entry in entries), "what decays is a matrix, and split"
+    # sorted is stable: the model's order within each group
+    ordered = sorted(entries, key=lambda entry: (not entry.decay, not entry.split))
     intervals, start = [], 0
     for entry in ordered:
         intervals.append(Interval(entry.name, entry.shape, start, start + entry.numel))
         start += entry.numel
-    return UnitLayout(name, tuple(intervals), decayed=sum(entry.numel for entry in entries if entry.decay))
+    decayed = sum(entry.numel for entry in entries if entry.decay)
+    return UnitLayout(name, tuple(intervals), decayed, tail=sum(entry.numel for entry in entries if entry.split))

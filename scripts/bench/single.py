@@ -23,7 +23,8 @@ from megazero.build import build_model, build_units
 from megazero.config import Batch, Config, Model, resolved
 from megazero.kernels.choice import choose
 from megazero.model.step import Step
-from megazero.zero.engine import Engine
+from megazero.parallel.grid import single
+from megazero.zero.engine import Engine, Spread
 from megazero.zero.optimizer import AdamW
 from scripts.bench.harness import Comparison, System, compare, dump, report, table
 from scripts.bench.plain_gpt import PlainGPT
@@ -75,7 +76,9 @@ def our_step(model: str, kernels: str) -> Callable[[], float]:
     units = build_units(transformer, seed=0, dtype=torch.float32, device=torch.device("cpu"))
     tokens_per_step = config.batch.global_ * SEQ_LEN
     optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    engine = Engine(units, optimizer, clip=CLIP, tokens_per_step=tokens_per_step, ops=ops)
+    grid = single()
+    spread = Spread(grid.data, grid.tensor, sequence=False)
+    engine = Engine(units, optimizer, clip=CLIP, tokens_per_step=tokens_per_step, spread=spread, ops=ops)
     batches = random_batches(config.batch.micro)
     step_number = iter(range(1 << 30))
 

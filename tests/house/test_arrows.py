@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "data": {"parallel"},
     "observe": {"parallel"},
     # the roof
-    "validation": {"data"},
+    "validation": {"data", "parallel"},
     "trainer": {"zero", "data", "observe", "checkpoint", "learning_rate", "parallel", "validation"},
     "explain": {"config", "config_file", "capability", "plan"},
     "generate": {"build", "model", "data", "checkpoint", "config", "config_file", "run_folder"},

@@ -64,12 +64,29 @@ def test_cross_entropy_and_its_gradient(rows: int, scale: float) -> None:
     grad = doubles(rows, seed=2)
     expected = F.cross_entropy(logits, targets, reduction="none")
     expected.backward(grad)
-    work = logits.detach().clone()
-    losses, inverse_sums = ops.cross_entropy_(work, targets)
-    assert torch.allclose(losses, expected, rtol=1e-12, atol=1e-12)
-    found = ops.cross_entropy_backward_(work, inverse_sums, targets, grad)
-    assert found.data_ptr() == work.data_ptr()  # in place: no second matrix of the vocabulary's size
-    assert torch.allclose(found, logits.grad, rtol=1e-10, atol=1e-13)
+    for cuts in ([1000], [400, 600], [1, 998, 1]):
+        works = [part.contiguous() for part in logits.detach().clone().split(cuts, dim=1)]
+        local = [targets - sum(cuts[:i]) for i in range(len(cuts))]
+        parts = [ops.cross_entropy_parts_(work, t) for work, t in zip(works, local, strict=True)]
+        found = []
+        for work, part, t in zip(works, parts, local, strict=True):
+            losses, scales = ops.cross_entropy_merge(torch.stack(parts), part[0])
+            assert torch.allclose(losses, expected, rtol=1e-12, atol=1e-12)
+            found.append(ops.cross_entropy_backward_(work, scales, t, grad))
+            assert found[-1].data_ptr() == work.data_ptr()  # in place: no second matrix of the vocabulary's size
+        assert torch.allclose(torch.cat(found, dim=1), logits.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_cross_entropy_of_a_part_that_is_all_padding() -> None:
+    logits, targets = doubles(5, 6), torch.tensor([0, 5, 2, 3, 1])
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    padding = torch.full((5, 3), -torch.inf, dtype=torch.float64)
+    parts = [ops.cross_entropy_parts_(logits.clone(), targets), ops.cross_entropy_parts_(padding, targets - 6)]
+    losses, scales = ops.cross_entropy_merge(torch.stack(parts), parts[1][0])
+    assert torch.allclose(losses, expected, rtol=1e-13)
+    assert torch.equal(
+        ops.cross_entropy_backward_(padding, scales, targets - 6, torch.ones(5).double()), 0 * logits[:, :3]
+    )
 
 
 def test_sum_of_squares_does_not_depend_on_the_cut() -> None:

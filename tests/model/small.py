@@ -32,9 +32,17 @@ LLAMA = replace(
 )
 
 
-def make(shape: Shape, dtype: torch.dtype, *, seed: int = 0, ops: Operations = REFERENCE) -> Transformer:
-    """The model with its initial values."""
-    model = Transformer(shape, seed=seed, tensor=Axis("tensor"), ops=ops)
+def make(
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    ops: Operations = REFERENCE,
+    tensor: Axis | None = None,
+    sequence: bool = False,
+) -> Transformer:
+    """The model, or a tensor rank's part of it, with its initial values."""
+    model = Transformer(shape, seed=seed, tensor=tensor or Axis("tensor"), sequence=sequence, ops=ops)
     for name, parameter in list(model.named_parameters()):
         declaration = declaration_of(parameter)
         values = declaration.initial(seed, name, 0, declaration.local_numel)

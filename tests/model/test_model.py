@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.model.dropout import Dropout
 from megazero.model.parameter import declaration_of, declare, named_declarations
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
@@ -173,11 +174,22 @@ def test_whole_model_against_finite_differences() -> None:
             assert abs(slope - (found[name] * direction).sum()) <= 1e-6 * max(1.0, abs(slope)), name
 
 
-def test_rotary_angles_are_kept_apart_from_the_sequence_offset() -> None:
-    """A rank that holds positions 8..15 rotates them as positions 8..15."""
+def test_attention_rotates_the_whole_sequence_whatever_part_a_rank_holds_outside() -> None:
     model = make(LLAMA, torch.float64)
     rotary = model.blocks[0].attention.rotary
     like = torch.zeros(16, 1, 2, 12, dtype=torch.float64)
     whole = rotary.angles(step_of(1), like)
-    part = rotary.angles(replace(step_of(1), sequence_offset=8), like[8:])
-    assert all(torch.equal(a[8:], b) for a, b in zip(whole, part, strict=True))
+    part = rotary.angles(replace(step_of(1), sequence_offset=8), like)
+    assert all(torch.equal(a, b) for a, b in zip(whole, part, strict=True))
+
+
+def test_masks_and_positions_of_a_part_of_the_sequence_are_those_of_the_whole() -> None:
+    """A rank that holds positions 8..15 of the residual stream draws the masks of positions 8..15."""
+    dropout = Dropout(0.3, seed=3, layer=1, site=0)
+    whole, part = step_of(4, step=7), replace(step_of(4, step=7), sequence_offset=8)
+    x = torch.zeros(16, 4, 40)
+    assert torch.equal(dropout.mask(x, whole)[8:], dropout.mask(x[8:], part))
+    assert torch.equal(whole.document_positions(16)[8:], part.document_positions(8))
+    positions_SB = torch.arange(64).view(16, 4)
+    whole, part = (replace(step, positions_SB=positions_SB) for step in (whole, part))
+    assert torch.equal(whole.document_positions(16)[8:], part.document_positions(8))

@@ -8,7 +8,8 @@ from megazero.parallel.launch import World, world_from_environment
 
 
 def torchrun(rank: object, size: object, local: object) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local)}
+    there = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local)} | there
 
 
 def srun(rank: object, size: object, local: object) -> dict[str, str]:
@@ -19,10 +20,10 @@ def srun(rank: object, size: object, local: object) -> dict[str, str]:
     ("environment", "world"),
     [
         ({}, World(0, 1, 0)),
-        (torchrun(0, 1, 0), World(0, 1, 0)),
-        (torchrun(5, 8, 1), World(5, 8, 1)),
-        (srun(3, 4, 0), World(3, 4, 0)),
-        (srun(3, 4, 0) | torchrun(5, 8, 1), World(5, 8, 1)),  # torchrun inside srun: the inner one counts
+        (torchrun(0, 1, 0), World(0, 1, 0, "torchrun")),
+        (torchrun(5, 8, 1), World(5, 8, 1, "torchrun")),
+        (srun(3, 4, 0), World(3, 4, 0, "srun")),
+        (srun(3, 4, 0) | torchrun(5, 8, 1), World(5, 8, 1, "torchrun")),  # torchrun inside srun: the inner one counts
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0)),  # salloc's shell, not a task of srun
         ({"LOCAL_RANK": "0"}, World(0, 1, 0)),
     ],

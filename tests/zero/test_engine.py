@@ -9,21 +9,22 @@ from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
 from megazero.zero.clip import clip_factor
-from megazero.zero.engine import Engine
+from megazero.zero.engine import Engine, Spread
 from megazero.zero.optimizer import AdamW
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")
+ALONE = Spread(Axis("data"), Axis("tensor"), sequence=False)
 
 
 def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str = "reference"):
     ops = choose(kernels, CPU, dtype)
-    model = Transformer(shape, seed=0, tensor=Axis("tensor"), ops=ops)
+    model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=ops)
     units = build_units(model, seed=0, dtype=dtype, device=CPU)
     optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    return model, Engine(units, optimizer, clip=clip, tokens_per_step=rows * shape.seq_len, ops=ops)
+    return model, Engine(units, optimizer, clip=clip, tokens_per_step=rows * shape.seq_len, spread=ALONE, ops=ops)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
@@ -140,7 +141,11 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
         units = []
         start = 0
         for number, length in enumerate(cuts):
-            unit = Unit(lay_out(str(number), [Entry(f"p{number}", (length,), True)]), dtype=torch.float32, device=CPU)
+            unit = Unit(
+                lay_out(str(number), [Entry(f"p{number}", (length,), decay=True, split=True)]),
+                dtype=torch.float32,
+                device=CPU,
+            )
             unit.parameters.copy_(values[start : start + length])
             units.append(unit)
             start += length

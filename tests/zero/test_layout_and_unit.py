@@ -10,8 +10,15 @@ from megazero.zero.unit import GradientView
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")
+KINDS = [(True, True), (False, True), (False, False)]  # (decay, split): what decays is a matrix, and split
 entries = st.lists(
-    st.builds(Entry, st.uuids().map(str), st.tuples(st.integers(1, 9), st.integers(1, 9)), st.booleans()), min_size=1
+    st.builds(
+        lambda name, shape, kind: Entry(name, shape, *kind),
+        st.uuids().map(str),
+        st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        st.sampled_from(KINDS),
+    ),
+    min_size=1,
 )
 
 
@@ -22,14 +29,14 @@ def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry
     ends = [0, *(i.stop for i in layout.intervals)]
     assert [i.start for i in layout.intervals] == ends[:-1]
     assert layout.numel == sum(e.numel for e in given_entries) == ends[-1]
-    decays = {e.name: e.decay for e in given_entries}
+    kinds = {e.name: (e.decay, e.split) for e in given_entries}
     for interval in layout.intervals:
-        assert (interval.stop <= layout.decayed) == decays[interval.name]
+        assert (interval.stop <= layout.decayed, interval.stop <= layout.tail) == kinds[interval.name]
         assert interval.stop - interval.start == torch.Size(interval.shape).numel()
-    # the model's order is kept within both groups
-    for group in (True, False):
-        names = [e.name for e in given_entries if e.decay == group]
-        assert [i.name for i in layout.intervals if decays[i.name] == group] == names
+    # the model's order is kept within each group
+    for kind in KINDS:
+        names = [e.name for e in given_entries if (e.decay, e.split) == kind]
+        assert [i.name for i in layout.intervals if kinds[i.name] == kind] == names
 
 
 def built(shape, dtype=torch.float64):
@@ -37,7 +44,7 @@ def built(shape, dtype=torch.float64):
     from megazero.model.transformer import Transformer
     from megazero.parallel.grid import Axis
 
-    model = Transformer(shape, seed=0, tensor=Axis("tensor"), ops=REFERENCE)
+    model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
     return model, build_units(model, seed=0, dtype=dtype, device=CPU)
 
 

@@ -1,0 +1,47 @@
+"""What one rank finds out alone, all must know before anyone acts on it.
+
+A rank that raises while the others go on leaves them waiting in their next operation. So whatever may fail on some
+ranks only (files, packages, disks) is done inside `agree`: every rank learns how it went everywhere, and either all
+have their result or all stop; the lowest rank that failed says why.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megazero.errors import UserError
+from megazero.parallel.collectives import all_gather
+from megazero.parallel.grid import Axis
+
+T = TypeVar("T")
+
+
+class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
+    """Another rank has raised, and says why."""
+
+    def __init__(self, rank: int, code: int):
+        super().__init__(code, f"stopped, because rank {rank} failed")
+
+
+def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
+    """`action()` on every rank; its result where it went well everywhere.
+
+    Raises:
+        UserError: this rank's own, if no lower rank has one.
+        FailedElsewhere: another rank's.
+    """
+    own: UserError | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except UserError as error:
+        own = error
+    mine = torch.tensor([own.code if own else 0], dtype=torch.int64, device=device)
+    codes = all_gather(mine, world, "agree").tolist()
+    first = next((rank for rank, code in enumerate(codes) if code), None)
+    if first is None:
+        return result  # type: ignore[return-value]
+    if first == world.rank and own is not None:
+        raise own
+    raise FailedElsewhere(first, codes[first])

@@ -1,0 +1,173 @@
+"""The board: where every rank shows what it is doing, so that others can read it when it no longer answers.
+
+A hung run is silent: the ranks that wait know what they wait for, not whom, and the rank that does not come cannot
+speak, because it was killed, stopped, or is busy elsewhere. So each rank has a seat, a few hundred bytes of memory
+shared with the parent that started it (or of a file in the run's folder), and writes there its step, its phase and the
+last operation it began on each axis. That costs about a microsecond per operation and needs no thread, no network and
+no cooperation: whoever is left reads the seats of all (`diagnosis.py`).
+"""
+
+import mmap
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+AXES = ("world", "pipeline", "data", "tensor")
+
+_HEAD = struct.Struct("<BIq32s64s")  # state, pid, step, phase, host
+_OPERATION = struct.Struct("<QBIII160s")  # number on its axis, how many are open, first rank, stride, size, text
+_OPEN_AT = 8
+_OPERATIONS_AT = 128
+_MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
+_MESSAGE = struct.Struct("<1000s")
+SEAT_SIZE = 2048
+assert _HEAD.size <= _OPERATIONS_AT and _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
+
+# States of a rank.
+EMPTY, RUNNING, FAILED, STUCK, DONE = range(5)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective as one rank began it.
+
+    Attributes:
+        axis: its axis' name.
+        number: 1, 2, ... on that axis of that rank.
+        open: it, or one begun before it on the axis, has not ended.
+        ranks: the global ranks that take part.
+        text: operation, purpose, dtype and shape.
+    """
+
+    axis: str
+    number: int
+    open: bool
+    ranks: range
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.axis} #{self.number} {self.text}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a seat says. `step` is 0 before the first."""
+
+    rank: int
+    state: int
+    pid: int
+    step: int
+    phase: str
+    host: str
+    operations: tuple[Operation, ...]
+    message: str
+
+    @property
+    def has_said(self) -> bool:
+        """It failed and said why; a rank that failed because another did says nothing."""
+        return self.state == FAILED and self.message != ""
+
+    def on(self, axis: str) -> Operation:
+        return self.operations[AXES.index(axis)]
+
+    @property
+    def open(self) -> Operation | None:
+        """The operation that this rank is in."""
+        return next((operation for operation in self.operations if operation.open), None)
+
+
+class Board:
+    """The seats of all ranks, over shared memory."""
+
+    def __init__(self, memory: mmap.mmap, size: int):
+        self._memory, self.size = memory, size
+
+    @classmethod
+    def private(cls, size: int = 1) -> "Board":
+        """Memory that this process shares with the processes it forks, and nobody else."""
+        return cls(mmap.mmap(-1, size * SEAT_SIZE), size)
+
+    @classmethod
+    def in_file(cls, path: Path, size: int) -> "Board":
+        """A file that all ranks map; each may create it."""
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(handle).st_size < size * SEAT_SIZE:
+                os.ftruncate(handle, size * SEAT_SIZE)
+            return cls(mmap.mmap(handle, size * SEAT_SIZE), size)
+        finally:
+            os.close(handle)
+
+    def seat(self, rank: int) -> "Seat":
+        """The seat of a rank, for that rank to write."""
+        return Seat(self._memory, rank * SEAT_SIZE)
+
+    def read(self, rank: int) -> Standing:
+        """What a rank last wrote."""
+        at = rank * SEAT_SIZE
+        state, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
+        operations = []
+        for i, axis in enumerate(AXES):
+            number, still, first, stride, size, text = _OPERATION.unpack_from(
+                self._memory, at + _OPERATIONS_AT + i * _OPERATION.size
+            )
+            ranks = range(first, first + size * max(stride, 1), max(stride, 1))
+            operations.append(Operation(axis, number, still > 0, ranks, _text(text)))
+        (message,) = _MESSAGE.unpack_from(self._memory, at + _MESSAGE_AT)
+        return Standing(rank, state, pid, step, _text(phase), _text(host), tuple(operations), _text(message))
+
+    def read_all(self) -> list[Standing]:
+        return [self.read(rank) for rank in range(self.size)]
+
+
+class Seat:
+    """One rank's place on a board."""
+
+    def __init__(self, memory: mmap.mmap, at: int):
+        self._memory, self._at = memory, at
+        self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
+
+    def take(self) -> None:
+        """This process is the rank now."""
+        self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
+        host = socket.gethostname().encode()[:64]
+        _HEAD.pack_into(self._memory, self._at, RUNNING, os.getpid(), 0, b"start", host)
+
+    def move(self, board: Board, rank: int) -> None:
+        """Goes on on another board, with what stands here."""
+        here = self._memory[self._at : self._at + SEAT_SIZE]
+        self._memory, self._at = board._memory, rank * SEAT_SIZE
+        self._memory[self._at : self._at + SEAT_SIZE] = here
+
+    def now(self, step: int, phase: str) -> None:
+        """This rank is in `phase` of step number `step` (from 1)."""
+        state, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
+        _HEAD.pack_into(self._memory, self._at, state, pid, step, phase.encode(), host)
+
+    def set_state(self, state: int, message: str = "") -> None:
+        """One of the states above; with what a user should read when it is FAILED."""
+        _MESSAGE.pack_into(self._memory, self._at + _MESSAGE_AT, message.encode()[:1000])
+        self._memory[self._at] = state
+
+    @property
+    def step(self) -> int:
+        """As told to `now`; 0 before the first."""
+        return _HEAD.unpack_from(self._memory, self._at)[2]
+
+    def begin(self, axis: str, ranks: range, text: str) -> int:
+        """An operation begins; returns its number on the axis."""
+        number = self._numbers[axis] = self._numbers[axis] + 1
+        at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size
+        still = self._memory[at + _OPEN_AT] + 1
+        _OPERATION.pack_into(self._memory, at, number, still, ranks.start, ranks.step, len(ranks), text.encode()[:160])
+        return number
+
+    def end(self, axis: str) -> None:
+        """One of the operations begun on the axis has ended."""
+        self._memory[self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT] -= 1
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,96 @@
+"""From the seats of all ranks to one line that names the rank that is at fault and the operation.
+
+The rank that complains is rarely the one to blame. It waits in an operation; whoever of that operation's ranks has not
+begun it either waits somewhere else, and the question moves on to what it waits for, or waits for nobody: there the
+chain ends. Ranks that began different operations under the same number disagree, which no waiting will mend.
+"""
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from megazero.errors import UserError
+from megazero.parallel.board import DONE, EMPTY, FAILED, RUNNING, STUCK, Operation, Standing
+
+
+def death(standing: Standing, exit_code: int) -> UserError:
+    """A rank's process ended without a word. `exit_code` as of subprocess: minus the signal, or the code."""
+    where = _where(standing)
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
+        return UserError(310, f"was ended by {name} {where}", do, **_who(standing))
+    return UserError(313, f"ended with exit code {exit_code} {where}", "see its output above", **_who(standing))
+
+
+def disagreement(standings: Sequence[Standing]) -> UserError | None:
+    """The first pair of ranks that began different operations under the same number."""
+    for standing in standings:
+        for mine in standing.operations:
+            for other in mine.ranks:
+                if other >= len(standings):
+                    continue
+                theirs = standings[other].on(mine.axis)
+                if theirs.ranks == mine.ranks and theirs.number == mine.number and theirs.text != mine.text:
+                    return _mismatch(standings, mine)
+    return None
+
+
+def stuck(standings: Sequence[Standing], rank: int) -> UserError:
+    """Why `rank`, which gave up in an operation, got no answer."""
+    mine = _waits_in(standings[rank])
+    assert mine is not None, "it gave up in an operation"
+    found = disagreement(standings)
+    if found is not None:
+        return found
+    culprit, operation, seen = rank, mine, {rank}
+    while operation is not None:
+        late = [k for k in operation.ranks if k not in seen and _missing(standings, k, operation)]
+        if not late:
+            break
+        mine, culprit = operation, late[0]
+        seen.add(culprit)
+        operation = _waits_in(standings[culprit]) if culprit < len(standings) else None
+    blamed = standings[culprit]
+    if culprit == rank:
+        what = f"lost its connection in {mine} {_where(blamed)}"
+        return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
+    verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
+    what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(standings, mine)}"
+    return UserError(311, what, "stopped, slow or cut off? raise parallel.timeout for long operations", **_who(blamed))
+
+
+def _waits_in(standing: Standing) -> Operation | None:
+    if standing.state == STUCK:  # its message is the axis
+        return standing.on(standing.message)
+    return standing.open if standing.state == RUNNING else None
+
+
+def _missing(standings: Sequence[Standing], rank: int, operation: Operation) -> bool:
+    """Whether a rank has not begun an operation that others wait in."""
+    return rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
+
+
+def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:
+    """Names the rank in the minority; of two, the higher one."""
+    called = {k: standings[k].on(mine.axis) for k in mine.ranks if standings[k].on(mine.axis).number == mine.number}
+    texts = [operation.text for operation in called.values()]
+    odd = min(reversed(called), key=lambda k: texts.count(called[k].text))
+    other = next(k for k in called if called[k].text != called[odd].text)
+    what = f"called {called[odd]} where rank {other} called {called[other].text}"
+    return UserError(312, what, "all ranks must run the same config on the same code", **_who(standings[odd]))
+
+
+def _waiting(standings: Sequence[Standing], operation: Operation) -> str:
+    ranks = [k for k in operation.ranks if k < len(standings) and not _missing(standings, k, operation)]
+    shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
+    return f"waited: {shown}"
+
+
+def _where(standing: Standing) -> str:
+    place = f"on {standing.host} (pid {standing.pid})" if standing.pid else ""
+    return f"in {standing.phase} {place}" if standing.phase else place
+
+
+def _who(standing: Standing) -> dict[str, Any]:
+    return {"rank": standing.rank, "step": standing.step or None}

@@ -1,0 +1,71 @@
+"""How a rank ends, and who says why.
+
+A rank puts down on its seat how it ended. A local parent reads the seats and says one line (`spawn.py`). Ranks that
+torchrun or srun started have no such parent: they read the seats, once these lie in the run's folder, and the lowest
+rank that has something to say says it.
+"""
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from megazero.errors import UserError
+from megazero.parallel.agreement import FailedElsewhere
+from megazero.parallel.board import DONE, FAILED, STUCK, Board, Standing
+from megazero.parallel.collectives import CollectiveError
+from megazero.parallel.diagnosis import stuck
+from megazero.parallel.launch import Place
+
+_GRACE = 1.0  # seconds for the other ranks to put down how they ended
+
+
+def outcome(main: Callable[[], None], place: Place) -> int:
+    """Runs a rank's `main` and puts down how it ended; returns the exit code."""
+    seat, rank = place.seat, place.world.rank
+    try:
+        main()
+    except CollectiveError as error:
+        seat.set_state(STUCK, error.axis)
+        return 1
+    except FailedElsewhere as error:
+        seat.set_state(FAILED)
+        return error.exit_code
+    except UserError as error:
+        seat.set_state(FAILED, str(error.located(rank, seat.step or None)))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        what = "a fault of megazero's own, see the traceback above"
+        seat.set_state(FAILED, str(UserError(390, what, rank=rank, step=seat.step or None)))
+        return 1
+    seat.set_state(DONE)
+    return 0
+
+
+def say_why(board: Board, place: Place) -> None:
+    """What went wrong, from the rank that failed, if no lower rank says the same. For ranks without a parent.
+
+    Args:
+        board: of the run's folder; a private one where it did not come to that, and this rank knows of no other.
+    """
+    rank = place.world.rank
+    place.seat.move(board, rank)
+    time.sleep(_GRACE)
+    standings = board.read_all()
+    own = standings[rank]
+    line = _line(standings, own)
+    if line and all(_line(standings, other) != line for other in standings[:rank]):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _line(standings: list[Standing], standing: Standing) -> str:
+    if standing.state == FAILED:
+        return standing.message
+    if standing.state != STUCK or any(other.has_said for other in standings):
+        return ""  # whoever failed says why
+    first = next(other.rank for other in standings if other.state == STUCK)
+    return str(stuck(standings, first))

@@ -1,0 +1,165 @@
+"""Local ranks: one parent that starts them, watches them, and leaves nobody behind.
+
+The parent forks after torch is imported and before anything is computed, so ranks start in a moment. It computes
+nothing itself. It ends all ranks when one fails, says once why (`diagnosis.py`), and forwards the signals that mean
+something to a run. Each rank dies with the parent, whatever kills it: on Linux the kernel sees to that, elsewhere a
+thread of the rank.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megazero.parallel.board import DONE, STUCK, Board
+from megazero.parallel.diagnosis import death, disagreement, stuck
+from megazero.parallel.launch import Place, World, threads_for
+from megazero.parallel.outcome import outcome
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_POLL = 0.02  # seconds between looks at the ranks
+_GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+
+
+@dataclass
+class _Ranks:
+    """The processes: which live, how the others ended, which signal was passed on."""
+
+    pids: dict[int, int]
+    ended: dict[int, int] = field(default_factory=dict)
+    signalled: int | None = None
+
+    def look(self) -> None:
+        for rank, pid in list(self.pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self.pids[rank]
+                self.ended[rank] = os.waitstatus_to_exitcode(status)
+
+    def send(self, number: int) -> None:
+        for pid in self.pids.values():
+            os.kill(pid, number)
+
+    def pass_on(self, number: int, _: object) -> None:
+        """A signal to the parent is one to all ranks; the second interruption is for the impatient."""
+        impatient = number == signal.SIGINT and self.signalled == signal.SIGINT
+        self.signalled = number
+        self.send(signal.SIGKILL if impatient else number)
+
+
+def run_local(size: int, main: Callable[[Place], None]) -> int:
+    """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
+
+    0 when all ranks returned; else what the first failing one ended with, 128 + n after signal n. What went wrong is
+    one line on stderr.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    board = Board.private(size)
+    with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
+        store = Path(folder) / "store"
+        ranks = _Ranks({})
+        before = {number: signal.signal(number, ranks.pass_on) for number in FORWARDED}
+        try:
+            parent = os.getpid()
+            for rank in range(size):
+                pid = os.fork()
+                if not pid:
+                    _be(Place(World(rank, size, rank, "local"), board.seat(rank), store), main, parent)
+                ranks.pids[rank] = pid
+            return _watch(ranks, board)
+        finally:
+            ranks.send(signal.SIGKILL)
+            while ranks.pids:
+                ranks.look()
+                time.sleep(_POLL if ranks.pids else 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _be(place: Place, main: Callable[[Place], None], parent: int) -> None:
+    """The life of a rank's process; does not return."""
+    code = 1
+    try:
+        _die_with(parent)
+        os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        place.seat.take()
+        threads = threads_for(place.world.size)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        code = outcome(lambda: main(place), place)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue  # nobody reads
+        os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _watch(ranks: _Ranks, board: Board) -> int:
+    """Waits for all ranks, or for the first failure and what the others have to say about it."""
+    first: float | None = None
+    while ranks.pids:
+        ranks.look()
+        failed = [rank for rank, code in ranks.ended.items() if code or board.read(rank).state != DONE]
+        if failed and first is None:
+            first = time.monotonic()
+        # A signal that was passed on is everybody's, and each may take the time it needs.
+        if first is not None and ranks.signalled is None:
+            known = any(ranks.ended[rank] < 0 or board.read(rank).has_said for rank in failed)
+            if known or time.monotonic() - first > _GRACE:
+                break
+        time.sleep(_POLL)
+    return _verdict(ranks, board)
+
+
+def _verdict(ranks: _Ranks, board: Board) -> int:
+    """Says what went wrong, if anything did; returns the exit code of the run."""
+    if ranks.signalled is not None and any(ranks.ended.values()):
+        print("interrupted" if ranks.signalled == signal.SIGINT else "terminated", file=sys.stderr, flush=True)
+        return 128 + ranks.signalled
+    standings = board.read_all()
+    failed = sorted(rank for rank, code in ranks.ended.items() if code or standings[rank].state != DONE)
+    if not failed:
+        return 0
+    for rank in failed:
+        if standings[rank].has_said:
+            print(standings[rank].message, file=sys.stderr, flush=True)
+            return ranks.ended[rank]
+    for rank in failed:
+        if ranks.ended[rank] < 0 or standings[rank].state != STUCK:
+            # torch ends a process whose message has another length than expected; then the ranks disagree
+            error = disagreement(standings) or death(standings[rank], ranks.ended[rank])
+            break
+    else:
+        error = stuck(standings, failed[0])
+    print(error, file=sys.stderr, flush=True)
+    return error.exit_code

@@ -1,0 +1,163 @@
+"""The same few steps on any grid, and the logical tensors put together from all ranks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megazero.build import build_units
+from megazero.data.sampler import index_of
+from megazero.kernels.operations import REFERENCE
+from megazero.model.parameter import declaration_of
+from megazero.model.step import Step
+from megazero.model.transformer import Shape, Transformer
+from megazero.parallel.grid import Grid
+from megazero.zero.engine import Engine, Spread
+from megazero.zero.optimizer import AdamW
+from tests.model.small import GPT, LLAMA
+from tests.ranks import run_ranks
+
+SHAPES = {
+    "gpt": replace(GPT, dropout=0.1),
+    "llama": replace(LLAMA, heads=8, kv_heads=4, dropout=0.1),
+    "gpt-untied-rotary": replace(GPT, tie_embeddings=False, position="rotary", norm="rmsnorm", dropout=0.1),
+}
+GLOBAL_BATCH, STEPS = 16, 4
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank."""
+
+    tensor: int = 1
+    data: int = 1
+    sequence: bool = False
+    accumulation: int = 1
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor}-dp{self.data}{'-seq' if self.sequence else ''}-acc{self.accumulation}"
+
+
+@dataclass
+class Trained:
+    """What a run computed: per step loss and norm, and by name initial weights, first gradients, final weights."""
+
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def train(layout: Layout, flavour: str, dtype: torch.dtype) -> Trained:
+    """`STEPS` steps in a layout; whole tensors, checked to be equal where several ranks hold the same."""
+    size = layout.tensor * layout.data
+    ranks = run_ranks(size, train_rank, layout, SHAPES[flavour], dtype, tensor=layout.tensor)
+    for other in ranks[1:]:
+        assert other.losses == ranks[0].losses and other.norms == ranks[0].norms
+    first = ranks[0]
+    return Trained(
+        first.losses,
+        first.norms,
+        *(
+            whole([getattr(rank, part) for rank in ranks], SHAPES[flavour], layout.tensor)
+            for part in ("initial", "gradients", "weights")
+        ),
+    )
+
+
+def train_rank(grid: Grid, layout: Layout, shape: Shape, dtype: torch.dtype) -> Trained:
+    """One rank's part."""
+    model = Transformer(shape, seed=0, tensor=grid.tensor, sequence=layout.sequence, ops=REFERENCE)
+    units = build_units(model, seed=0, dtype=dtype, device=CPU)
+    optimizer = AdamW(units, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    spread = Spread(grid.data, grid.tensor, layout.sequence)
+    tokens = GLOBAL_BATCH * shape.seq_len
+    engine = Engine(units, optimizer, clip=0.5, tokens_per_step=tokens, spread=spread, ops=REFERENCE)
+    result = Trained([], [], {n: v.clone() for n, v in engine.named_parameters()}, {}, {})
+    micro = GLOBAL_BATCH // (layout.data * layout.accumulation)
+    for step in range(STEPS):
+        engine.begin_step()
+        for m in range(layout.accumulation):
+            rows = [index_of(grid.data.rank, m, row, grid.data.size, micro) for row in range(micro)]
+            tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
+            offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if layout.sequence else 0
+            losses = model.losses(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
+            engine.backward(losses, valid_SB)
+        done = engine.finish_step(lr=1e-3)
+        result.losses.append(done.loss.item())
+        result.norms.append(done.grad_norm.item())
+        if step == 0:
+            result.gradients = {n: v.view.clone() for unit in units for n, v in unit.views.items()}
+    result.weights = {n: v.clone() for n, v in engine.named_parameters()}
+    return result
+
+
+def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Step]:
+    """Tokens, targets and uneven valid tokens of samples, each a function of its id; two documents in each."""
+    windows, valids, cuts = [], [], []
+    for sample in ids:
+        generator = torch.Generator().manual_seed(sample)
+        windows.append(torch.randint(0, shape.vocab, (shape.seq_len + 1,), generator=generator))
+        valids.append(torch.rand(shape.seq_len, generator=generator) < sample % 5 / 4)  # none to all
+        cuts.append(int(torch.randint(1, shape.seq_len, (), generator=generator)))
+    window = torch.stack(windows, dim=1)
+    positions = torch.arange(shape.seq_len)[:, None].expand(-1, len(ids))
+    documents_SB = (positions >= torch.tensor(cuts)).long()
+    positions_SB = positions - documents_SB * torch.tensor(cuts)
+    now = Step(step, torch.tensor(ids)).within_documents(positions_SB, documents_SB)
+    return window[:-1].clone(), window[1:].clone(), torch.stack(valids, dim=1), now
+
+
+def whole(parts: list[dict[str, Tensor]], shape: Shape, tensor: int) -> dict[str, Tensor]:
+    """Logical tensors from those of all ranks (tensor axis fastest), without padding.
+
+    What several ranks hold alike must be alike bit for bit.
+    """
+    model = Transformer(shape, seed=0, tensor=_anybody(tensor), sequence=False, ops=REFERENCE)
+    declarations = {name: declaration_of(parameter) for name, parameter in model.named_parameters()}
+    result = {}
+    for name, declaration in declarations.items():
+        for rank, replica in enumerate(parts):
+            assert_same(name, replica[name], parts[rank % tensor][name])
+        if declaration.split:
+            result[name] = torch.cat([part[name] for part in parts[:tensor]])
+            padding = result[name][declaration.shape[0] :]
+            assert not padding.any(), f"{name}: padding is no longer zero"
+            result[name] = result[name][: declaration.shape[0]]
+        else:
+            result[name] = parts[0][name]
+            for part in parts[1:tensor]:
+                assert_same(name, part[name], result[name])
+    return result
+
+
+def assert_same(name: str, a: Tensor, b: Tensor) -> None:
+    assert torch.equal(a, b), f"{name}: replicas differ by {float((a - b).abs().max())}"
+
+
+def pairwise(cases: list[tuple]) -> list[tuple]:
+    """A few of the cases in which every two values that occur together somewhere occur together."""
+    missing = set().union(*(_pairs(case) for case in cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(_pairs(case) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(case: tuple) -> set[tuple]:
+    return {(i, case[i], j, case[j]) for i in range(len(case)) for j in range(i)}
+
+
+def _anybody(size: int):
+    from megazero.parallel.grid import Axis
+
+    return Axis("tensor", size)
+
+
+def ids(cases: Iterable[tuple]) -> list[str]:
+    return ["-".join(str(value) for value in case) for case in cases]
