@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = _parser()
         options, unknown = parser.parse_known_args(arguments)
+        if hasattr(options, "overrides") and not any(word.startswith("-") for word in unknown):
+            options.overrides += unknown  # argparse takes only those before the first flag
+            unknown = []
         if unknown and options.run is not _not_built:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options.run(options)

@@ -1,8 +1,9 @@
 """Side-by-side timing of training systems in one run.
 
-Machines are noisy, so absolute times mean nothing and two runs cannot be compared. Every system is one process that
-stays alive with its model built; the parent lets one of them at a time do one step, round after round: the reference
-first, then each system. A round gives one *paired* ratio per system, step time / reference step time of the same round.
+Machines are noisy, so absolute times mean nothing and two runs cannot be compared. Every system is one process, or
+several ranks that work together, which stay alive with their model built; the parent lets one system at a time do one
+step, round after round: the reference first, then each system. A round gives one *paired* ratio per system, step time /
+reference step time of the same round. A step of several ranks takes as long as its slowest rank.
 Rounds during which other processes of the machine took more than 10 % of the CPU are thrown away and repeated (up to a
 limit, then all that is left is kept and said so). Reported are the median of the paired ratios and its 95 % interval by
 order statistics (Conover 1999, section 3.2), which assumes nothing about their distribution.
@@ -14,11 +15,15 @@ import os
 import platform
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 FOREIGN_LIMIT = 0.10  # of all CPUs, by processes that are not ours, in a round that counts
@@ -33,20 +38,23 @@ class System:
     Args:
         name: as in the table.
         build: called in the system's own process with `arguments`; returns a function that does one step and returns
-            the step's loss.
+            the step's loss. With several ranks it is called in each one's process with `arguments`, the rank, the
+            number of ranks, and a path for the file at which they meet (torch's FileStore).
         arguments: for `build`.
-        threads: of torch, in that process.
+        threads: of torch, in each process.
+        ranks: processes that the system consists of. Its loss is that of rank 0.
     """
 
     name: str
     build: Callable[..., Callable[[], float]]
     arguments: tuple[Any, ...]
     threads: int
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row: ratio to the reference with its 95 % interval, peak resident MB of the process, median seconds."""
+    """One row: ratio to the reference with its 95 % interval, peak resident MB (of the largest rank), median seconds."""
 
     system: str
     ratio: float
@@ -65,39 +73,80 @@ class Comparison:
     rounds: int
 
 
-def compare(reference: System, systems: Sequence[System], rounds: int) -> Comparison:
-    """Times `systems` against `reference` in at least `rounds` interleaved rounds."""
+@dataclass(frozen=True, eq=False)
+class _Running:
+    """A system whose processes have built it: this side of their pipes, in rank order."""
+
+    ends: list[Connection]
+    processes: list[BaseProcess]
+
+    @classmethod
+    def start(cls, context: SpawnContext, system: System, store: str) -> "_Running":
+        """Starts all ranks of `system` and waits until each has built it."""
+        running = cls([], [])
+        for rank in range(system.ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(system, rank, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            running.ends.append(ours)
+            running.processes.append(process)
+        running.answers()
+        return running
+
+    def ask(self, order: str) -> list[tuple[float, float, float]]:
+        """What each rank answers. All get the order before the first answer is read: they may need each other."""
+        for end in self.ends:
+            end.send(order)
+        return self.answers()
+
+    def answers(self) -> list[tuple[float, float, float]]:
+        return [end.recv() for end in self.ends]
+
+    def stop(self) -> None:
+        for end in self.ends:
+            end.send("stop")
+        for process in self.processes:
+            process.join()
+
+
+def compare(reference: System, systems: Sequence[System], rounds: int, divide_by: int = 1) -> Comparison:
+    """Times `systems` against `reference` in at least `rounds` interleaved rounds.
+
+    Args:
+        divide_by: the ratio's denominator is reference seconds / divide_by. With a reference of one process and
+            systems of n ranks, divide_by=n makes 1.00 the perfect division of its work. The reference is a row like any
+            other: its own ratio is then n, and n / (a system's ratio) is how many times faster than it that system is.
+    """
     context = multiprocessing.get_context("spawn")
-    ends, processes = [], []
-    for system in (reference, *systems):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(system, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        ends.append(ours)
-        processes.append(process)
-    losses: list[list[float]] = [[] for _ in ends]
-    for _ in range(WARM_UP):
-        _round(ends, losses)
-    kept: list[list[float]] = []
-    noisy: list[list[float]] = []
-    while len(kept) < rounds and len(kept) + len(noisy) < MAX_ROUNDS * rounds:
-        before = _cpu_times()
-        seconds, own = _round(ends, losses)
-        (kept if _foreign_share(before, _cpu_times(), own) <= FOREIGN_LIMIT else noisy).append(seconds)
+    everyone = (reference, *systems)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        # One after the other: building together, they would need more memory and cores than they do when timed.
+        running = [
+            _Running.start(context, system, str(Path(folder) / f"store-{number}"))
+            for number, system in enumerate(everyone)
+        ]
+        losses: list[list[float]] = [[] for _ in running]
+        for _ in range(WARM_UP):
+            _round(running, losses)
+        kept: list[list[float]] = []
+        noisy: list[list[float]] = []
+        while len(kept) < rounds and len(kept) + len(noisy) < MAX_ROUNDS * rounds:
+            before = _cpu_times()
+            seconds, own = _round(running, losses)
+            (kept if _foreign_share(before, _cpu_times(), own) <= FOREIGN_LIMIT else noisy).append(seconds)
+        peaks = [max(peak for peak, _, _ in one.ask("peak")) for one in running]
+        for one in running:
+            one.stop()
     quiet = len(kept)
-    used = kept if quiet >= rounds else kept + noisy
-    peaks = [_ask(end, "peak")[0] for end in ends]
-    for end, process in zip(ends, processes, strict=True):
-        end.send("stop")
-        process.join()
-    columns = list(zip(*used, strict=True))
+    columns = list(zip(*(kept if quiet >= rounds else kept + noisy), strict=True))
+    denominators = [seconds / divide_by for seconds in columns[0]]
     rows = [
-        _row(system.name, column, columns[0], peak)
-        for system, column, peak in zip((reference, *systems), columns, peaks, strict=True)
+        _row(system.name, column, denominators, peak)
+        for system, column, peak in zip(everyone, columns, peaks, strict=True)
     ]
-    names = [system.name for system in (reference, *systems)]
-    return Comparison(rows, dict(zip(names, losses, strict=True)), quiet, len(used))
+    by_name = dict(zip((system.name for system in everyone), losses, strict=True))
+    return Comparison(rows, by_name, quiet, len(columns[0]))
 
 
 def report(comparison: Comparison, floor_s: float) -> dict[str, Any]:
@@ -156,12 +205,14 @@ def dump(report_object: dict[str, Any]) -> str:
     return json.dumps(report_object, indent=1)
 
 
-def _serve(system: System, end: Connection) -> None:
-    """A system's process: does what the parent says until it says stop (or is gone)."""
+def _serve(system: System, rank: int, store: str, end: Connection) -> None:
+    """The process of one rank of a system: does what the parent says until it says stop (or is gone)."""
     import torch
 
     torch.set_num_threads(system.threads)
-    step = system.build(*system.arguments)
+    place = () if system.ranks == 1 else (rank, system.ranks, store)
+    step = system.build(*system.arguments, *place)
+    end.send((0.0, 0.0, 0.0))  # built
     while (order := end.recv()) != "stop":
         if order == "peak":
             end.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 0.0, 0.0))
@@ -171,21 +222,19 @@ def _serve(system: System, end: Connection) -> None:
         end.send((time.perf_counter() - began, time.process_time() - cpu, loss))
 
 
-def _ask(end: Connection, order: str) -> tuple[float, float, float]:
-    end.send(order)
-    return end.recv()
+def _round(running: Sequence[_Running], losses: list[list[float]]) -> tuple[list[float], float]:
+    """One step of each system; (their seconds, the CPU seconds that all their ranks took)."""
+    seconds, own = [], 0.0
+    for history, one in zip(losses, running, strict=True):
+        answers = one.ask("step")
+        seconds.append(max(elapsed for elapsed, _, _ in answers))
+        own += sum(cpu for _, cpu, _ in answers)
+        history.append(answers[0][2])
+    return seconds, own
 
 
-def _round(ends: Sequence[Connection], losses: list[list[float]]) -> tuple[list[float], float]:
-    """One step of each system; (their seconds, the CPU seconds they took)."""
-    answers = [_ask(end, "step") for end in ends]
-    for history, (_, _, loss) in zip(losses, answers, strict=True):
-        history.append(loss)
-    return [seconds for seconds, _, _ in answers], sum(cpu for _, cpu, _ in answers)
-
-
-def _row(name: str, column: Sequence[float], reference: Sequence[float], peak: float) -> Measured:
-    ratios = [mine / theirs for mine, theirs in zip(column, reference, strict=True)]
+def _row(name: str, column: Sequence[float], denominators: Sequence[float], peak: float) -> Measured:
+    ratios = [mine / theirs for mine, theirs in zip(column, denominators, strict=True)]
     return Measured(name, statistics.median(ratios), median_interval(ratios), peak, statistics.median(column))
 
 
