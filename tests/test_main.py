@@ -98,7 +98,9 @@ def test_all_faults_of_a_config_are_printed(capsys):
 def test_nproc(refused, tiny_data: TinyData, tmp_path: Path):
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "--nproc"]
     assert "expected a number >= 1" in refused(2, 100, *arguments, 0)
-    assert "batch.global % (batch.micro * data ranks) == 0, got 4 % (2 * 3)" in refused(2, 106, *arguments, 3, "zero.stage=0")
+    assert "batch.global % (batch.micro * data ranks) == 0, got 4 % (2 * 3)" in refused(
+        2, 106, *arguments, 3, "zero.stage=0"
+    )
     assert "zero.stage 1 over 2 data ranks is not built yet" in refused(2, 109, *arguments, 2)
     assert "got 3 % (2 * 1) = 1" in refused(2, 106, *arguments, 3, "parallel.tensor=2")
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 AXES = ("world", "pipeline", "data", "tensor")
 
-_HEAD = struct.Struct("<BIq32s64s")  # state, pid, step, phase, host
+_HEAD = struct.Struct("<BBIq32s64s")  # state, axis of the last operation from 1, pid, step, phase, host
 _OPERATION = struct.Struct("<QBIII160s")  # number on its axis, how many are open, first rank, stride, size, text
 _OPEN_AT = 8
 _OPERATIONS_AT = 128
@@ -53,7 +53,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a seat says. `step` is 0 before the first."""
+    """What a seat says. `step` is 0 before the first; `last` is the operation begun last."""
 
     rank: int
     state: int
@@ -62,6 +62,7 @@ class Standing:
     phase: str
     host: str
     operations: tuple[Operation, ...]
+    last: Operation | None
     message: str
 
     @property
@@ -107,7 +108,7 @@ class Board:
     def read(self, rank: int) -> Standing:
         """What a rank last wrote."""
         at = rank * SEAT_SIZE
-        state, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
+        state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
         operations = []
         for i, axis in enumerate(AXES):
             number, still, first, stride, size, text = _OPERATION.unpack_from(
@@ -116,7 +117,8 @@ class Board:
             ranks = range(first, first + size * max(stride, 1), max(stride, 1))
             operations.append(Operation(axis, number, still > 0, ranks, _text(text)))
         (message,) = _MESSAGE.unpack_from(self._memory, at + _MESSAGE_AT)
-        return Standing(rank, state, pid, step, _text(phase), _text(host), tuple(operations), _text(message))
+        last = operations[axis_from_1 - 1] if axis_from_1 else None
+        return Standing(rank, state, pid, step, _text(phase), _text(host), tuple(operations), last, _text(message))
 
     def read_all(self) -> list[Standing]:
         return [self.read(rank) for rank in range(self.size)]
@@ -133,7 +135,7 @@ class Seat:
         """This process is the rank now."""
         self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
         host = socket.gethostname().encode()[:64]
-        _HEAD.pack_into(self._memory, self._at, RUNNING, os.getpid(), 0, b"start", host)
+        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, b"start", host)
 
     def move(self, board: Board, rank: int) -> None:
         """Goes on on another board, with what stands here."""
@@ -143,8 +145,8 @@ class Seat:
 
     def now(self, step: int, phase: str) -> None:
         """This rank is in `phase` of step number `step` (from 1)."""
-        state, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
-        _HEAD.pack_into(self._memory, self._at, state, pid, step, phase.encode(), host)
+        state, axis_from_1, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
+        _HEAD.pack_into(self._memory, self._at, state, axis_from_1, pid, step, phase.encode(), host)
 
     def set_state(self, state: int, message: str = "") -> None:
         """One of the states above; with what a user should read when it is FAILED."""
@@ -154,7 +156,7 @@ class Seat:
     @property
     def step(self) -> int:
         """As told to `now`; 0 before the first."""
-        return _HEAD.unpack_from(self._memory, self._at)[2]
+        return _HEAD.unpack_from(self._memory, self._at)[3]
 
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """An operation begins; returns its number on the axis."""
@@ -162,6 +164,7 @@ class Seat:
         at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size
         still = self._memory[at + _OPEN_AT] + 1
         _OPERATION.pack_into(self._memory, at, number, still, ranks.start, ranks.step, len(ranks), text.encode()[:160])
+        self._memory[self._at + 1] = AXES.index(axis) + 1
         return number
 
     def end(self, axis: str) -> None:

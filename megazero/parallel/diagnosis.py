@@ -19,8 +19,8 @@ def death(standing: Standing, exit_code: int) -> UserError:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
-        return UserError(310, f"was ended by {name} {where}", do, **_who(standing))
-    return UserError(313, f"ended with exit code {exit_code} {where}", "see its output above", **_who(standing))
+        return UserError(310, f"was ended by {name} {where}, {_doing(standing)}", do, **_who(standing))
+    return UserError(313, f"ended with exit code {exit_code} {where}, {_doing(standing)}", "see its output above", **_who(standing))
 
 
 def disagreement(standings: Sequence[Standing]) -> UserError | None:
@@ -90,6 +90,12 @@ def _waiting(standings: Sequence[Standing], operation: Operation) -> str:
 def _where(standing: Standing) -> str:
     place = f"on {standing.host} (pid {standing.pid})" if standing.pid else ""
     return f"in {standing.phase} {place}" if standing.phase else place
+
+
+def _doing(standing: Standing) -> str:
+    if standing.last is None:
+        return "before any operation with others"
+    return f"{'during' if standing.last.open else 'after'} {standing.last}"
 
 
 def _who(standing: Standing) -> dict[str, Any]:

@@ -20,15 +20,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 FOREIGN_LIMIT = 0.10  # of all CPUs, by processes that are not ours, in a round that counts
 WARM_UP = 2  # steps before the first round
 MAX_ROUNDS = 3  # rounds tried at most, times the rounds asked for
+
+Answer = tuple[float, float, float]  # of a rank to "step": seconds, CPU seconds, loss; to "peak": MB, 0, 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class System:
 
 @dataclass(frozen=True)
 class Measured:
-    """One row: ratio to the reference with its 95 % interval, peak resident MB (of the largest rank), median seconds."""
+    """One row: ratio to the reference with its 95 % interval, peak resident MB of the largest rank, median seconds."""
 
     system: str
     ratio: float
@@ -82,7 +83,7 @@ class _Running:
 
     @classmethod
     def start(cls, context: SpawnContext, system: System, store: str) -> "_Running":
-        """Starts all ranks of `system` and waits until each has built it."""
+        """Starts all ranks of `system` and waits until each has built it, so that no two systems build at once."""
         running = cls([], [])
         for rank in range(system.ranks):
             ours, theirs = context.Pipe()
@@ -94,14 +95,20 @@ class _Running:
         running.answers()
         return running
 
-    def ask(self, order: str) -> list[tuple[float, float, float]]:
+    def ask(self, order: str) -> list[Answer]:
         """What each rank answers. All get the order before the first answer is read: they may need each other."""
         for end in self.ends:
             end.send(order)
         return self.answers()
 
-    def answers(self) -> list[tuple[float, float, float]]:
-        return [end.recv() for end in self.ends]
+    def answers(self) -> list[Answer]:
+        """Read as they come: when a rank dies, others may never answer, and its end of the pipe raises EOFError."""
+        found: dict[Connection, Answer] = {}
+        while len(found) < len(self.ends):
+            waiting = [end for end in self.ends if end not in found]
+            ready = wait(waiting)
+            found |= {end: end.recv() for end in waiting if end in ready}
+        return [found[end] for end in self.ends]
 
     def stop(self) -> None:
         for end in self.ends:
@@ -115,17 +122,13 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
 
     Args:
         divide_by: the ratio's denominator is reference seconds / divide_by. With a reference of one process and
-            systems of n ranks, divide_by=n makes 1.00 the perfect division of its work. The reference is a row like any
-            other: its own ratio is then n, and n / (a system's ratio) is how many times faster than it that system is.
+            systems of n ranks, divide_by=n makes 1.00 the perfect division of its work. The reference's own row then
+            has ratio n, and n / (a system's ratio) is that system's speed-up over it.
     """
     context = multiprocessing.get_context("spawn")
     everyone = (reference, *systems)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        # One after the other: building together, they would need more memory and cores than they do when timed.
-        running = [
-            _Running.start(context, system, str(Path(folder) / f"store-{number}"))
-            for number, system in enumerate(everyone)
-        ]
+        running = [_Running.start(context, one, f"{folder}/store-{i}") for i, one in enumerate(everyone)]
         losses: list[list[float]] = [[] for _ in running]
         for _ in range(WARM_UP):
             _round(running, losses)
@@ -141,12 +144,9 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     quiet = len(kept)
     columns = list(zip(*(kept if quiet >= rounds else kept + noisy), strict=True))
     denominators = [seconds / divide_by for seconds in columns[0]]
-    rows = [
-        _row(system.name, column, denominators, peak)
-        for system, column, peak in zip(everyone, columns, peaks, strict=True)
-    ]
-    by_name = dict(zip((system.name for system in everyone), losses, strict=True))
-    return Comparison(rows, by_name, quiet, len(columns[0]))
+    names = [system.name for system in everyone]
+    rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
+    return Comparison(rows, dict(zip(names, losses, strict=True)), quiet, len(columns[0]))
 
 
 def report(comparison: Comparison, floor_s: float) -> dict[str, Any]:

@@ -1,20 +1,27 @@
 """The outside oracle: logits and every gradient equal transformers' GPT-2 and Llama on random weights.
 
+In one process, and on 2 and 4 tensor ranks with and without sequence parallelism.
+
 transformers' Llama computes its norms and rotary angles in fp32 whatever the model's dtype. In fp32 it runs as it is;
 for the fp64 comparison those two islands are widened, everything else (attention, rotation, MLP, heads) stays theirs.
 """
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from megazero.kernels.choice import choose
+from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape
+from megazero.parallel.collectives import all_reduce
+from megazero.parallel.grid import Axis, Grid
 from tests.model.huggingface import from_gpt2, from_llama
 from tests.model.small import GPT, LLAMA, batch, make, step_of
+from tests.ranks import run_ranks
 from tests.tolerances import difference
 
 # Against another implementation of the same arithmetic: a few roundings of each matrix product differ.
@@ -87,10 +94,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, kernels: str) -> None:
+@cache
+def reference(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """transformers' weights under our names, its logits [S, B, V], and its gradients under our names."""
     shape, build, translate = CASES[case]
     torch.manual_seed(0)
     theirs = build(shape).to(dtype)
@@ -98,9 +104,22 @@ def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, 
         widen(theirs)
     for parameter in theirs.parameters():  # their norms start at 1 and biases at 0, which would hide a mix-up
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    tokens_SB, targets_SB, _ = batch(shape, ROWS)
+    logits = theirs(tokens_SB.T).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.T.flatten()).backward()
+    weights = translate({n: p.detach() for n, p in theirs.named_parameters()}, shape)
+    gradients = translate({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, shape)
+    return weights, logits.detach().transpose(0, 1), gradients
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, kernels: str) -> None:
+    shape = CASES[case][0]
+    weights, their_logits, gradients = reference(case, dtype)
     ours = make(shape, dtype, ops=choose(kernels, torch.device("cpu"), dtype))
     parameters = dict(ours.named_parameters())
-    weights = translate({n: p.detach() for n, p in theirs.named_parameters()}, shape)
     assert weights.keys() == parameters.keys()
     for name, parameter in parameters.items():
         parameter.data.copy_(weights[name])
@@ -108,16 +127,60 @@ def test_logits_and_gradients_equal_transformers(case: str, dtype: torch.dtype, 
     tokens_SB, targets_SB, valid_SB = batch(shape, ROWS)
     with torch.no_grad():
         logits_SBV = ours(tokens_SB, step_of(ROWS))
-    their_logits = theirs(tokens_SB.T).logits
-    assert difference(logits_SBV, their_logits.detach().transpose(0, 1)) <= TOLERANCE[dtype]
+    assert difference(logits_SBV, their_logits) <= TOLERANCE[dtype]
 
     ours.losses(tokens_SB, targets_SB, valid_SB, step_of(ROWS)).mean().backward()
-    nn.functional.cross_entropy(their_logits.flatten(0, 1), targets_SB.T.flatten()).backward()
-    gradients = translate({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, shape)
     assert gradients.keys() == parameters.keys()
     for name, parameter in parameters.items():
         assert parameter.grad is not None, name
         assert difference(parameter.grad, gradients[name]) <= TOLERANCE[dtype], name
+
+
+def part_of(whole: Tensor, like: Tensor, tensor: Axis) -> Tensor:
+    """This rank's rows of a whole tensor, zeros where they are padding."""
+    rows = whole[tensor.rank * len(like) :][: len(like)]
+    return torch.cat((rows, rows.new_zeros(len(like) - len(rows), *rows.shape[1:])))
+
+
+def rank_against_transformers(grid: Grid, case: str, dtype: torch.dtype, sequence: bool) -> None:
+    shape = CASES[case][0]
+    weights, their_logits, gradients = reference(case, dtype)
+    ours = make(shape, dtype, tensor=grid.tensor, sequence=sequence)
+    for name, parameter in ours.named_parameters():
+        whole = weights[name]
+        split = declaration_of(parameter).split
+        parameter.data.copy_(part_of(whole, parameter, grid.tensor) if split else whole)
+    tokens_SB, targets_SB, valid_SB = batch(shape, ROWS)
+    offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if sequence else 0
+    now = replace(step_of(ROWS), sequence_offset=offset)
+    with torch.no_grad():
+        logits_SBV = ours(tokens_SB, now)
+    vocab = slice(grid.tensor.rank * logits_SBV.shape[-1], shape.vocab)
+    theirs = their_logits[..., vocab][..., : logits_SBV.shape[-1]]
+    assert difference(logits_SBV[..., : theirs.shape[-1]], theirs) <= TOLERANCE[dtype]
+
+    ours.losses(tokens_SB, targets_SB, valid_SB, now).mean().backward()
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        if declaration_of(parameter).split:
+            expected = part_of(gradients[name], parameter, grid.tensor)
+        else:
+            expected = gradients[name]
+            if sequence:
+                all_reduce(parameter.grad, grid.tensor, "tail")
+        # on the scale of the whole tensor: a rank's rows of the key bias are noise
+        error = (parameter.grad - expected).abs().max() / gradients[name].abs().max()
+        assert error <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("case", ["gpt2", "llama-theta", "llama", "llama-tied"])
+def test_tensor_ranks_equal_transformers(case: str, dtype: torch.dtype, size: int, sequence: bool) -> None:
+    if CASES[case][0].kv_heads % size == 0:
+        reference(case, dtype)  # once, before the ranks are forked
+        run_ranks(size, rank_against_transformers, case, dtype, sequence, tensor=size)
 
 
 def test_a_wrong_group_order_would_be_seen() -> None:
