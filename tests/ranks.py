@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.parallel.board import Board
 from megazero.parallel.grid import Grid, make_grid, single
-from megazero.parallel.launch import stay_on
-from megazero.parallel.wire import Wire
+from megazero.parallel.launch import Place, World
+from megazero.parallel.rendezvous import connect
 
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
 
@@ -73,11 +74,9 @@ def _be(
 ) -> None:
     try:
         torch.set_num_threads(1)
-        stay_on("lo")
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=TIMEOUT
-        )
-        grid: Grid = make_grid(tensor=tensor, pipeline=1, wire=Wire("gloo", TIMEOUT), device_type="cpu")
+        place = Place(World(rank, size, rank, "local"), Board.private().seat(0), store)
+        wire = connect(place, timeout=TIMEOUT, fingerprint="test")
+        grid: Grid = make_grid(tensor=tensor, pipeline=1, wire=wire, device_type="cpu")
         end.send_bytes(pickle.dumps((True, function(grid, *arguments))))  # send would share tensors' memory
         dist.barrier()  # nobody leaves while others still talk
     except BaseException:

@@ -60,7 +60,7 @@ def test_traffic_is_the_papers(shape, t: int):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation gives."""
+    """The most elements of any tensor of numbers that an operation gives (outboxes are bytes)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 self.numel = max(self.numel, tensor.numel())
         return result
 

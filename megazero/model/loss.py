@@ -23,7 +23,8 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss per row. The logits are overwritten, and their gradient takes their place."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, tensor: Axis) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, padding: int, tensor: Axis) -> Tensor:
+        logits_NV[:, logits_NV.shape[1] - padding :] = -torch.inf
         parts_3N = ops.cross_entropy_parts_(logits_NV, targets_N)
         everyone_T3N = all_gather(parts_3N[None], tensor, "loss")
         losses_N, scales_N = ops.cross_entropy_merge(everyone_T3N, parts_3N[0])
@@ -36,7 +37,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scales_N, targets_N = ctx.saved_tensors
         exponentials_NV, ctx.exponentials_NV = ctx.exponentials_NV, None
-        return ops.cross_entropy_backward_(exponentials_NV, scales_N, targets_N, grads[0]), None, None
+        return ops.cross_entropy_backward_(exponentials_NV, scales_N, targets_N, grads[0]), None, None, None
 
 
 def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vocab: int, tensor: Axis) -> Tensor:
@@ -51,9 +52,7 @@ def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vo
     """
     rows = logits_SBV.shape[-1]
     first = tensor.rank * rows
-    logits_NV = logits_SBV.reshape(-1, rows)
-    with torch.no_grad():
-        logits_NV[:, max(0, vocab - first) :] = -torch.inf
     targets_N = torch.where(valid_SB, targets_SB, 0).reshape(-1) - first
-    losses_N = _CrossEntropy.apply(logits_NV, targets_N, tensor)
+    padding = min(max(0, first + rows - vocab), rows)
+    losses_N = _CrossEntropy.apply(logits_SBV.reshape(-1, rows), targets_N, padding, tensor)
     return torch.where(valid_SB, losses_N.view_as(targets_SB), 0.0)

@@ -4,10 +4,10 @@ Every operation goes along one axis for one purpose. It is counted in the ledger
 board, and started without waiting where a caller has something else to do: `start_*` returns a `Pending`, whose
 `wait()` gives the result. On an axis of size 1 every operation is the identity, and nothing is counted.
 
-On NCCL these are NCCL's own operations. On gloo they are made of sends and receives, for three reasons (measured on
-two ranks, 128 MiB: gloo's reduce-scatter 190 to 290 ms against 70 to 90, its all-gather 180 to 245 against 38 to 49):
+On NCCL these are NCCL's own operations. On gloo they are made of messages (`exchange.py`), for three reasons:
 
-- they are faster;
+- they are faster (two ranks, 128 MiB, through sockets: gloo's reduce-scatter 190 to 290 ms against 70 to 90, its
+  all-gather 180 to 245 against 38 to 49), and on one host the data goes through shared memory (`shared.py`);
 - sums are taken in rank order, so they do not depend on how a tensor was cut, and an all-reduce equals a
   reduce-scatter followed by an all-gather bit for bit;
 - every message carries a tag made of the operation's number, kind, purpose, dtype and shape. An operation that one
@@ -19,13 +19,14 @@ Tensors must be contiguous: gloo computes wrong sums over strided views without 
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.parallel.exchange import CollectiveError, Exchange, others
 from megazero.parallel.grid import Axis
+from megazero.parallel.shared import Label
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
 # the bytes. Two ranks always exchange: the bytes are the same.
@@ -36,26 +37,17 @@ _nccl_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _nccl_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class CollectiveError(RuntimeError):
-    """An operation on `axis` did not end: a rank died, does not come, or called another one. The board knows more."""
-
-    def __init__(self, axis: str, reason: str):
-        super().__init__(f"{axis} axis: {reason}")
-        self.axis = axis
-
-
 class Pending:
     """An operation under way on one axis.
 
     Args:
         axis: where it runs; None when there is nothing to wait for.
         purpose: as profiles name it.
-        works: torch's handles.
-        finish: gives the result once they are done.
+        finish: waits, and gives the result.
     """
 
-    def __init__(self, axis: Axis | None, purpose: str, works: Sequence[dist.Work], finish: Callable[[], Tensor]):
-        self._axis, self._purpose, self._works, self._finish = axis, purpose, works, finish
+    def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor]):
+        self._axis, self._purpose, self._finish = axis, purpose, finish
 
     def wait(self) -> Tensor:
         """The result; to be called once.
@@ -66,7 +58,6 @@ class Pending:
         if self._axis is None:
             return self._finish()
         with torch.profiler.record_function(f"wait for {self._axis.name} axis: {self._purpose}"):
-            _wait(self._axis, self._works)
             result = self._finish()
         self._axis.wire.seat.end(self._axis.name)
         return result
@@ -74,37 +65,39 @@ class Pending:
 
 def done(x: Tensor) -> Pending:
     """Nothing to wait for."""
-    return Pending(None, "", (), lambda: x)
+    return Pending(None, "", lambda: x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     """The sum of all ranks' x, in its memory; x must not be touched until the end."""
     if axis.size == 1:
         return done(x)
-    tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
+    first, second = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
     if axis.wire.backend == "nccl":
-        return Pending(axis, purpose, [_work(dist.all_reduce(x, group=axis.group, async_op=True))], lambda: x)
+        return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), x)
     flat = x.view(-1)
     if axis.size == 2 or flat.numel() <= _FEW:
-        received = [torch.empty_like(flat) for _ in _others(axis)]
-        works = _exchange(axis, tag, [flat] * len(received), received)
+        exchange = Exchange(axis, first, [flat], [flat] * (axis.size - 1), peek=True, room=flat.nbytes)
 
         def add() -> Tensor:
-            _sum(axis, flat, received, out=flat)
+            _sum(axis, flat, exchange.wait(), out=flat)
+            exchange.release()
             return x
 
-        return Pending(axis, purpose, works, add)
+        return Pending(axis, purpose, add)
     parts = flat.tensor_split(axis.size)
     own = parts[axis.rank]
-    received = [torch.empty_like(own) for _ in _others(axis)]
-    works = _exchange(axis, tag, [parts[k] for k in _others(axis)], received)
+    theirs = [parts[k] for k in others(axis)]
+    room = parts[0].nbytes  # no part is larger
+    exchange = Exchange(axis, first, theirs, [own] * len(theirs), peek=True, room=room)
 
     def add_and_gather() -> Tensor:
-        _sum(axis, own, received, out=own)
-        _wait(axis, _exchange(axis, tag, [own] * len(received), [parts[k] for k in _others(axis)]))
+        _sum(axis, own, exchange.wait(), out=own)
+        exchange.release()
+        Exchange(axis, second, [own], theirs, peek=False, room=room).wait()
         return x
 
-    return Pending(axis, purpose, works, add_and_gather)
+    return Pending(axis, purpose, add_and_gather)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, purpose: str) -> Pending:
@@ -112,28 +105,40 @@ def start_reduce_scatter(x: Tensor, axis: Axis, purpose: str) -> Pending:
     if axis.size == 1:
         return done(x)
     assert len(x) % axis.size == 0, f"{tuple(x.shape)} has no {axis.size} equal parts"
-    tag = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
+    first, _ = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
     parts = x.chunk(axis.size)
-    out = torch.empty_like(parts[0])
+    own = parts[axis.rank]
+    out = torch.empty_like(own)
     if axis.wire.backend == "nccl":
-        return Pending(axis, purpose, [_work(_nccl_scatter(out, x, group=axis.group, async_op=True))], lambda: out)
-    received = [torch.empty_like(out) for _ in _others(axis)]
-    works = _exchange(axis, tag, [parts[k] for k in _others(axis)], received)
-    return Pending(axis, purpose, works, lambda: _sum(axis, parts[axis.rank], received, out=out))
+        return _nccl(axis, purpose, _nccl_scatter(out, x, group=axis.group, async_op=True), out)
+    theirs = [parts[k] for k in others(axis)]
+    exchange = Exchange(axis, first, theirs, [own] * len(theirs), peek=True, room=own.nbytes)
+
+    def add() -> Tensor:
+        _sum(axis, own, exchange.wait(), out=out)
+        exchange.release()
+        return out
+
+    return Pending(axis, purpose, add)
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
     """All ranks' parts (of equal shape) behind each other along the first dim."""
     if axis.size == 1:
         return done(part)
-    tag = _begin("all_gather", part, axis, purpose, (axis.size - 1) * part.numel())
+    first, _ = _begin("all_gather", part, axis, purpose, (axis.size - 1) * part.numel())
     out = part.new_empty((len(part) * axis.size, *part.shape[1:]))
     if axis.wire.backend == "nccl":
-        return Pending(axis, purpose, [_work(_nccl_gather(out, part, group=axis.group, async_op=True))], lambda: out)
+        return _nccl(axis, purpose, _nccl_gather(out, part, group=axis.group, async_op=True), out)
     parts = out.chunk(axis.size)
-    works = _exchange(axis, tag, [part] * (axis.size - 1), [parts[k] for k in _others(axis)])
+    exchange = Exchange(axis, first, [part], [parts[k] for k in others(axis)], peek=False, room=part.nbytes)
     parts[axis.rank].copy_(part)
-    return Pending(axis, purpose, works, lambda: out)
+
+    def gather() -> Tensor:
+        exchange.wait()
+        return out
+
+    return Pending(axis, purpose, gather)
 
 
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
@@ -161,60 +166,40 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
     return [rows[i, :n].tobytes() for i, n in enumerate(lengths)]
 
 
-def _others(axis: Axis) -> list[int]:
-    """The other ranks of an axis, each starting behind itself, so that not everybody sends to rank 0 first."""
-    return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
-
-
-def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
-    """Counts, shows and names an operation; returns its tag."""
+def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> tuple[Label, Label]:
+    """Counts, shows and names an operation; returns the labels of its (at most two) rounds."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     wire = axis.wire
     wire.ledger.add(axis.name, purpose, elements, x.element_size())
     text = f"{kind} ({purpose}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
     number = wire.seat.begin(axis.name, axis.ranks, text)
-    return zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
+    tag = zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFE
+    return Label(2 * number, tag), Label(2 * number + 1, tag + 1)
 
 
-def _exchange(axis: Axis, tag: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[dist.Work]:
-    """Sends and receives one tensor to and from each of `_others`; neither waits for the other."""
-    others = _others(axis)
-    try:
-        works = [dist.irecv(x, group=axis.group, group_src=k, tag=tag) for k, x in zip(others, receives, strict=True)]
-        works += [dist.isend(x, group=axis.group, group_dst=k, tag=tag) for k, x in zip(others, sends, strict=True)]
-    except RuntimeError as error:  # the connection is gone
-        raise _broken(axis, error) from None
-    return [_work(work) for work in works]
-
-
-def _wait(axis: Axis, works: Sequence[dist.Work]) -> None:
-    try:
-        for work in works:
-            if axis.wire.backend == "nccl":
-                work.wait()  # makes the stream wait, not the host
-            else:
-                work.wait(axis.wire.timeout)
-    except RuntimeError as error:
-        raise _broken(axis, error) from None
-
-
-def _broken(axis: Axis, error: RuntimeError) -> CollectiveError:
-    return CollectiveError(axis.name, str(error))
-
-
-def _work(work: dist.Work | None) -> dist.Work:
+def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Tensor) -> Pending:
     assert work is not None, "this process is not on the axis"
-    return work
+
+    def finish() -> Tensor:
+        try:
+            work.wait()  # makes the stream wait, not the host
+        except RuntimeError as error:
+            raise CollectiveError(axis.name, str(error)) from None
+        return result
+
+    return Pending(axis, purpose, finish)
 
 
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Adds the parts in rank order, whoever computes it; `out` may be `own`."""
-    parts = {axis.rank: own} | dict(zip(_others(axis), received, strict=True))
-    first, *rest = (parts[k] for k in range(axis.size))
-    if rest[:-1]:  # what is added up in place must be ours: received memory, or the result's
-        first = reduce(Tensor.add_, rest[:-1], first.clone() if first is own and out is not own else first)
-    return torch.add(first, rest[-1], out=out)
+    """Adds the parts in rank order, whoever computes it. Writes to `out` only, which may be `own`."""
+    parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
+    wait_for_own = out is own and axis.rank > 1  # what `out` holds must have been added before it is written to
+    total = torch.add(parts[0], parts[1], out=None if wait_for_own else out)
+    for k in range(2, axis.size):
+        total = torch.add(total, parts[k], out=out if k == axis.rank or not wait_for_own else total)
+        wait_for_own = wait_for_own and k != axis.rank
+    return total
 
 
 def _padded(x: Tensor, axis: Axis) -> int:

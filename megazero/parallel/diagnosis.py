@@ -20,7 +20,9 @@ def death(standing: Standing, exit_code: int) -> UserError:
         name = signal.Signals(-exit_code).name
         do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
         return UserError(310, f"was ended by {name} {where}, {_doing(standing)}", do, **_who(standing))
-    return UserError(313, f"ended with exit code {exit_code} {where}, {_doing(standing)}", "see its output above", **_who(standing))
+    return UserError(
+        313, f"ended with exit code {exit_code} {where}, {_doing(standing)}", "see its output above", **_who(standing)
+    )
 
 
 def disagreement(standings: Sequence[Standing]) -> UserError | None:

@@ -10,9 +10,11 @@ code or another config.
 
 import fcntl
 import json
+import os
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.errors import UserError
 from megazero.parallel.launch import Meeting, Place, World, interface_of, meeting_of_step, stay_on
+from megazero.parallel.shared import Mail, host_id, supported
 from megazero.parallel.wire import Wire
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
@@ -45,8 +48,11 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str) -> Wire:
     if place.store is not None:
         stay_on(_loopback())
     store = _store(place, timeout)
-    _roll_call(store, world, timeout, fingerprint)
     device, backend = world.device, "nccl" if world.device.type == "cuda" else "gloo"
+    mail = Mail(world.rank, world.size, timeout) if backend == "gloo" and supported() else None
+    roll = _roll_call(store, world, timeout, fingerprint, mail)
+    if mail is not None:
+        _open_boxes(mail, roll, store, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -57,7 +63,7 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str) -> Wire:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Wire(backend, timeout, seat=place.seat)
+    return Wire(backend, timeout, mail=mail, seat=place.seat)
 
 
 def disconnect() -> None:
@@ -122,18 +128,55 @@ def _loopback() -> str:
     return named or next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _roll_call(store: Store, world: World, timeout: timedelta, fingerprint: str) -> None:
-    """Waits until every rank has come, each with the same fingerprint."""
-    store.set(f"here/{world.rank}", json.dumps([socket.gethostname(), fingerprint]))
+@dataclass(frozen=True)
+class _Present:
+    """What a rank says of itself when it comes."""
+
+    host: str
+    fingerprint: str
+    host_id: str
+    pid: int
+    handle: int  # of its outbox; -1: it shares no memory
+
+
+def _roll_call(
+    store: Store, world: World, timeout: timedelta, fingerprint: str, mail: Mail | None
+) -> dict[int, _Present]:
+    """Waits until every rank has come, each with the same fingerprint; returns what each said."""
+    near = (host_id(), os.getpid(), mail.handle) if mail is not None else ("", 0, -1)
+    store.set(f"here/{world.rank}", json.dumps([socket.gethostname(), fingerprint, *near]))
+    _all_have(store, "here", world, timeout)
+    roll = {rank: _Present(*json.loads(store.get(f"here/{rank}"))) for rank in range(world.size)}
+    mine, first = roll[world.rank], roll[0]
+    if mine.fingerprint != first.fingerprint:
+        what = f"runs {mine.fingerprint} on {mine.host}, rank 0 {first.fingerprint} on {first.host}"
+        raise UserError(321, what, "start all ranks from one folder with one config", rank=world.rank)
+    return roll
+
+
+def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
+    """Waits until every rank has set its `key`."""
     deadline = time.monotonic() + timeout.total_seconds()
     missing = list(range(world.size))
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+    while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
         if time.monotonic() > deadline:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
             raise UserError(320, what, "see their output; are all hosts up?", rank=world.rank)
         time.sleep(_POLL)
-    host, first = json.loads(store.get("here/0"))
-    if first != fingerprint:
-        what = f"runs {fingerprint} on {socket.gethostname()}, rank 0 {first} on {host}"
-        raise UserError(321, what, "start all ranks from one folder with one config", rank=world.rank)
+
+
+def _open_boxes(mail: Mail, roll: dict[int, _Present], store: Store, world: World) -> None:
+    """Maps the outboxes of this host's ranks; they are used where every one of them could open all."""
+    here = [rank for rank, present in roll.items() if present.host_id == roll[world.rank].host_id]
+    try:
+        for rank in here:
+            if rank != world.rank:
+                mail.open(rank, roll[rank].pid, roll[rank].handle)
+        opened = True
+    except OSError:  # a hardened kernel may forbid it; sockets do as well
+        opened = False
+    store.set(f"opened/{world.rank}", str(int(opened)))
+    store.wait([f"opened/{rank}" for rank in here])
+    if all(store.get(f"opened/{rank}") == b"1" for rank in here):
+        mail.reached = frozenset(here)

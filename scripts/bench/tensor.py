@@ -15,6 +15,7 @@ the largest difference between the reference's losses and theirs over all steps 
 import argparse
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
@@ -31,9 +32,10 @@ from megazero.config import Batch, Config, Model, Parallel, resolved
 from megazero.data.loader import MicroBatch
 from megazero.kernels.choice import choose
 from megazero.model.parameter import named_declarations
+from megazero.parallel.board import Board
 from megazero.parallel.grid import Grid, make_grid, single
-from megazero.parallel.launch import stay_on
-from megazero.parallel.wire import Wire
+from megazero.parallel.launch import Place, World, stay_on
+from megazero.parallel.rendezvous import connect
 from megazero.zero.engine import Engine, Spread
 from megazero.zero.optimizer import AdamW
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
@@ -94,8 +96,9 @@ def our_step(model: str) -> Callable[[], float]:
 
 def our_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
     """The same step on one of `size` ranks."""
-    meet(rank, size, store)
-    grid = make_grid(tensor=size, pipeline=1, wire=Wire(backend="gloo"), device_type="cpu")
+    place = Place(World(rank, size, rank, "local"), Board.private().seat(0), Path(store))
+    wire = connect(place, timeout=timedelta(seconds=120), fingerprint="")
+    grid = make_grid(tensor=size, pipeline=1, wire=wire, device_type="cpu")
     return engine_step(config_of(model, size, sequence), grid)
 
 
