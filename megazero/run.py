@@ -54,7 +54,7 @@ def launch(config: Config, name: str, nproc: int | None) -> int:
     place = Place.of(world)
     code = outcome(lambda: run_training(config, name, place), place)
     if code:
-        say_why(_board(config, name, world.size) or Board.private(world.size), place)
+        say_why(place)
     return code
 
 
@@ -77,7 +77,7 @@ def run_training(config: Config, name: str, place: Place) -> None:
 
 
 def _train(config: Config, name: str, place: Place, grid: Grid) -> None:
-    folder = _folder(config, name)
+    folder = RunFolder(config.run.dir or f"runs/{name}")
     first, device = place.world.rank == 0, place.world.device
     began = time.monotonic()
     agree(grid.world, device, lambda: folder.create() if first else None)
@@ -118,16 +118,6 @@ def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: 
     finally:
         trainer.close()
     return trainer
-
-
-def _folder(config: Config, name: str) -> RunFolder:
-    return RunFolder(config.run.dir or f"runs/{name}")
-
-
-def _board(config: Config, name: str, size: int) -> Board | None:
-    """The board in the run's folder, if it came to that."""
-    path = _folder(config, name).board
-    return Board.in_file(path, size) if path.is_file() else None
 
 
 def _fingerprint(config: Config) -> str:

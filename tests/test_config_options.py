@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from torch import Tensor
 
 from megazero.__main__ import main
@@ -21,7 +22,7 @@ from megazero.errors import FaultList, UserError
 from megazero.explain import explain
 from megazero.observe.jsonl import read_rows
 from tests.tiny_run import Outcome, TinyData, built, command, train
-from tests.tolerances import LOSS_FP32, difference
+from tests.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
 
 
 def losses(outcome: Outcome) -> Any:
@@ -222,6 +223,10 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "") and "on 2 cpu ranks (tensor 2)" in done.stdout
     (mine, theirs), rows = json.loads((tmp_path / "run/ledger.json").read_text()), reference(()).rows
     assert mine["traffic"] == theirs["traffic"] and mine["traffic"]["tensor"]["block forward"]["ops"] > 0
+    with safe_open(tmp_path / "run/checkpoints/step_00000004/model.safetensors", framework="pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    different = weight_differences(saved, reference(()).weights(), heads=4, kv_heads=4)
+    assert max(different.values()) <= WEIGHTS_FP32
     found = read_rows(tmp_path / "run/metrics.jsonl")
     assert difference([row["loss"] for row in found], [row["loss"] for row in rows]) <= LOSS_FP32
     assert all(row["comm_bytes"] > 0 for row in found) and not any(row["comm_bytes"] for row in rows)

@@ -125,10 +125,15 @@ class Board:
 
 
 class Seat:
-    """One rank's place on a board."""
+    """One rank's place on a board.
+
+    Attributes:
+        board: the one that it has moved to, which other ranks can read.
+    """
 
     def __init__(self, memory: mmap.mmap, at: int):
         self._memory, self._at = memory, at
+        self.board: Board | None = None
         self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
 
     def take(self) -> None:
@@ -140,7 +145,7 @@ class Seat:
     def move(self, board: Board, rank: int) -> None:
         """Goes on on another board, with what stands here."""
         here = self._memory[self._at : self._at + SEAT_SIZE]
-        self._memory, self._at = board._memory, rank * SEAT_SIZE
+        self.board, self._memory, self._at = board, board._memory, rank * SEAT_SIZE
         self._memory[self._at : self._at + SEAT_SIZE] = here
 
     def now(self, step: int, phase: str) -> None:

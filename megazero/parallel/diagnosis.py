@@ -55,7 +55,9 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
         operation = _waits_in(standings[culprit]) if culprit < len(standings) else None
     blamed = standings[culprit]
     if culprit == rank:
-        what = f"lost its connection in {mine} {_where(blamed)}"
+        hosts = sorted({standings[k].host for k in mine.ranks if k < len(standings)} - {blamed.host})
+        beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
+        what = f"lost its connection in {mine} {_where(blamed)}{beyond}"
         return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
     what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(standings, mine)}"

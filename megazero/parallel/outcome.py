@@ -46,14 +46,13 @@ def outcome(main: Callable[[], None], place: Place) -> int:
     return 0
 
 
-def say_why(board: Board, place: Place) -> None:
-    """What went wrong, from the rank that failed, if no lower rank says the same. For ranks without a parent.
-
-    Args:
-        board: of the run's folder; a private one where it did not come to that, and this rank knows of no other.
-    """
+def say_why(place: Place) -> None:
+    """What went wrong, from the rank that failed, if no lower rank says the same. For ranks without a parent."""
     rank = place.world.rank
-    place.seat.move(board, rank)
+    if place.seat.board is None:  # it did not come to a folder: this rank knows of no other
+        place.seat.move(Board.private(place.world.size), rank)
+    board = place.seat.board
+    assert board is not None
     time.sleep(_GRACE)
     standings = board.read_all()
     own = standings[rank]

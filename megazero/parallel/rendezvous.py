@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.errors import UserError
+from megazero.parallel.agreement import FailedElsewhere
 from megazero.parallel.launch import Meeting, Place, World, interface_of, meeting_of_step, stay_on
 from megazero.parallel.shared import Mail, host_id, supported
 from megazero.parallel.wire import Wire
@@ -148,7 +149,10 @@ def _roll_call(
     _all_have(store, "here", world, timeout)
     roll = {rank: _Present(*json.loads(store.get(f"here/{rank}"))) for rank in range(world.size)}
     mine, first = roll[world.rank], roll[0]
-    if mine.fingerprint != first.fingerprint:
+    odd = [rank for rank, present in roll.items() if present.fingerprint != first.fingerprint]
+    if odd and odd[0] != world.rank:
+        raise FailedElsewhere(odd[0], 321)
+    if odd:
         what = f"runs {mine.fingerprint} on {mine.host}, rank 0 {first.fingerprint} on {first.host}"
         raise UserError(321, what, "start all ranks from one folder with one config", rank=world.rank)
     return roll
@@ -161,6 +165,9 @@ def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
     while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
         if time.monotonic() > deadline:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            first = min(set(range(world.size)) - set(missing))
+            if first != world.rank:
+                raise FailedElsewhere(first, 320)
             what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
             raise UserError(320, what, "see their output; are all hosts up?", rank=world.rank)
         time.sleep(_POLL)

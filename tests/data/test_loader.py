@@ -166,6 +166,18 @@ def test_validation_batches(counting):
     assert len(list(validation_batches(dataset, 100, limit=1000))) == 1
 
 
+@pytest.mark.parametrize("num_data", [2, 3, 5])
+@pytest.mark.parametrize("limit", [None, 9, 1])
+def test_validation_batches_of_all_ranks_are_those_of_one(counting, num_data: int, limit: int | None):
+    """Each window counts once, and every rank has as many batches, so that none waits for another."""
+    dataset = windows_of(counting, 8)
+    ranks = [list(validation_batches(dataset, 4, limit, data_rank=rank, num_data=num_data)) for rank in range(num_data)]
+    assert len({len(batches) for batches in ranks}) == 1
+    counted = [id_ for batches in ranks for b in batches if b.valid_SB.any() for id_ in b.sample_ids_B.tolist()]
+    assert sorted(counted) == list(range(51 if limit is None else limit))
+    assert all(b.valid_SB.all() or not b.valid_SB.any() for batches in ranks for b in batches)
+
+
 @pytest.mark.parametrize(("num_tokens", "seq_len", "num_windows"), [(9, 8, 1), (16, 8, 1), (17, 8, 2), (2, 1, 1)])
 def test_number_of_windows(make_dataset, num_tokens: int, seq_len: int, num_windows: int):
     assert windows_of(make_dataset([[1] * num_tokens]), seq_len).num_windows == num_windows

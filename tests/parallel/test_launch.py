@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from megazero.errors import UserError
-from megazero.parallel.launch import World, world_from_environment
+from megazero.parallel.launch import (
+    Meeting,
+    World,
+    first_host,
+    local_size,
+    meeting_of_step,
+    world_from_environment,
+)
 
 
 def torchrun(rank: object, size: object, local: object) -> dict[str, str]:
@@ -56,3 +63,74 @@ def test_device_is_the_local_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch):
     assert World(5, 8, 1).device == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert World(5, 8, 1).device == torch.device("cuda", 1)
+
+
+# What srun sets on its tasks: a plain job, an array's task, a requeued job, a second step, several hosts.
+JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "node[003-004]", "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "meeting"),
+    [
+        (JOB, Meeting("node003", 24242, None)),
+        (JOB | {"SLURM_STEP_NODELIST": "node004"}, Meeting("node004", 24242, None)),
+        # an array: every task has a job id of its own, the array's id is not it
+        (JOB | {"SLURM_JOB_ID": "4243", "SLURM_ARRAY_JOB_ID": "4242", "SLURM_ARRAY_TASK_ID": "1"},
+         Meeting("node003", 24243, None)),
+        # requeued: the same job id, another port than the attempt before, whose processes may still be dying
+        (JOB | {"SLURM_RESTART_COUNT": "1"}, Meeting("node003", 24343, None)),
+        (JOB | {"SLURM_RESTART_COUNT": "2"}, Meeting("node003", 24444, None)),
+        (JOB | {"SLURM_STEP_ID": "1"}, Meeting("node003", 25251, None)),  # two steps of one job side by side
+        (JOB | {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}, Meeting("10.0.0.7", 1234, None)),
+        (JOB | {"GLOO_SOCKET_IFNAME": "ib0"}, Meeting("node003", 24242, "ib0")),
+        (JOB | {"NCCL_SOCKET_IFNAME": "^docker,lo"}, Meeting("node003", 24242, None)),  # names none
+        (JOB | {"NCCL_SOCKET_IFNAME": "^docker", "TP_SOCKET_IFNAME": "eth1"}, Meeting("node003", 24242, "eth1")),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "7"}, Meeting("a", 7, None)),
+    ],
+)  # fmt: skip
+def test_where_a_step_meets(environment: dict[str, str], meeting: Meeting):
+    assert meeting_of_step(environment) == meeting
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SLURM_JOB_ID": "1"}, "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set"),
+        ({"SLURM_JOB_NODELIST": "a"}, "SLURM_JOB_ID is not set"),
+        ({"SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "4_2"}, "SLURM_JOB_ID is 4_2, expected a number"),
+        (JOB | {"MASTER_PORT": "http"}, "MASTER_PORT is http, expected a number"),
+    ],
+)
+def test_a_step_that_cannot_meet_is_refused(environment: dict[str, str], message: str):
+    with pytest.raises(UserError, match=message) as caught:
+        meeting_of_step(environment)
+    assert caught.value.code == 111
+
+
+def test_ports_of_jobs_and_attempts_are_apart():
+    jobs = [JOB | {"SLURM_JOB_ID": str(4242 + i), "SLURM_RESTART_COUNT": str(r)} for i in range(50) for r in range(3)]
+    ports = [meeting_of_step(job).port for job in jobs]
+    assert len(set(ports)) == len(ports) and all(20000 <= port < 30000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node[3-7]", "node3"),
+        ("node[003,005-007],gpu[1-2]", "node003"),
+        ("gpu7,node[1-2]", "gpu7"),
+        ("rack2-n[10-11]", "rack2-n10"),
+        ("n[1-4]-ib", "n1-ib"),
+        ("a.b.c", "a.b.c"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes: str, host: str):
+    assert first_host(nodes) == host
+
+
+def test_local_ranks_are_what_is_asked_for_or_one_per_gpu_or_what_the_model_is_split_over(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert (local_size(None, 2, 3), local_size(5, 2, 3)) == (6, 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert (local_size(None, 2, 3), local_size(5, 2, 3)) == (8, 5)
