@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -20,7 +21,7 @@ from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.parallel.agreement import agree
-from megazero.parallel.board import Board
+from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid, make_grid, single
 from megazero.parallel.launch import Place, local_size, world_from_environment
@@ -50,7 +51,7 @@ def launch(config: Config, name: str, nproc: int | None) -> int:
         run_training(config, name, Place.of(world))
         return 0
     if not world.launcher:
-        return run_local(size, lambda place: run_training(config, name, place))
+        return run_local(size, lambda place: run_training(config, name, place), lambda s: _give_back(config, name, s))
     place = Place.of(world)
     code = outcome(lambda: run_training(config, name, place), place)
     if code:
@@ -81,9 +82,8 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> None:
     first, device = place.world.rank == 0, place.world.device
     began = time.monotonic()
     agree(grid.world, device, lambda: folder.create() if first else None)
-    if place.world.launcher in ("torchrun", "srun"):
-        place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
-    log = _log(folder, place.world.rank)
+    place.seat.now(0, BUILD)
+    log = agree(grid.world, device, lambda: _settle_in(folder, place))
     try:
         agree(grid.world, device, lambda: dump(config, folder.config) if first else None)
         trainer = _trained(config, place, grid, folder, name)
@@ -107,6 +107,8 @@ def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: 
     """Builds the trainer, runs it to the end, and closes what it holds, whatever happens."""
     device = place.world.device
     trainer = agree(grid.world, device, lambda: build_trainer(config, grid, device, folder))
+    names = gather_bytes(trainer.engine.ops.name.encode(), grid.world, "agree", device)
+    agree(grid.world, device, lambda: _same_kernels(names))
     parameters = model_shape(config).parameters()
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, into {folder.path}"
@@ -120,10 +122,35 @@ def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: 
     return trainer
 
 
+def _settle_in(folder: RunFolder, place: Place) -> logging.Logger:
+    """This rank's log, and its seat where ranks without a common parent can read it, in the folder that rank 0 made."""
+    try:
+        if place.world.launcher in ("torchrun", "srun"):
+            place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
+        return _log(folder, place.world.rank)
+    except OSError as error:
+        what = f"rank 0 made the folder, rank {place.world.rank} cannot write to it: {error.strerror}"
+        raise UserError(
+            401, what, "every host must see run.dir; give one on a shared disk", where=folder.path
+        ) from None
+
+
+def _give_back(config: Config, name: str, standings: Sequence[Standing]) -> None:
+    """A run that failed before its first row does not keep the folder, if it was this run that had made it."""
+    if standings[0].phase != START:
+        RunFolder(config.run.dir or f"runs/{name}").release()
+
+
 def _fingerprint(config: Config) -> str:
     """Of what must be the same on every rank."""
     digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
     return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}"
+
+
+def _same_kernels(names: list[bytes]) -> None:
+    if odd := [r for r, name in enumerate(names) if name != names[0]]:
+        what = f"rank {odd[0]} has {names[odd[0]].decode()} kernels, rank 0 {names[0].decode()}: sums would differ"
+        raise UserError(114, what, "give precision.kernels=reference, or the same compiler to all hosts")
 
 
 def _devices(grid: Grid, device: torch.device) -> str:

@@ -30,6 +30,7 @@ class RunFolder:
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):
                 folder.mkdir(parents=True, exist_ok=True)
+            self.board.unlink(missing_ok=True)  # of a run that left the folder again
             self.log(0).touch()
             self.metrics.touch(exist_ok=False)  # the folder is taken from here on, also if two runs start at once
         except OSError as error:

@@ -109,6 +109,19 @@ def test_same_seed_same_bits_and_another_seed_others(tiny_data: TinyData, finish
         assert all(a[column] != b[column] for a, b in pairs)
 
 
+def test_ranks_that_fail_before_the_first_row_give_the_folder_back(tiny_data: TinyData, tmp_path: Path):
+    """Rank 0 is ended before it can do so itself; the parent does."""
+    arguments = ["train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "parallel.tensor=2"]
+    done = command(*arguments, "data.tokenizer=null", "model.vocab=300", "data.valid=null")
+    assert done.returncode == 1 and "2 cpu ranks" in done.stdout
+    assert done.stderr.startswith("MZ-205 rank=") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    again = command(*arguments, "run.steps=1", "data.valid=null")
+    assert (again.returncode, again.stderr) == (0, "")
+    taken = command(*arguments, "run.steps=1", "data.valid=null")
+    assert taken.returncode == 2 and taken.stderr.startswith("MZ-110 ") and (tmp_path / "run/metrics.jsonl").exists()
+
+
 def test_default_folder_is_named_after_the_config(tiny_data: TinyData, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config = load(str(tiny_data.config), ["run.steps=1", "data.valid=null", "data.tokenizer=null"])

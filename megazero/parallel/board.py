@@ -22,8 +22,11 @@ _OPEN_AT = 8
 _OPERATIONS_AT = 128
 _MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
 _MESSAGE = struct.Struct("<1000s")
-SEAT_SIZE = 2048
+SEAT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
 assert _HEAD.size <= _OPERATIONS_AT and _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
+
+# Phases before the first step: meeting the others; having a folder.
+START, BUILD = "start", "build"
 
 # States of a rank.
 EMPTY, RUNNING, FAILED, STUCK, DONE = range(5)
@@ -95,8 +98,7 @@ class Board:
         """A file that all ranks map; each may create it."""
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            if os.fstat(handle).st_size < size * SEAT_SIZE:
-                os.ftruncate(handle, size * SEAT_SIZE)
+            os.posix_fallocate(handle, 0, size * SEAT_SIZE)  # a full disk is an error now, not a signal later
             return cls(mmap.mmap(handle, size * SEAT_SIZE), size)
         finally:
             os.close(handle)
@@ -140,7 +142,7 @@ class Seat:
         """This process is the rank now."""
         self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
         host = socket.gethostname().encode()[:64]
-        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, b"start", host)
+        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host)
 
     def move(self, board: Board, rank: int) -> None:
         """Goes on on another board, with what stands here."""

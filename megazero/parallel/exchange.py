@@ -48,10 +48,12 @@ class Exchange:
         near = mail is not None and room * len(sends) <= SLOT_BYTES and mail.reached.issuperset(axis.ranks)
         self._mail = mail if near else None
         self._letters: list[Letter] = []
+        self._taken: list[Tensor] | None = None
         try:
             if self._mail is not None:
                 readers = [axis.ranks[k] for k in others(axis)]
                 self._mail.post(axis.name, label, sends, room, readers)
+                self._mail.rounds.append(self)
             else:
                 self._start_sockets()
         except (RuntimeError, TimeoutError) as error:  # the connection is gone, or nobody reads
@@ -77,6 +79,20 @@ class Exchange:
         for letter in self._letters:
             assert self._mail is not None
             self._mail.acknowledge(letter)
+        self._letters = []
+
+    def take_in(self) -> None:
+        """Copies the others' messages, if all have come, for a later `wait`: somebody needs the room."""
+        mail, axis = self._mail, self._axis
+        assert mail is not None
+        if self._taken is not None:
+            return
+        letters = [mail.find(axis.ranks[k], axis.name, self._label) for k in others(axis)]
+        found = [letter for letter in letters if letter is not None]
+        if len(found) == len(letters):
+            self._letters = found
+            self._taken = [message.clone() for message in self._messages(mail)]
+            self.release()
 
     def _start_sockets(self) -> None:
         axis, peers = self._axis, others(self._axis)
@@ -93,15 +109,22 @@ class Exchange:
         self._works = [work for work in works if work is not None]
 
     def _read(self, mail: Mail) -> list[Tensor]:
-        axis, label, messages = self._axis, self._label, []
-        for k, like in zip(others(axis), self._receives, strict=True):
-            letter = mail.find(axis.ranks[k], axis.name, label)
-            self._letters.append(letter)
-            index = (axis.rank - k) % axis.size - 1 if len(self._sends) > 1 else 0  # among k's others
-            messages.append(mail.look(letter, index * self._room, like))
+        axis = self._axis
+        mail.rounds.remove(self)  # from here on nobody else takes them in
+        if self._taken is None:
+            self._letters = [mail.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
+        messages = self._taken or self._messages(mail)
         if self._peek:
             return messages
         for target, message in zip(self._receives, messages, strict=True):
             target.copy_(message)
         self.release()
         return list(self._receives)
+
+    def _messages(self, mail: Mail) -> list[Tensor]:
+        """The messages in `_letters`, where they lie."""
+        axis, messages = self._axis, []
+        for k, letter, like in zip(others(axis), self._letters, self._receives, strict=True):
+            index = (axis.rank - k) % axis.size - 1 if len(self._sends) > 1 else 0  # among k's others
+            messages.append(mail.look(letter, index * self._room, like))
+        return messages

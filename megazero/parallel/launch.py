@@ -9,7 +9,8 @@ Three ways to start a run, told apart by what they leave in the environment:
 
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,10 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU, or the CPU where there is none."""
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        """This rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +68,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of an srun step meet: rank 0's address, and the interface it listens on, if one is named."""
+    """Where the ranks of an srun step meet.
+
+    Attributes:
+        host, port: rank 0's address.
+        interface: that it listens on, if one is named.
+        nodes: hosts of the step.
+    """
 
     host: str
     port: int
     interface: str | None
+    nodes: int = 1
 
 
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
@@ -82,6 +92,8 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
         if all(name in environment for name in names):
             world = _world(names, environment, launcher)
             lacking = [n for n in MEETING if n not in environment]
+            if launcher == "srun" and world.size == 1:  # a shell in a job of one task: local ranks may be started
+                continue
             if launcher == "torchrun" and world.size > 1 and lacking:
                 raise UserError(111, f"WORLD_SIZE={world.size}, but {' and '.join(lacking)} not set", DO)
             return world
@@ -93,16 +105,26 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
 
 
 def local_size(asked: int | None, tensor: int, pipeline: int) -> int:
-    """How many ranks to start on this machine: what was asked for, else one per GPU, else tensor x pipeline."""
-    return asked or torch.cuda.device_count() or tensor * pipeline
+    """How many ranks to start on this machine: what was asked for, else one per GPU, else tensor x pipeline.
+
+    Raises:
+        UserError: 106, more ranks than GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    if asked and gpus and asked > gpus:
+        raise UserError(106, f"expected --nproc <= {gpus} GPUs, got {asked}", "give fewer ranks", where="train")
+    return asked or gpus or tensor * pipeline
 
 
-def meeting_of_step(environment: Mapping[str, str] = os.environ) -> Meeting:
+def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:
     """Where the ranks of an srun step meet; the same on every rank, whatever the job is.
 
     MASTER_ADDR and MASTER_PORT where the batch script sets them. Else the step's first node, and a port made of the
     job's id (an array's task has one of its own), the number of times it was requeued, and the step: an earlier
     attempt that still holds its port is not in the way, nor is another step of the same job.
+
+    Args:
+        known: network interfaces of this host; None: as it says.
 
     Raises:
         UserError: 111, no node list or job id, or a value that makes no sense.
@@ -120,13 +142,11 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ) -> Meeting:
             for name, default in (("SLURM_JOB_ID", None), ("SLURM_RESTART_COUNT", 0), ("SLURM_STEP_ID", 0))
         )
         port = _FIRST_PORT + (job + 101 * restart + 1009 * step) % _NUM_PORTS
-    return Meeting(host, port, interface_of(environment))
-
-
-def interface_of(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The network interface that the user named, if any. Lists and exclusions (NCCL's "^docker") name none."""
-    named = [environment[name] for name in INTERFACES if re.fullmatch(r"[\w.:-]+", environment.get(name, ""))]
-    return named[0] if named else None
+    known = known if known is not None else [name for _, name in socket.if_nameindex()]
+    named = [environment[name] for name in INTERFACES if environment.get(name) in known]
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES", _number(environment, "SLURM_JOB_NUM_NODES", 1))
+    # NCCL takes prefixes, lists and exclusions ("^docker") too: those name none.
+    return Meeting(host, port, named[0] if named else None, nodes)
 
 
 def stay_on(interface: str, environment=os.environ) -> None:
@@ -141,11 +161,9 @@ def threads_for(size: int) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's node list: node[003-007,9],gpu1 -> node003."""
-    found = re.match(r"([^,\[\]]*)(?:\[([^\]]*)\])?([^,\[\]]*)", nodes)
-    assert found is not None, "every part may be empty"
-    prefix, ranges, suffix = found.groups()
-    return prefix + (re.split("[,-]", ranges)[0] if ranges else "") + suffix
+    """The first host of SLURM's node list: node[003-007,9],gpu1 -> node003, a[1-2]b[3-4] -> a1b3."""
+    host = re.split(r",(?![^\[]*\])", nodes)[0]  # at the first comma outside brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", host)
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.errors import UserError
 from megazero.parallel.agreement import FailedElsewhere
-from megazero.parallel.launch import Meeting, Place, World, interface_of, meeting_of_step, stay_on
+from megazero.parallel.launch import Meeting, Place, World, meeting_of_step, stay_on
 from megazero.parallel.shared import Mail, host_id, supported
 from megazero.parallel.wire import Wire
 
@@ -48,9 +48,18 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str) -> Wire:
         return Wire(timeout=timeout, seat=place.seat)
     if place.store is not None:
         stay_on(_loopback())
-    store = _store(place, timeout)
+    try:
+        return _connected(place, timeout, fingerprint)
+    except dist.DistError as error:  # rank 0 held the store, and has ended
+        if world.rank == 0:
+            raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
+        raise FailedElsewhere(0, 320) from None
+
+
+def _connected(place: Place, timeout: timedelta, fingerprint: str) -> Wire:
+    world, store = place.world, _store(place, timeout)
     device, backend = world.device, "nccl" if world.device.type == "cuda" else "gloo"
-    mail = Mail(world.rank, world.size, timeout) if backend == "gloo" and supported() else None
+    mail = _mail(world, timeout) if backend == "gloo" and supported() else None
     roll = _roll_call(store, world, timeout, fingerprint, mail)
     if mail is not None:
         _open_boxes(mail, roll, store, world)
@@ -106,6 +115,8 @@ def _listen(meeting: Meeting) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         address = _address(meeting.interface) if meeting.interface else socket.gethostbyname(meeting.host)
+        if meeting.nodes > 1 and address.startswith("127."):
+            raise OSError(f"{address} cannot be reached from the other {meeting.nodes - 1} hosts")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, meeting.port))
         listener.listen(1024)
@@ -124,9 +135,16 @@ def _address(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
 
 
+def _mail(world: World, timeout: timedelta) -> Mail | None:
+    try:
+        host_id()
+        return Mail(world.rank, world.size, timeout)
+    except OSError:  # a sandbox without /proc or memfd: sockets do as well
+        return None
+
+
 def _loopback() -> str:
-    named = interface_of()
-    return named or next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 @dataclass(frozen=True)
@@ -169,7 +187,7 @@ def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
             if first != world.rank:
                 raise FailedElsewhere(first, 320)
             what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
-            raise UserError(320, what, "see their output; are all hosts up?", rank=world.rank)
+            raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
         time.sleep(_POLL)
 
 

@@ -9,6 +9,9 @@ sender uses a slot again when all its readers have.
 Labels have their places by axis and by the operation's number there, so a reader looks at one number, and carry the
 operation's tag: a rank that called something else writes another tag, and never finds a reader.
 
+Whoever waits, for a letter or for a free slot, takes in what has come for its other rounds meanwhile, so that any
+number of operations may be under way: nobody waits for a reader that waits for him.
+
 The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process.
 """
 
@@ -21,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,6 +108,14 @@ class Letter:
     number: int
 
 
+class Round(Protocol):
+    """Letters that somebody expects."""
+
+    def take_in(self) -> None:
+        """Moves the letters elsewhere, if all have come, and acknowledges them."""
+        ...
+
+
 class Mail:
     """This rank's outbox and those of the ranks that it can reach.
 
@@ -122,6 +133,7 @@ class Mail:
         self._pids: dict[int, int] = {}
         self._number = 0
         self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
+        self.rounds: list[Round] = []  # whose letters have not been taken in
         self.reached: frozenset[int] = frozenset((rank,))
 
     def open(self, rank: int, pid: int, handle: int) -> None:
@@ -139,25 +151,27 @@ class Mail:
         Raises:
             TimeoutError: nobody makes room.
         """
-        slot = self._wait(self._free_slot, readers)
+        row = self._own.labels[AXES.index(axis), label.place % LABELS]
+        slot = self._wait(lambda: self._free_slot(int(row[1])), [k for _, waiting in self._awaited for k in waiting])
         self._number += 1
         self._awaited[slot] = (self._number, readers)
         for i, message in enumerate(messages):
             self._own.view(slot, i * room, message).copy_(message)
-        row = self._own.labels[AXES.index(axis), label.place % LABELS]
         row[1], row[2] = self._number, slot
         row[0] = label.key  # last: whoever sees it sees the rest
 
-    def find(self, sender: int, axis: str, label: Label) -> Letter:
-        """Waits for what `sender` posts under (axis, label).
+    def find(self, sender: int, axis: str, label: Label) -> Letter | None:
+        """What `sender` has posted under (axis, label), if it has."""
+        row = self._boxes[sender].labels[AXES.index(axis), label.place % LABELS]
+        return Letter(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
+
+    def wait_for(self, sender: int, axis: str, label: Label) -> Letter:
+        """The same, once it has.
 
         Raises:
             TimeoutError: it does not come, or the sender has died.
         """
-        row = self._boxes[sender].labels[AXES.index(axis), label.place % LABELS]
-        key = label.key
-        self._wait(lambda: True if row[0] == key else None, (sender,))
-        return Letter(sender, int(row[2]), int(row[1]))
+        return self._wait(lambda: self.find(sender, axis, label), (sender,))
 
     def look(self, letter: Letter, start: int, like: Tensor) -> Tensor:
         """The message `start` bytes into a letter, where it lies: not to be written to, nor used once acknowledged."""
@@ -166,13 +180,19 @@ class Mail:
     def acknowledge(self, letter: Letter) -> None:
         self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
 
-    def _free_slot(self) -> int | None:
-        """The first slot that everybody has read: mostly one whose memory is still in the cache."""
+    def _free_slot(self, before: int) -> int | None:
+        """The first slot that everybody has read: mostly one whose memory is still in the cache.
+
+        None as long as message number `before` has not been read, whose label is to be written over.
+        """
+        free = None
         for slot, (number, readers) in enumerate(self._awaited):
             read = self._own.read[slot]
             if all(read[reader] >= number for reader in readers):
-                return slot
-        return None
+                free = slot if free is None else free
+            elif number == before:
+                return None
+        return free
 
     def _wait(self, ready: Callable[[], T | None], ranks: Sequence[int]) -> T:
         """What `ready` gives once it gives something; TimeoutError when one of the ranks is gone or time is up."""
@@ -181,11 +201,17 @@ class Mail:
                 return found
         deadline, naps = time.monotonic() + self._timeout, 0
         while (found := ready()) is None:
+            for round_ in self.rounds:
+                round_.take_in()
             time.sleep(_NAP)
             naps += 1
             if naps % _NAPS_BETWEEN_ROLLS == 0:
-                if gone := [rank for rank in ranks if not os.path.exists(f"/proc/{self._pids[rank]}")]:
+                gone = [rank for rank in ranks if not os.path.exists(f"/proc/{self._pids[rank]}")]
+                late = time.monotonic() > deadline
+                if (gone or late) and (found := ready()) is not None:  # its last letter, just before it left
+                    return found
+                if gone:
                     raise TimeoutError(f"rank {gone[0]} is gone")
-                if time.monotonic() > deadline:
+                if late:
                     raise TimeoutError(f"no answer within {self._timeout:g} s")
         return found

@@ -6,6 +6,7 @@ something to a run. Each rank dies with the parent, whatever kills it: on Linux 
 thread of the rank.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,13 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from megazero.parallel.board import DONE, STUCK, Board
+from megazero.parallel.board import DONE, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, stuck
 from megazero.parallel.launch import Place, World, threads_for
 from megazero.parallel.outcome import outcome
@@ -47,7 +48,8 @@ class _Ranks:
 
     def send(self, number: int) -> None:
         for pid in self.pids.values():
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it was seen to end, and not yet struck off
+                os.kill(pid, number)
 
     def pass_on(self, number: int, _: object) -> None:
         """A signal to the parent is one to all ranks; the second interruption is for the impatient."""
@@ -56,8 +58,11 @@ class _Ranks:
         self.send(signal.SIGKILL if impatient else number)
 
 
-def run_local(size: int, main: Callable[[Place], None]) -> int:
+def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequence[Standing]], None]) -> int:
     """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
+
+    Args:
+        clean_up: called after a failure with where all ranks were, once none of them is left.
 
     0 when all ranks returned; else what the first failing one ended with, 128 + n after signal n. What went wrong is
     one line on stderr.
@@ -71,12 +76,15 @@ def run_local(size: int, main: Callable[[Place], None]) -> int:
         before = {number: signal.signal(number, ranks.pass_on) for number in FORWARDED}
         try:
             parent = os.getpid()
+            # No rank misses a signal because it is not there yet, nor handles it with the parent's handler.
+            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
             for rank in range(size):
                 pid = os.fork()
                 if not pid:
                     _be(Place(World(rank, size, rank, "local"), board.seat(rank), store), main, parent)
                 ranks.pids[rank] = pid
-            return _watch(ranks, board)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            code = _watch(ranks, board)
         finally:
             ranks.send(signal.SIGKILL)
             while ranks.pids:
@@ -84,6 +92,9 @@ def run_local(size: int, main: Callable[[Place], None]) -> int:
                 time.sleep(_POLL if ranks.pids else 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if code:
+            clean_up(board.read_all())
+        return code
 
 
 def _be(place: Place, main: Callable[[Place], None], parent: int) -> None:
@@ -95,17 +106,16 @@ def _be(place: Place, main: Callable[[Place], None], parent: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         place.seat.take()
         threads = threads_for(place.world.size)
         if threads is not None:
             torch.set_num_threads(threads)
         code = outcome(lambda: main(place), place)
-    finally:
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads
                 stream.flush()
-            except (OSError, ValueError):
-                continue  # nobody reads
+    finally:
         os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
 
 

@@ -31,6 +31,7 @@ def srun(rank: object, size: object, local: object) -> dict[str, str]:
         (torchrun(5, 8, 1), World(5, 8, 1, "torchrun")),
         (srun(3, 4, 0), World(3, 4, 0, "srun")),
         (srun(3, 4, 0) | torchrun(5, 8, 1), World(5, 8, 1, "torchrun")),  # torchrun inside srun: the inner one counts
+        (srun(0, 1, 0), World(0, 1, 0)),  # a shell in a job of one task
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0)),  # salloc's shell, not a task of srun
         ({"LOCAL_RANK": "0"}, World(0, 1, 0)),
     ],
@@ -62,7 +63,10 @@ def test_device_is_the_local_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert World(5, 8, 1).device == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert World(5, 8, 1).device == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # srun --gpus-per-task=1
+    assert World(5, 8, 1).device == torch.device("cuda", 0)
 
 
 # What srun sets on its tasks: a plain job, an array's task, a requeued job, a second step, several hosts.
@@ -85,11 +89,13 @@ JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "node[003-004]", "SLURM_STE
         (JOB | {"GLOO_SOCKET_IFNAME": "ib0"}, Meeting("node003", 24242, "ib0")),
         (JOB | {"NCCL_SOCKET_IFNAME": "^docker,lo"}, Meeting("node003", 24242, None)),  # names none
         (JOB | {"NCCL_SOCKET_IFNAME": "^docker", "TP_SOCKET_IFNAME": "eth1"}, Meeting("node003", 24242, "eth1")),
+        (JOB | {"NCCL_SOCKET_IFNAME": "eth"}, Meeting("node003", 24242, None)),  # a prefix, as NCCL allows
+        (JOB | {"SLURM_JOB_NUM_NODES": "4", "SLURM_STEP_NUM_NODES": "2"}, Meeting("node003", 24242, None, 2)),
         ({"MASTER_ADDR": "a", "MASTER_PORT": "7"}, Meeting("a", 7, None)),
     ],
 )  # fmt: skip
 def test_where_a_step_meets(environment: dict[str, str], meeting: Meeting):
-    assert meeting_of_step(environment) == meeting
+    assert meeting_of_step(environment, ["lo", "ib0", "eth1"]) == meeting
 
 
 @pytest.mark.parametrize(
@@ -123,6 +129,7 @@ def test_ports_of_jobs_and_attempts_are_apart():
         ("rack2-n[10-11]", "rack2-n10"),
         ("n[1-4]-ib", "n1-ib"),
         ("a.b.c", "a.b.c"),
+        ("a[1-2]b[3-4],c", "a1b3"),
     ],
 )
 def test_first_host_of_a_node_list(nodes: str, host: str):
@@ -134,3 +141,5 @@ def test_local_ranks_are_what_is_asked_for_or_one_per_gpu_or_what_the_model_is_s
     assert (local_size(None, 2, 3), local_size(5, 2, 3)) == (6, 5)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert (local_size(None, 2, 3), local_size(5, 2, 3)) == (8, 5)
+    with pytest.raises(UserError, match="expected --nproc <= 8 GPUs, got 9"):
+        local_size(9, 1, 1)

@@ -63,6 +63,31 @@ def test_operations_on_two_axes_under_way_together(seed: int):
     assert all(count >= 195 for count in run_ranks(4, stress, seed, tensor=2))
 
 
+def many_under_way(grid: Grid, count: int) -> list[float]:
+    """More operations than there are slots or labels, waited for in reverse, with others on another axis between."""
+    pending = [start_all_reduce(torch.full((1000,), float(i)), grid.data, "test") for i in range(count)]
+    between = [float(start_all_reduce(torch.ones(1), grid.tensor, "test").wait()) for _ in range(50)]
+    assert between == [2.0] * 50
+    return [float(operation.wait()[0]) for operation in reversed(pending)]
+
+
+@pytest.mark.parametrize("count", [9, 100])
+def test_any_number_of_operations_may_be_under_way(count: int):
+    expected = [2.0 * i for i in reversed(range(count))]
+    assert run_ranks(4, many_under_way, count, tensor=2) == [expected] * 4
+
+
+def one_long_under_way(grid: Grid) -> list[float]:
+    first = start_all_reduce(torch.ones(3), grid.data, "test")
+    rest = [float(start_all_reduce(torch.ones(3), grid.data, "test").wait()[0]) for _ in range(shared.LABELS * 2)]
+    assert rest == [2.0] * len(rest)
+    return first.wait().tolist()
+
+
+def test_one_operation_may_be_under_way_for_long():
+    assert run_ranks(2, one_long_under_way) == [[2.0] * 3] * 2
+
+
 def test_where_boxes_cannot_be_opened_sockets_are_used(monkeypatch: pytest.MonkeyPatch):
     """On one rank only: the others must know."""
     opened = Mail.open
@@ -83,7 +108,7 @@ def silent_peer(grid: Grid) -> str:
     if grid.world.rank == 0:
         return "silent"
     with pytest.raises(TimeoutError, match="no answer within"):
-        Mail.find(_impatient(mail), 0, "world", Label(1, 2))
+        Mail.wait_for(_impatient(mail), 0, "world", Label(1, 2))
     for number in range(shared.SLOTS):
         mail.post("world", Label(number, 2), [torch.ones(2)], 8, [0])
     with pytest.raises(TimeoutError, match="no answer within"):
