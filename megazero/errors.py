@@ -50,10 +50,15 @@ class UserError(ValueError):
     def exit_code(self) -> int:
         return 2 if self.code < 200 else 1
 
-    def located(self, rank: int, step: int | None) -> "UserError":
-        """The same error with the rank and step where it happened, if it does not say so itself."""
+    def located(self, rank: int, step: int | None, place: str) -> "UserError":
+        """The same error of one rank of several: its rank and step if it does not say so itself, and its place.
+
+        Args:
+            place: phase and host; left out where the command line or config is at fault, whoever found it.
+        """
         rank, step = (rank if self.rank is None else self.rank), (step if self.step is None else self.step)
-        return UserError(self.code, self.what, self.do, where=self.where, rank=rank, step=step)
+        what = self.what if self.code < 200 else f"{self.what} ({place})"
+        return UserError(self.code, what, self.do, where=self.where, rank=rank, step=step)
 
 
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
@@ -65,5 +70,5 @@ class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind o
         self.code = errors[0].code
         self.errors = errors
 
-    def located(self, rank: int, step: int | None) -> UserError:
+    def located(self, rank: int, step: int | None, place: str) -> UserError:
         return self

@@ -165,6 +165,12 @@ class Seat:
         """As told to `now`; 0 before the first."""
         return _HEAD.unpack_from(self._memory, self._at)[3]
 
+    @property
+    def place(self) -> str:
+        """Phase and host, as one says it."""
+        _, _, _, _, phase, host = _HEAD.unpack_from(self._memory, self._at)
+        return f"in {_text(phase)} on {_text(host)}"
+
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """An operation begins; returns its number on the axis."""
         number = self._numbers[axis] = self._numbers[axis] + 1

@@ -33,7 +33,7 @@ def outcome(main: Callable[[], None], place: Place) -> int:
         seat.set_state(FAILED)
         return error.exit_code
     except UserError as error:
-        seat.set_state(FAILED, str(error.located(rank, seat.step or None)))
+        seat.set_state(FAILED, str(error.located(rank, seat.step or None, seat.place)))
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

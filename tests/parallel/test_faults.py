@@ -81,8 +81,8 @@ CASES = {
     "skip": r"MZ-312 rank={odd} step={skipping}: called tensor #6 .* where rank {even} called .*; all ranks .*",
     "extra": r"MZ-312 rank={odd} step=3: called tensor #6 .* where rank {even} called .*",
     "exit": rf"MZ-313 rank={{rank}} step=3: ended with exit code 3 in forward {HOST}, after tensor #5 .*",
-    "user-error": r"MZ-205 rank={rank} step=3 data.bin: a bad token; use another file",
-    "agree": r"MZ-205 rank={rank} step=3 data.bin: a bad token; use another file",
+    "user-error": r"MZ-205 rank={rank} step=3 data.bin: a bad token \(in forward on \S+\); use another file",
+    "agree": r"MZ-205 rank={rank} step=3 data.bin: a bad token \(in forward on \S+\); use another file",
 }
 
 
