@@ -201,8 +201,11 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return ordered[k], ordered[n - 1 - k]
 
 
-def dump(report_object: dict[str, Any]) -> str:
-    return json.dumps(report_object, indent=1)
+def dump(reports: Sequence[dict[str, Any]]) -> str:
+    """Several reports of one run as one: all rows, the largest difference between losses, the rest of the first."""
+    merged = dict(reports[0]) | {"rows": [row for one in reports for row in one["rows"]]}
+    merged["loss_difference"] = max(one["loss_difference"] for one in reports)
+    return json.dumps(merged, indent=1)
 
 
 def _serve(system: System, rank: int, store: str, end: Connection) -> None:

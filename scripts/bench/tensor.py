@@ -64,9 +64,7 @@ def main() -> int:
             title = f"{model}, 1.000 = {floor_s:.3f} s, losses within {found['loss_difference']:.1e}"
             print(table(title, comparison), end="\n\n", flush=True)
     if options.json:
-        merged = reports[0] | {"rows": [row for one in reports for row in one["rows"]]}
-        merged["loss_difference"] = max(one["loss_difference"] for one in reports)
-        print(dump(merged))
+        print(dump(reports))
     return 0
 
 
