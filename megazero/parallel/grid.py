@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazero.errors import UserError
 from megazero.parallel.wire import Wire
@@ -99,6 +100,8 @@ def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Gr
     for name, size in zip(strides, sizes, strict=True):
         place = rank // strides[name] % size
         group = mesh.get_group(name) if size > 1 else None
+        if group is not None:
+            _set_pg_timeout(wire.timeout, group)  # the mesh gives its groups the backend's default, 10 minutes or more
         axes[name] = Axis(name, size, place, rank - place * strides[name], strides[name], group, wire)
     world_group = dist.group.WORLD if world > 1 else None
     return Grid(axes["tensor"], axes["data"], axes["pipeline"], Axis("world", world, rank, 0, 1, world_group, wire))
