@@ -15,7 +15,7 @@ from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import FaultList, UserError
+from megazero.errors import UserError
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.learning_rate import LearningRate
@@ -39,6 +39,7 @@ from megazero.validation import Validation
 from megazero.zero.engine import Engine, Spread
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.optimizer import AdamW
+from megazero.zero.placement import STAGES
 from megazero.zero.unit import Unit
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,19 +69,14 @@ def check_world(config: Config, size: int) -> None:
     """Holds the config against the number of ranks, before any of them meets another.
 
     Raises:
-        UserError: 106, the sizes do not fit; 109, the layout is not built yet.
+        UserError: 106, the sizes do not fit.
     """
     data = data_size(size, config.parallel.tensor, config.parallel.pipeline)
-    faults = []
     if config.batch.global_ % (config.batch.micro * data):
         equation = "batch.global % (batch.micro * data ranks) == 0"
-        got = f"{config.batch.global_} % ({config.batch.micro} * {data})"
-        faults.append(UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro"))
-    if data > 1 and config.zero.stage != 0:
-        what = f"zero.stage {config.zero.stage} over {data} data ranks is not built yet"
-        faults.append(UserError(109, what, "give zero.stage=0, or fewer ranks"))
-    if faults:
-        raise FaultList(faults)
+        rest = config.batch.global_ % (config.batch.micro * data)
+        got = f"{config.batch.global_} % ({config.batch.micro} * {data}) = {rest}"
+        raise UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro")
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
@@ -94,13 +90,15 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
     )
 
 
-def build_units(model: Transformer, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Unit]:
-    """Gives each unit of the model its memory and initial values, one unit at a time."""
+def build_units(
+    model: Transformer, *, seed: int, dtype: torch.dtype, device: torch.device, shards: int = 1
+) -> list[Unit]:
+    """Gives each unit of the model its memory, which `shards` data ranks can share, and initial values."""
     units = []
     for name, members in model.units():
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
         entries = [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()]
-        unit = Unit(lay_out(name, entries), dtype=dtype, device=device)
+        unit = Unit(lay_out(name, entries), dtype=dtype, device=device, shards=shards)
         unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         unit.adopt(dict(members))
         units.append(unit)
@@ -139,12 +137,14 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
     )
     ops = choose(config.precision.kernels, device, dtype)
     model = build_model(config, ops, grid.tensor)
-    units = build_units(model, seed=config.run.seed, dtype=dtype, device=device)
+    units = build_units(model, seed=config.run.seed, dtype=dtype, device=device, shards=grid.data.size)
+    assert config.zero.stage is not None, "a resolved config"
+    spread = Spread(grid.data, grid.tensor, config.parallel.sequence, STAGES[config.zero.stage])
     o = config.optimizer
-    optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    shards = spread.shards(units)
+    optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, shards=shards)
     tokens_per_step = config.batch.global_ * config.model.seq_len
     losses = model_losses(model, device, config.parallel.sequence)
-    spread = Spread(grid.data, grid.tensor, config.parallel.sequence)
     engine = Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, ops=ops)
     flops = model_shape(config).flops_per_token()
     work = Work(tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)

@@ -46,12 +46,19 @@ def launch(config: Config, name: str, nproc: int | None) -> int:
     if world.launcher and nproc is not None:
         raise UserError(100, f"--nproc {nproc} under {world.launcher}, which has started the ranks", "leave it out")
     size = world.size if world.launcher else local_size(nproc, config.parallel.tensor, config.parallel.pipeline)
-    check_world(config, size)
+    try:
+        check_world(config, size)
+    except UserError as error:
+        if world.rank == 0:
+            raise
+        return error.exit_code  # rank 0 says it
     if size == 1:
         run_training(config, name, Place.of(world))
         return 0
     if not world.launcher:
-        return run_local(size, lambda place: run_training(config, name, place), lambda s: _give_back(config, name, s))
+        return run_local(
+            size, lambda place: run_training(config, name, place), lambda *how: _after_failure(config, name, *how)
+        )
     place = Place.of(world)
     code = outcome(lambda: run_training(config, name, place), place)
     if code:
@@ -135,10 +142,14 @@ def _settle_in(folder: RunFolder, place: Place) -> logging.Logger:
         ) from None
 
 
-def _give_back(config: Config, name: str, standings: Sequence[Standing]) -> None:
-    """A run that failed before its first row does not keep the folder, if it was this run that had made it."""
-    if standings[0].phase != START:
-        RunFolder(config.run.dir or f"runs/{name}").release()
+def _after_failure(config: Config, name: str, standings: Sequence[Standing], line: str) -> None:
+    """The log gets the line, and a run that failed before its first row does not keep the folder it had made."""
+    if standings[0].phase == START:  # it had none
+        return
+    folder = RunFolder(config.run.dir or f"runs/{name}")
+    with contextlib.suppress(OSError), folder.log(0).open("a", encoding="utf-8") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {line}\n")
+    folder.release()
 
 
 def _fingerprint(config: Config) -> str:
@@ -194,7 +205,7 @@ def _last_words(trainer: Trainer, folder: RunFolder, seconds: float) -> None:
         lines.append(f"validation loss {trainer.score.loss:.4f} nats per token")
         if trainer.score.bits_per_byte is not None:
             lines[-1] += f", {trainer.score.bits_per_byte:.4f} bits per byte"
-    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, checkpoints/, logs/")
+    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, ledger.json, checkpoints/, logs/")
     lines.append(f"loss curve {folder.loss_plot}")
     _say("\n".join(lines))
 

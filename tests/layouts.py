@@ -15,6 +15,7 @@ from megazero.model.transformer import Shape, Transformer
 from megazero.parallel.grid import Grid
 from megazero.zero.engine import Engine, Spread
 from megazero.zero.optimizer import AdamW
+from megazero.zero.placement import STAGES, Placement, change
 from tests.model.small import GPT, LLAMA
 from tests.ranks import run_ranks
 
@@ -29,15 +30,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank."""
+    """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank, stage."""
 
     tensor: int = 1
     data: int = 1
     sequence: bool = False
     accumulation: int = 1
-
-    def __str__(self) -> str:
-        return f"tp{self.tensor}-dp{self.data}{'-seq' if self.sequence else ''}-acc{self.accumulation}"
+    stage: int = 0
 
 
 @dataclass
@@ -71,9 +70,9 @@ def train(layout: Layout, flavour: str, dtype: torch.dtype) -> Trained:
 def train_rank(grid: Grid, layout: Layout, shape: Shape, dtype: torch.dtype) -> Trained:
     """One rank's part."""
     model = Transformer(shape, seed=0, tensor=grid.tensor, sequence=layout.sequence, ops=REFERENCE)
-    units = build_units(model, seed=0, dtype=dtype, device=CPU)
-    optimizer = AdamW(units, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    spread = Spread(grid.data, grid.tensor, layout.sequence)
+    units = build_units(model, seed=0, dtype=dtype, device=CPU, shards=grid.data.size)
+    spread = Spread(grid.data, grid.tensor, layout.sequence, STAGES[layout.stage])
+    optimizer = AdamW(units, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, shards=spread.shards(units))
     tokens = GLOBAL_BATCH * shape.seq_len
     engine = Engine(units, optimizer, clip=0.5, tokens_per_step=tokens, spread=spread, ops=REFERENCE)
     result = Trained([], [], {n: v.clone() for n, v in engine.named_parameters()}, {}, {})
@@ -90,6 +89,8 @@ def train_rank(grid: Grid, layout: Layout, shape: Shape, dtype: torch.dtype) -> 
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())
         if step == 0:
+            for unit in units:  # from where the optimizer has them to everywhere, for the comparison
+                change(unit.gradients, spread.stage.optimizer, Placement.REPLICATE, grid.data, "test")
             result.gradients = {n: v.view.clone() for unit in units for n, v in unit.views.items()}
     result.weights = {n: v.clone() for n, v in engine.named_parameters()}
     return result

@@ -1,4 +1,4 @@
-"""Every grid computes the model that one process does: tensor, data, sequence parallelism, accumulation, flavours.
+"""Every grid computes the model that one process does: tensor, sequence and data parallelism, stages, accumulation.
 
 Dropout is on, valid tokens are uneven (some samples have none), windows hold two documents, the vocabulary does not
 divide by the tensor axis, and clipping acts.
@@ -27,13 +27,14 @@ GRADIENT = {"fp32": GRADIENT_FP32, "fp64": GRADIENT_FP64}
 WEIGHTS = {"fp32": WEIGHTS_FP32, "fp64": WEIGHTS_FP64}
 GRIDS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2, 4) if tp * dp <= 8]
 CASES = [
-    (flavour, dtype, grid, sequence, accumulation)
+    (flavour, dtype, grid, sequence, accumulation, stage)
     for flavour in ("gpt", "llama", "gpt-untied-rotary")
     for dtype in DTYPES
     for grid in GRIDS
     for sequence in (False, True)
     if grid[0] > 1 or not sequence
     for accumulation in (1, 4)
+    for stage in ((0, 1) if grid[1] > 1 else (1,))
 ]
 COVER = pairwise(CASES)
 
@@ -44,9 +45,9 @@ def alone(flavour: str, dtype: str) -> Trained:
     return train(Layout(), flavour, DTYPES[dtype])
 
 
-def check(flavour: str, dtype: str, grid: tuple[int, int], sequence: bool, accumulation: int) -> None:
+def check(flavour: str, dtype: str, grid: tuple[int, int], sequence: bool, accumulation: int, stage: int) -> None:
     expected = alone(flavour, dtype)
-    found = train(Layout(*grid, sequence, accumulation), flavour, DTYPES[dtype])
+    found = train(Layout(*grid, sequence, accumulation, stage), flavour, DTYPES[dtype])
     assert found.initial.keys() == expected.initial.keys()
     for name, value in expected.initial.items():
         assert torch.equal(found.initial[name], value), name
@@ -63,6 +64,16 @@ def check(flavour: str, dtype: str, grid: tuple[int, int], sequence: bool, accum
 @pytest.mark.parametrize("case", COVER, ids=ids(COVER))
 def test_a_grid_computes_what_one_process_does(case: tuple) -> None:
     check(*case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tensor", "data", "sequence"), [(1, 2, False), (1, 4, False), (2, 2, True), (2, 4, False)])
+def test_stages_0_and_1_are_equal_bit_for_bit(tensor: int, data: int, sequence: bool, dtype: str) -> None:
+    zero, one = (train(Layout(tensor, data, sequence, 2, stage), "gpt", DTYPES[dtype]) for stage in (0, 1))
+    assert zero.losses == one.losses and zero.norms == one.norms
+    for kind in ("gradients", "weights"):
+        for name, value in getattr(zero, kind).items():
+            assert torch.equal(value, getattr(one, kind)[name]), f"{kind} of {name}"
 
 
 REST = [case for case in CASES if case not in COVER]

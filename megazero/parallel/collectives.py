@@ -100,15 +100,19 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     return Pending(axis, purpose, add_and_gather)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, purpose: str) -> Pending:
-    """This rank's part (of `size` equal parts of the first dim) of the sum of all ranks' x."""
+def start_reduce_scatter(x: Tensor, axis: Axis, purpose: str, *, in_place: bool = False) -> Pending:
+    """This rank's part (of `size` equal parts of the first dim) of the sum of all ranks' x.
+
+    Args:
+        in_place: the result takes the place of this rank's part of x.
+    """
     if axis.size == 1:
         return done(x)
     assert len(x) % axis.size == 0, f"{tuple(x.shape)} has no {axis.size} equal parts"
     first, _ = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
     parts = x.chunk(axis.size)
     own = parts[axis.rank]
-    out = torch.empty_like(own)
+    out = own if in_place else torch.empty_like(own)
     if axis.wire.backend == "nccl":
         return _nccl(axis, purpose, _nccl_scatter(out, x, group=axis.group, async_op=True), out)
     theirs = [parts[k] for k in others(axis)]
@@ -126,17 +130,26 @@ def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
     """All ranks' parts (of equal shape) behind each other along the first dim."""
     if axis.size == 1:
         return done(part)
-    first, _ = _begin("all_gather", part, axis, purpose, (axis.size - 1) * part.numel())
-    out = part.new_empty((len(part) * axis.size, *part.shape[1:]))
+    whole = part.new_empty((len(part) * axis.size, *part.shape[1:]))
+    whole.chunk(axis.size)[axis.rank].copy_(part)
+    return start_all_gather_in_place(whole, axis, purpose)
+
+
+def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pending:
+    """Fills in the other ranks' parts of `whole`; this rank's is there already."""
+    if axis.size == 1:
+        return done(whole)
+    assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
+    parts = whole.chunk(axis.size)
+    own = parts[axis.rank]
+    first, _ = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.wire.backend == "nccl":
-        return _nccl(axis, purpose, _nccl_gather(out, part, group=axis.group, async_op=True), out)
-    parts = out.chunk(axis.size)
-    exchange = Exchange(axis, first, [part], [parts[k] for k in others(axis)], peek=False, room=part.nbytes)
-    parts[axis.rank].copy_(part)
+        return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), whole)
+    exchange = Exchange(axis, first, [own], [parts[k] for k in others(axis)], peek=False, room=own.nbytes)
 
     def gather() -> Tensor:
         exchange.wait()
-        return out
+        return whole
 
     return Pending(axis, purpose, gather)
 
@@ -151,6 +164,14 @@ def reduce_scatter(x: Tensor, axis: Axis, purpose: str) -> Tensor:
 
 def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
     return start_all_gather(part, axis, purpose).wait()
+
+
+def reduce_scatter_in_place(x: Tensor, axis: Axis, purpose: str) -> Tensor:
+    return start_reduce_scatter(x, axis, purpose, in_place=True).wait()
+
+
+def all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Tensor:
+    return start_all_gather_in_place(whole, axis, purpose).wait()
 
 
 def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device) -> list[bytes]:

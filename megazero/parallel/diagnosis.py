@@ -88,7 +88,7 @@ def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:
 def _waiting(standings: Sequence[Standing], operation: Operation) -> str:
     ranks = [k for k in operation.ranks if k < len(standings) and not _missing(standings, k, operation)]
     shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
-    return f"waited: {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown} waited"
 
 
 def _where(standing: Standing) -> str:

@@ -58,11 +58,11 @@ class _Ranks:
         self.send(signal.SIGKILL if impatient else number)
 
 
-def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequence[Standing]], None]) -> int:
+def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequence[Standing], str], None]) -> int:
     """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
 
     Args:
-        clean_up: called after a failure with where all ranks were, once none of them is left.
+        clean_up: called after a failure with where all ranks were and the line, once none of them is left.
 
     0 when all ranks returned; else what the first failing one ended with, 128 + n after signal n. What went wrong is
     one line on stderr.
@@ -84,7 +84,7 @@ def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequ
                     _be(Place(World(rank, size, rank, "local"), board.seat(rank), store), main, parent)
                 ranks.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-            code = _watch(ranks, board)
+            code, line = _watch(ranks, board)
         finally:
             ranks.send(signal.SIGKILL)
             while ranks.pids:
@@ -93,7 +93,8 @@ def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequ
             for number, handler in before.items():
                 signal.signal(number, handler)
         if code:
-            clean_up(board.read_all())
+            print(line, file=sys.stderr, flush=True)
+            clean_up(board.read_all(), line)
         return code
 
 
@@ -134,7 +135,7 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _watch(ranks: _Ranks, board: Board) -> int:
+def _watch(ranks: _Ranks, board: Board) -> tuple[int, str]:
     """Waits for all ranks, or for the first failure and what the others have to say about it."""
     first: float | None = None
     while ranks.pids:
@@ -151,19 +152,18 @@ def _watch(ranks: _Ranks, board: Board) -> int:
     return _verdict(ranks, board)
 
 
-def _verdict(ranks: _Ranks, board: Board) -> int:
-    """Says what went wrong, if anything did; returns the exit code of the run."""
+def _verdict(ranks: _Ranks, board: Board) -> tuple[int, str]:
+    """The exit code of the run, and in one line what went wrong, if anything did."""
     if ranks.signalled is not None and any(ranks.ended.values()):
-        print("interrupted" if ranks.signalled == signal.SIGINT else "terminated", file=sys.stderr, flush=True)
-        return 128 + ranks.signalled
+        name = signal.Signals(ranks.signalled).name
+        return 128 + ranks.signalled, "interrupted" if ranks.signalled == signal.SIGINT else f"ended by {name}"
     standings = board.read_all()
     failed = sorted(rank for rank, code in ranks.ended.items() if code or standings[rank].state != DONE)
     if not failed:
-        return 0
+        return 0, ""
     for rank in failed:
         if standings[rank].has_said:
-            print(standings[rank].message, file=sys.stderr, flush=True)
-            return ranks.ended[rank]
+            return ranks.ended[rank], standings[rank].message
     for rank in failed:
         if ranks.ended[rank] < 0 or standings[rank].state != STUCK:
             # torch ends a process whose message has another length than expected; then the ranks disagree
@@ -171,5 +171,4 @@ def _verdict(ranks: _Ranks, board: Board) -> int:
             break
     else:
         error = stuck(standings, failed[0])
-    print(error, file=sys.stderr, flush=True)
-    return error.exit_code
+    return error.exit_code, str(error)

@@ -5,7 +5,8 @@ only when the last micro-batch has been seen, and nobody waits for it: backward 
 length), a constant, and the factor constant / count multiplies the unscaling that Adam does anyway. A step without a
 valid token is skipped: it consumes its batch and changes nothing.
 
-The data axis holds replicas: at the end of a step their gradients are summed. Under sequence parallelism a rank of the
+The ranks of the data axis see other samples. At the end of a step their gradients go to where the optimizer state is,
+and the updated parameters come from there (`placement.py`). Under sequence parallelism a rank of the
 tensor axis has seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one
 all-reduce of each tail completes them.
 
@@ -25,6 +26,7 @@ from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis
 from megazero.zero.clip import clip_factor, unit_squares
 from megazero.zero.optimizer import AdamW
+from megazero.zero.placement import STAGES, Stage, change, held
 from megazero.zero.unit import Unit
 
 
@@ -57,11 +59,17 @@ class Spread:
         data: ranks with other samples.
         tensor: ranks with other parts of the matrices.
         sequence: gradients of what is whole over the tensor axis are partial there.
+        stage: what rests sharded over the data axis.
     """
 
     data: Axis
     tensor: Axis
     sequence: bool
+    stage: Stage = STAGES[0]
+
+    def shards(self, units: list[Unit]) -> list[slice]:
+        """Of each unit the elements that this rank updates."""
+        return [held(len(unit.parameters), self.stage.optimizer, self.data) for unit in units]
 
 
 class Engine:
@@ -107,13 +115,15 @@ class Engine:
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
-        spread = self.spread
+        spread, stage = self.spread, self.spread.stage
         for unit in reversed(self.units):
             unit.close_gradients()
-            all_reduce(unit.gradients, spread.data, "gradients")
-            if spread.sequence and unit.layout.tail < unit.layout.numel:
-                all_reduce(unit.gradients[unit.layout.tail :], spread.tensor, "tail")
-        squares = unit_squares(self.units, self.ops, spread.tensor)
+            change(unit.gradients, stage.gradients, stage.optimizer, spread.data, "gradients")
+            ours = held(len(unit.gradients), stage.optimizer, spread.data)
+            tail = unit.gradients[max(ours.start, unit.layout.tail) : ours.stop]
+            if spread.sequence and len(tail):
+                all_reduce(tail, spread.tensor, "tail")
+        squares = unit_squares(self.units, stage.optimizer, self.ops, data=spread.data, tensor=spread.tensor)
         loss_sum, valid = all_reduce(self._totals, spread.data, "loss").unbind()
         factor = self.tokens_per_step / valid
         norm = squares.sum().sqrt() * factor
@@ -123,6 +133,8 @@ class Engine:
         self._halted |= ~finite
         skipped = self._halted | empty
         self.optimizer.update(lr=lr, scale=factor * clip_factor(norm, self.clip), skip=skipped)
+        for unit in self.units:
+            change(unit.parameters, stage.optimizer, stage.parameters, spread.data, "parameters")
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, squares)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

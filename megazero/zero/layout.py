@@ -6,6 +6,8 @@ weights, learned positions), each group in the model's order:
 
     | decayed | not decayed, split over the tensor axis | not decayed, whole: the tail |
 
+(with a few elements of padding behind the first and the last, zero for ever and never saved)
+
 so that
 
 - Adam is at most one fused call for each weight-decay value,
@@ -17,6 +19,11 @@ so that
 """
 
 from dataclasses import dataclass
+
+# Elements that what decays, what does not, and every shard are made a multiple of. Vectorised kernels treat the last
+# few elements of a tensor one by one, and may round them otherwise: with this they treat an element alike wherever the
+# buffer is cut, and AdamW gives the same bits in every stage.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class UnitLayout:
     Attributes:
         name: of the unit, for messages and profiles.
         intervals: every parameter once, in buffer order.
-        decayed: elements [0, decayed) decay, [decayed, numel) do not.
+        decayed: elements [0, decayed) decay, padding included; [decayed, numel) do not.
         tail: elements [tail, numel) are whole on every rank of the tensor axis.
     """
 
@@ -73,8 +80,16 @@ def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
     # sorted is stable: the model's order within each group
     ordered = sorted(entries, key=lambda entry: (not entry.decay, not entry.split))
     intervals, start = [], 0
+    decayed = aligned(sum(entry.numel for entry in entries if entry.decay))
     for entry in ordered:
+        start = start if entry.decay else max(start, decayed)
         intervals.append(Interval(entry.name, entry.shape, start, start + entry.numel))
         start += entry.numel
-    decayed = sum(entry.numel for entry in entries if entry.decay)
-    return UnitLayout(name, tuple(intervals), decayed, tail=sum(entry.numel for entry in entries if entry.split))
+    tail = next((i.start for i, e in zip(intervals, ordered, strict=True) if not e.split), start)
+    return UnitLayout(name, tuple(intervals), decayed, tail)
+
+
+def aligned(numel: int, parts: int = 1) -> int:
+    """`numel` rounded up so that each of `parts` equal parts is a multiple of the alignment."""
+    unit = ALIGNMENT * parts
+    return -(-numel // unit) * unit

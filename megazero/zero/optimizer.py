@@ -13,26 +13,39 @@ from megazero.zero.unit import Unit
 
 
 class AdamW:
-    """The optimizer state of all units of a rank.
+    """The optimizer state of all units of a rank, or of its shards of them.
 
     Args:
         units: their flat parameters are updated in place.
+        shards: of each unit the elements that this rank updates; None for all.
         betas, eps: of Adam.
         weight_decay: applied to the decayed part of each unit.
     """
 
-    def __init__(self, units: list[Unit], *, betas: tuple[float, float], eps: float, weight_decay: float):
+    def __init__(
+        self,
+        units: list[Unit],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        shards: list[slice] | None = None,
+    ):
         self.betas, self.eps = betas, eps
-        self.moments = [(torch.zeros_like(unit.parameters), torch.zeros_like(unit.parameters)) for unit in units]
+        shards = shards or [slice(0, len(unit.parameters)) for unit in units]
+        ours = [unit.parameters[shard] for unit, shard in zip(units, shards, strict=True)]
+        self.moments = [(torch.zeros_like(flat), torch.zeros_like(flat)) for flat in ours]
         device = units[0].parameters.device
         self.groups: list[tuple[float, list[list[Tensor]]]] = []
         for decay, part in ((weight_decay, _decayed), (0.0, _not_decayed)):
             flats: list[list[Tensor]] = [[], [], [], [], []]
-            for unit, (first, second) in zip(units, self.moments, strict=True):
-                where = part(unit)
+            for unit, shard, (first, second) in zip(units, shards, self.moments, strict=True):
+                where = part(unit, shard)
                 if where.start < where.stop:
-                    for flat, whole in zip(flats, (unit.parameters, unit.gradients, first, second), strict=False):
-                        flat.append(whole[where])
+                    of_state = slice(where.start - shard.start, where.stop - shard.start)
+                    wholes = ((unit.parameters, where), (unit.gradients, where), (first, of_state), (second, of_state))
+                    for flat, (whole, place) in zip(flats, wholes, strict=False):
+                        flat.append(whole[place])
                     flats[4].append(torch.zeros((), dtype=torch.float32, device=device))
             if flats[0]:
                 self.groups.append((decay, flats))
@@ -72,9 +85,9 @@ class AdamW:
             )
 
 
-def _decayed(unit: Unit) -> slice:
-    return slice(0, unit.layout.decayed)
+def _decayed(unit: Unit, shard: slice) -> slice:
+    return slice(shard.start, min(shard.stop, unit.layout.decayed))
 
 
-def _not_decayed(unit: Unit) -> slice:
-    return slice(unit.layout.decayed, unit.layout.numel)
+def _not_decayed(unit: Unit, shard: slice) -> slice:
+    return slice(max(shard.start, unit.layout.decayed), shard.stop)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megazero.zero.layout import Interval, UnitLayout
+from megazero.zero.layout import Interval, UnitLayout, aligned
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
 _INITIAL_PIECE = 1 << 20
@@ -54,12 +54,14 @@ class Unit:
     Args:
         layout: who lies where.
         dtype, device: of parameters and gradients.
+        shards: the buffers can be cut into this many equal parts; what that adds at their ends is zero and stays so.
     """
 
-    def __init__(self, layout: UnitLayout, *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, layout: UnitLayout, *, dtype: torch.dtype, device: torch.device, shards: int = 1):
         self.layout = layout
-        self.parameters = torch.empty(layout.numel, dtype=dtype, device=device)
-        self.gradients = torch.zeros(layout.numel, dtype=dtype, device=device)
+        padded = aligned(max(layout.numel, layout.decayed), shards)
+        self.parameters = torch.zeros(padded, dtype=dtype, device=device)
+        self.gradients = torch.zeros(padded, dtype=dtype, device=device)
         self.views = {i.name: GradientView(_view(self.gradients, i)) for i in layout.intervals}
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:

@@ -107,7 +107,7 @@ def be(place: Place, case: str, bad_rank: int, timeout: float) -> None:
 
 def main() -> int:
     case, bad_rank, timeout, size = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-    return run_local(size, lambda place: be(place, case, bad_rank, timeout), lambda _: None)
+    return run_local(size, lambda place: be(place, case, bad_rank, timeout), lambda *_: None)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_a_task_that_does_not_come_is_named():
     process = task(0, free_port(), 1, "same")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1].startswith("MZ-320 rank=0: 1 of 2 ranks did not come within 1 s: 1; ")
+    assert err.splitlines()[-1].startswith("MZ-320 rank=0: 1 of 2 ranks did not come within 1 s: 1 (in start on ")
 
 
 def test_rank_0_that_does_not_come_is_named():

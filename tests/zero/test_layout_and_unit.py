@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.build import build_units
-from megazero.zero.layout import Entry, lay_out
+from megazero.zero.layout import ALIGNMENT, Entry, lay_out
 from megazero.zero.unit import GradientView
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
@@ -27,8 +27,10 @@ def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry
     layout = lay_out("unit", given_entries)
     assert sorted(i.name for i in layout.intervals) == sorted(e.name for e in given_entries)
     ends = [0, *(i.stop for i in layout.intervals)]
-    assert [i.start for i in layout.intervals] == ends[:-1]
-    assert layout.numel == sum(e.numel for e in given_entries) == ends[-1]
+    gaps = [i.start - end for i, end in zip(layout.intervals, ends, strict=False)]
+    assert layout.decayed % ALIGNMENT == 0 and all(0 <= gap < ALIGNMENT for gap in gaps)
+    assert [i.start for i, gap in zip(layout.intervals, gaps, strict=True) if gap] in ([], [layout.decayed])
+    assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == ends[-1]
     kinds = {e.name: (e.decay, e.split) for e in given_entries}
     for interval in layout.intervals:
         assert (interval.stop <= layout.decayed, interval.stop <= layout.tail) == kinds[interval.name]
