@@ -158,10 +158,6 @@ def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
     return start_all_reduce(x, axis, purpose).wait()
 
 
-def reduce_scatter(x: Tensor, axis: Axis, purpose: str) -> Tensor:
-    return start_reduce_scatter(x, axis, purpose).wait()
-
-
 def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
     return start_all_gather(part, axis, purpose).wait()
 
