@@ -85,7 +85,7 @@ def run_training(config: Config, name: str, place: Place) -> None:
 
 
 def _train(config: Config, name: str, place: Place, grid: Grid) -> None:
-    folder = RunFolder(config.run.dir or f"runs/{name}")
+    folder = _folder(config, name)
     first, device = place.world.rank == 0, place.world.device
     began = time.monotonic()
     agree(grid.world, device, lambda: folder.create() if first else None)
@@ -146,10 +146,14 @@ def _after_failure(config: Config, name: str, standings: Sequence[Standing], lin
     """The log gets the line, and a run that failed before its first row does not keep the folder it had made."""
     if standings[0].phase == START:  # it had none
         return
-    folder = RunFolder(config.run.dir or f"runs/{name}")
+    folder = _folder(config, name)
     with contextlib.suppress(OSError), folder.log(0).open("a", encoding="utf-8") as log:
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {line}\n")
     folder.release()
+
+
+def _folder(config: Config, name: str) -> RunFolder:
+    return RunFolder(config.run.dir or f"runs/{name}")
 
 
 def _fingerprint(config: Config) -> str:

@@ -61,11 +61,11 @@ class _Ranks:
 def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequence[Standing], str], None]) -> int:
     """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
 
-    Args:
-        clean_up: called after a failure with where all ranks were and the line, once none of them is left.
-
     0 when all ranks returned; else what the first failing one ended with, 128 + n after signal n. What went wrong is
     one line on stderr.
+
+    Args:
+        clean_up: called after a failure with where all ranks were and the line, once none of them is left.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,9 +6,9 @@ length), a constant, and the factor constant / count multiplies the unscaling th
 valid token is skipped: it consumes its batch and changes nothing.
 
 The ranks of the data axis see other samples. At the end of a step their gradients go to where the optimizer state is,
-and the updated parameters come from there (`placement.py`). Under sequence parallelism a rank of the
-tensor axis has seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one
-all-reduce of each tail completes them.
+and the updated parameters come from there (`placement.py`). Under sequence parallelism a rank of the tensor axis has
+seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one all-reduce of each
+tail completes them.
 
 Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there;
 the host reads it later (`StepResult`). Once loss or norm were not finite the flag stays up, so no later update can
@@ -96,6 +96,7 @@ class Engine:
     ):
         self.units, self.optimizer, self.spread, self.ops = units, optimizer, spread, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
+        self._shards = list(zip(units, spread.shards(units), strict=True))
         device = units[0].parameters.device
         # Sum of losses and count of valid tokens: one tensor, so that both are summed over ranks at once. Counts are
         # exact in fp64 up to 2^53.
@@ -116,10 +117,9 @@ class Engine:
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
         spread, stage = self.spread, self.spread.stage
-        for unit in reversed(self.units):
+        for unit, ours in reversed(self._shards):
             unit.close_gradients()
             change(unit.gradients, stage.gradients, stage.optimizer, spread.data, "gradients")
-            ours = held(len(unit.gradients), stage.optimizer, spread.data)
             tail = unit.gradients[max(ours.start, unit.layout.tail) : ours.stop]
             if spread.sequence and len(tail):
                 all_reduce(tail, spread.tensor, "tail")

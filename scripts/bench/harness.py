@@ -17,7 +17,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from multiprocessing.connection import Connection, wait
@@ -147,6 +147,24 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     names = [system.name for system in everyone]
     rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
     return Comparison(rows, dict(zip(names, losses, strict=True)), quiet, len(columns[0]))
+
+
+def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) -> None:
+    """Prints (title, floor_s, comparison) one by one as tables, or all of them at the end as one JSON object."""
+    reports = []
+    for title, floor_s, comparison in measured:
+        difference = loss_difference(comparison)
+        reports.append(report(comparison, floor_s) | {"loss_difference": difference})
+        if not as_json:
+            print(table(f"{title}, losses within {difference:.1e}", comparison), end="\n\n", flush=True)
+    if as_json:
+        print(dump(reports))
+
+
+def loss_difference(comparison: Comparison) -> float:
+    """Largest relative difference between the losses of the reference and of any system, over all steps."""
+    reference, *others = comparison.losses.values()
+    return max(abs(b - a) / abs(a) for other in others for a, b in zip(reference, other, strict=True))
 
 
 def report(comparison: Comparison, floor_s: float) -> dict[str, Any]:

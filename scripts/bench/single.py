@@ -26,7 +26,7 @@ from megazero.model.step import Step
 from megazero.parallel.grid import single
 from megazero.zero.engine import Engine, Spread
 from megazero.zero.optimizer import AdamW
-from scripts.bench.harness import Comparison, System, compare, dump, report, table
+from scripts.bench.harness import Comparison, System, compare, present
 from scripts.bench.plain_gpt import PlainGPT
 
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
@@ -41,23 +41,21 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    reports = []
-    for model in options.model:
-        for threads in options.threads:
+    present(measured(options.model, options.threads, options.pairs), options.json)
+    return 0
+
+
+def measured(models: list[str], threads_of: list[int], pairs: int) -> Iterator[tuple[str, float, Comparison]]:
+    """(title, seconds that are 1.000, comparison) of each model and number of threads."""
+    for model in models:
+        for threads in threads_of:
             plain = System(f"plain torch, {model}, threads {threads}", plain_step, (model,), threads)
             ours = [
                 System(f"{name}, {model}, threads {threads}", our_step, (model, kernels), threads)
                 for name, kernels in (("ours", "auto"), ("ours-reference-kernels", "reference"))
             ]
-            comparison = compare(plain, ours, options.pairs)
-            found = report(comparison, comparison.rows[0].seconds) | {"loss_difference": loss_difference(comparison)}
-            reports.append(found)
-            if not options.json:
-                title = f"{model}, {threads} thread(s), losses within {found['loss_difference']:.1e}"
-                print(table(title, comparison), end="\n\n", flush=True)
-    if options.json:
-        print(dump(reports))
-    return 0
+            comparison = compare(plain, ours, pairs)
+            yield f"{model}, {threads} thread(s)", comparison.rows[0].seconds, comparison
 
 
 def config_of(model: str) -> Config:
@@ -127,12 +125,6 @@ def random_batches(micro: int) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         window = torch.randint(0, VOCAB, (SEQ_LEN + 1, micro), generator=generator)
         yield window[:-1].contiguous(), window[1:].contiguous()
-
-
-def loss_difference(comparison: Comparison) -> float:
-    """Largest relative difference between the losses of the reference and of any system, over all steps."""
-    reference, *others = comparison.losses.values()
-    return max(abs(b - a) / abs(a) for other in others for a, b in zip(reference, other, strict=True))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ the largest difference between the reference's losses and theirs over all steps 
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,8 +39,8 @@ from megazero.parallel.rendezvous import connect
 from megazero.zero.engine import Engine, Spread
 from megazero.zero.optimizer import AdamW
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
-from scripts.bench.harness import System, compare, dump, report, table
-from scripts.bench.single import BETAS, CLIP, DECAY, EPS, LR, SEQ_LEN, VOCAB, loss_difference, random_batches
+from scripts.bench.harness import Comparison, System, compare, present
+from scripts.bench.single import BETAS, CLIP, DECAY, EPS, LR, SEQ_LEN, VOCAB, random_batches
 
 SIZES = {"small": (8, 512, 8, 4), "wide": (9, 1024, 16, 2)}  # layers, hidden, heads, micro-batch
 RANKS = 2
@@ -53,19 +53,17 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    reports = []
-    for model in options.model:
-        reference, *systems = systems_of(model)
-        comparison = compare(reference, systems, options.pairs, divide_by=RANKS)
-        floor_s = comparison.rows[0].seconds / RANKS
-        found = report(comparison, floor_s) | {"loss_difference": loss_difference(comparison)}
-        reports.append(found)
-        if not options.json:
-            title = f"{model}, 1.000 = {floor_s:.3f} s, losses within {found['loss_difference']:.1e}"
-            print(table(title, comparison), end="\n\n", flush=True)
-    if options.json:
-        print(dump(reports))
+    present(measured(options.model, options.pairs), options.json)
     return 0
+
+
+def measured(models: list[str], pairs: int) -> Iterator[tuple[str, float, Comparison]]:
+    """(title, seconds that are 1.000, comparison) of each model."""
+    for model in models:
+        reference, *systems = systems_of(model)
+        comparison = compare(reference, systems, pairs, divide_by=RANKS)
+        floor_s = comparison.rows[0].seconds / RANKS
+        yield f"{model}, 1.000 = {floor_s:.3f} s", floor_s, comparison
 
 
 def systems_of(model: str) -> list[System]:
