@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.weights import gather_weights, save_weights
-from megazero.config import Config
+from megazero.config import Config, Optimizer
 from megazero.config_file import flatten
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
@@ -30,16 +30,18 @@ from megazero.observe.sinks import Sink, Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.parallel.agreement import agree
+from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Axis, Grid, data_size
 from megazero.plan.hardware import peak_flops
 from megazero.plan.model import ModelShape
 from megazero.run_folder import RunFolder
 from megazero.trainer import Pace, Trainer
 from megazero.validation import Validation
-from megazero.zero.engine import Engine, Spread
+from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.optimizer import AdamW
-from megazero.zero.placement import STAGES
+from megazero.zero.placement import STAGES, Precision, Spread
+from megazero.zero.pool import Pool
 from megazero.zero.unit import Unit
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,19 +92,55 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
     )
 
 
+def precision_of(config: Config) -> Precision:
+    dtype = DTYPES[config.precision.dtype]
+    wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64
+    return Precision(dtype, torch.float32 if wide else dtype)
+
+
 def build_units(
-    model: Transformer, *, seed: int, dtype: torch.dtype, device: torch.device, shards: int = 1
+    model: Transformer, *, seed: int, spread: Spread, precision: Precision, device: torch.device
 ) -> list[Unit]:
-    """Gives each unit of the model its memory, which `shards` data ranks can share, and initial values."""
+    """Gives each unit of the model memory for what of it rests on this rank, and initial values.
+
+    Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
+    """
+    ledger = spread.data.wire.ledger
+    pools = Pool(precision.parameters, device, ledger), Pool(precision.gradients, device, ledger)
     units = []
     for name, members in model.units():
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
         entries = [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()]
-        unit = Unit(lay_out(name, entries), dtype=dtype, device=device, shards=shards)
+        unit = Unit(lay_out(name, entries), spread, precision, device, pools)
         unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         unit.adopt(dict(members))
         units.append(unit)
     return units
+
+
+def build_engine(
+    model: Transformer,
+    *,
+    seed: int,
+    spread: Spread,
+    precision: Precision,
+    device: torch.device,
+    optimizer: Optimizer,
+    tokens_per_step: int,
+    ops: Operations,
+) -> Engine:
+    """Units, optimizer state, and the events of a step around the model's parts."""
+    units = build_units(model, seed=seed, spread=spread, precision=precision, device=device)
+    o, wire = optimizer, spread.data.wire
+    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket)
+    wire.ledger.hold("optimizer", adam.nbytes)
+    wire.ledger.hold("staging", adam.staging_bytes)
+    scaling = precision.parameters == torch.float16
+    engine = Engine(
+        units, adam, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, scaling=scaling, ops=ops
+    )
+    model.path = engine.watch(model.path, model.units_on_path())
+    return engine
 
 
 def model_losses(model: Transformer, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], Tensor]:
@@ -137,17 +175,19 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
     )
     ops = choose(config.precision.kernels, device, dtype)
     model = build_model(config, ops, grid.tensor)
-    units = build_units(model, seed=config.run.seed, dtype=dtype, device=device, shards=grid.data.size)
-    assert config.zero.stage is not None, "a resolved config"
-    spread = Spread(grid.data, grid.tensor, config.parallel.sequence, STAGES[config.zero.stage])
-    o = config.optimizer
-    shards = spread.shards(units)
-    optimizer = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, shards=shards)
-    tokens_per_step = config.batch.global_ * config.model.seq_len
+    engine = build_engine(
+        model,
+        seed=config.run.seed,
+        spread=spread_of(config, grid),
+        precision=precision_of(config),
+        device=device,
+        optimizer=config.optimizer,
+        tokens_per_step=config.batch.global_ * config.model.seq_len,
+        ops=ops,
+    )
     losses = model_losses(model, device, config.parallel.sequence)
-    engine = Engine(units, optimizer, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, ops=ops)
     flops = model_shape(config).flops_per_token()
-    work = Work(tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
+    work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
     first = grid.world.rank == 0
     wire = grid.world.wire
     return Trainer(
@@ -164,18 +204,33 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
         _validation(config, valid, lambda batch: losses(batch, 0, False), tokenizer, grid.data, device),
         Recorder(_sinks(config, folder, first), _profile(config, folder, first), work, wire.ledger),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
-        lambda: _save(model, grid, device, folder, config.run.steps),
+        lambda: _save(model, engine, grid, device, folder, config.run.steps),
         wire.seat.now,
+        lambda own: _first_fault(own, grid, device),
     )
 
 
-def _save(model: Transformer, grid: Grid, device: torch.device, folder: RunFolder, steps: int) -> None:
+def spread_of(config: Config, grid: Grid) -> Spread:
+    assert config.zero.stage is not None, "a resolved config"
+    return Spread(grid.data, grid.tensor, config.parallel.sequence, STAGES[config.zero.stage])
+
+
+def _save(
+    model: Transformer, engine: Engine, grid: Grid, device: torch.device, folder: RunFolder, steps: int
+) -> None:
     """The whole weights, written by the first rank; all know how it went."""
-    declared = ((name, p.detach(), declaration_of(p)) for name, p in model.named_parameters())
-    parts = ((name, part, d.shape[0] if d.split else None) for name, part, d in declared)
-    whole = gather_weights(parts, grid.tensor)
     write = grid.world.rank == 0
+    declarations = {name: declaration_of(parameter) for name, parameter in model.named_parameters()}
+    rows = {name: d.shape[0] if d.split else None for name, d in declarations.items()}
+    parts = ((name, part, rows[name]) for name, part in engine.named_parameters())
+    whole = gather_weights(parts, grid.tensor, keep=write)
     agree(grid.world, device, lambda: save_weights(folder.checkpoint(steps), whole, steps) if write else None)
+
+
+def _first_fault(own: str | None, grid: Grid, device: torch.device) -> tuple[int, str] | None:
+    """The first rank that has found something in its own part of a step, and what."""
+    found = gather_bytes((own or "").encode(), grid.world, "agree", device)
+    return next(((rank, text.decode()) for rank, text in enumerate(found) if text), None)
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:

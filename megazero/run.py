@@ -177,7 +177,7 @@ def _devices(grid: Grid, device: torch.device) -> str:
 
 def _write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
     """ledger.json: what every rank has sent."""
-    mine = {"rank": grid.world.rank, "bytes": {}, "traffic": grid.world.wire.ledger.as_dict()}
+    mine = {"rank": grid.world.rank, "bytes": {}, "traffic": grid.world.wire.ledger.traffic_as_dict()}
     rows = gather_bytes(json.dumps(mine).encode(), grid.world, "agree", device)
     if grid.world.rank == 0:
         try:

@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megazero.build import build_units
+from megazero.build import build_engine
+from megazero.config import Optimizer
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
 from megazero.model.parameter import declaration_of
 from megazero.model.step import Step
 from megazero.model.transformer import Shape, Transformer
+from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Grid
-from megazero.zero.engine import Engine, Spread
-from megazero.zero.optimizer import AdamW
-from megazero.zero.placement import STAGES, Placement, change
+from megazero.zero.engine import Engine
+from megazero.zero.placement import STAGES, Precision, Spread
 from tests.model.small import GPT, LLAMA
 from tests.ranks import run_ranks
 
@@ -67,33 +68,53 @@ def train(layout: Layout, flavour: str, dtype: torch.dtype) -> Trained:
     )
 
 
+def engine_of(model: Transformer, spread: Spread, shape: Shape, precision: Precision) -> Engine:
+    return build_engine(
+        model,
+        seed=0,
+        spread=spread,
+        precision=precision,
+        device=CPU,
+        optimizer=Optimizer(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5),
+        tokens_per_step=GLOBAL_BATCH * shape.seq_len,
+        ops=REFERENCE,
+    )
+
+
 def train_rank(grid: Grid, layout: Layout, shape: Shape, dtype: torch.dtype) -> Trained:
     """One rank's part."""
     model = Transformer(shape, seed=0, tensor=grid.tensor, sequence=layout.sequence, ops=REFERENCE)
-    units = build_units(model, seed=0, dtype=dtype, device=CPU, shards=grid.data.size)
     spread = Spread(grid.data, grid.tensor, layout.sequence, STAGES[layout.stage])
-    optimizer = AdamW(units, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, shards=spread.shards(units))
-    tokens = GLOBAL_BATCH * shape.seq_len
-    engine = Engine(units, optimizer, clip=0.5, tokens_per_step=tokens, spread=spread, ops=REFERENCE)
+    engine = engine_of(model, spread, shape, Precision(dtype, dtype))
     result = Trained([], [], {n: v.clone() for n, v in engine.named_parameters()}, {}, {})
     micro = GLOBAL_BATCH // (layout.data * layout.accumulation)
     for step in range(STEPS):
-        engine.begin_step()
+        engine.begin_step(layout.accumulation)
         for m in range(layout.accumulation):
+            engine.forward(m)
             rows = [index_of(grid.data.rank, m, row, grid.data.size, micro) for row in range(micro)]
             tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
             offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if layout.sequence else 0
             losses = model.losses(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
-            engine.backward(losses, valid_SB)
+            engine.backward(losses, valid_SB, m)
         done = engine.finish_step(lr=1e-3)
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())
         if step == 0:
-            for unit in units:  # from where the optimizer has them to everywhere, for the comparison
-                change(unit.gradients, spread.stage.optimizer, Placement.REPLICATE, grid.data, "test")
-            result.gradients = {n: v.view.clone() for unit in units for n, v in unit.views.items()}
+            result.gradients = reduced_gradients(engine)
     result.weights = {n: v.clone() for n, v in engine.named_parameters()}
     return result
+
+
+def reduced_gradients(engine: Engine) -> dict[str, Tensor]:
+    """This tensor rank's part of the reduced gradients, from wherever they rest."""
+    found = {}
+    for unit in engine.units:
+        own, data = unit.own_gradients, engine.spread.data
+        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), data, "test")
+        for interval in unit.layout.intervals:
+            found[interval.name] = flat[interval.start : interval.stop].view(interval.shape).clone()
+    return found
 
 
 def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Step]:

@@ -34,7 +34,7 @@ CASES = [
     for sequence in (False, True)
     if grid[0] > 1 or not sequence
     for accumulation in (1, 4)
-    for stage in ((0, 1) if grid[1] > 1 else (1,))
+    for stage in ((0, 1, 2, 3) if grid[1] > 1 else (1,))
 ]
 COVER = pairwise(CASES)
 
@@ -66,14 +66,20 @@ def test_a_grid_computes_what_one_process_does(case: tuple) -> None:
     check(*case)
 
 
+SAME = [((0, 1), 2), ((2, 3), 2), ((1, 2), 1)]  # stages, accumulation
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tensor", "data", "sequence"), [(1, 2, False), (1, 4, False), (2, 2, True), (2, 4, False)])
-def test_stages_0_and_1_are_equal_bit_for_bit(tensor: int, data: int, sequence: bool, dtype: str) -> None:
-    zero, one = (train(Layout(tensor, data, sequence, 2, stage), "gpt", DTYPES[dtype]) for stage in (0, 1))
-    assert zero.losses == one.losses and zero.norms == one.norms
+@pytest.mark.parametrize(("stages", "accumulation"), SAME, ids=[f"{a}-{b}" for (a, b), _ in SAME])
+def test_stages_are_equal_bit_for_bit(
+    stages: tuple[int, int], accumulation: int, tensor: int, data: int, sequence: bool, dtype: str
+) -> None:
+    one, other = (train(Layout(tensor, data, sequence, accumulation, stage), "gpt", DTYPES[dtype]) for stage in stages)
+    assert one.losses == other.losses and one.norms == other.norms
     for kind in ("gradients", "weights"):
-        for name, value in getattr(zero, kind).items():
-            assert torch.equal(value, getattr(one, kind)[name]), f"{kind} of {name}"
+        for name, value in getattr(one, kind).items():
+            assert torch.equal(value, getattr(other, kind)[name]), f"{kind} of {name}"
 
 
 REST = [case for case in CASES if case not in COVER]

@@ -21,17 +21,20 @@ from megazero.parallel.grid import Axis
 FILE_NAME = "model.safetensors"
 
 
-def gather_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis) -> dict[str, Tensor]:
-    """The whole logical tensors, on the first rank of the tensor axis; the others help and get nothing.
+def gather_weights(
+    parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis, *, keep: bool
+) -> dict[str, Tensor]:
+    """The whole logical tensors, where `keep`; the other ranks of the tensor axis help and get nothing.
 
     Args:
         parts: (name, this rank's rows, rows of the whole without padding), the last None where every rank has it all.
+            Rows need to be there only until the next ones are asked for.
     """
     whole = {}
     for name, part, rows in parts:
         full = part if rows is None else all_gather(part.contiguous(), tensor, "save")[:rows]
-        if tensor.rank == 0:
-            whole[name] = full
+        if keep:
+            whole[name] = full.clone()
     return whole
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.model.parameter import GradientSlot, declare, deliver_rows, slot_of
+from megazero.model.parameter import GradientSlot, declare, deliver_rows, use
 from megazero.parallel.regions import Region, leave
 
 INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
@@ -42,7 +42,7 @@ def lookup(table: nn.Parameter, indices: Tensor, absent: Tensor | None = None) -
     Args:
         absent: bool like `indices`, True where the row is not in this table: zeros come out, no gradient goes in.
     """
-    return _Lookup.apply(table, indices, absent, slot_of(table))
+    return _Lookup.apply(table, indices, absent, use(table))
 
 
 class TokenEmbedding(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.model.parameter import GradientSlot, declare, deliver, deliver_product, slot_of
+from megazero.model.parameter import GradientSlot, declare, deliver, deliver_product, use
 from megazero.parallel.regions import Region
 
 Slots = tuple[tuple[GradientSlot | None, GradientSlot | None], ...]
@@ -94,7 +94,7 @@ def column_products(
 
     Returns one [S, ..., O] for each.
     """
-    slots = tuple((slot_of(weight), None if bias is None else slot_of(bias)) for weight, bias in matrices)
+    slots = tuple((use(weight), None if bias is None else use(bias)) for weight, bias in matrices)
     flat = [tensor for pair in matrices for tensor in pair]
     products = _ColumnProducts.apply(x.reshape(-1, x.shape[-1]), region, slots, *flat)
     return tuple(y_NO.view(-1, *x.shape[1:-1], y_NO.shape[-1]) for y_NO in products)
@@ -102,9 +102,9 @@ def column_products(
 
 def row_product(x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
     """sum(x weight) + bias for x of shape [S, ..., I]; returns [S or S / t, ..., O]."""
-    bias_slot = None if bias_O is None else slot_of(bias_O)
+    bias_slot = None if bias_O is None else use(bias_O)
     flat = x.reshape(-1, x.shape[-1])
-    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, slot_of(weight_IO), bias_slot)
+    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, use(weight_IO), bias_slot)
     return y_nO.view(-1, *x.shape[1:-1], y_nO.shape[-1])
 
 

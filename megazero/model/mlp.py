@@ -12,7 +12,7 @@ from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear, column_products
-from megazero.model.parameter import GradientSlot, declare, deliver, slot_of
+from megazero.model.parameter import GradientSlot, declare, deliver, use
 from megazero.parallel.regions import Region
 
 
@@ -42,7 +42,7 @@ class GeluMlp(nn.Module):
         self.ops = ops
 
     def forward(self, x_SBD: Tensor) -> Tensor:
-        slot = None if self.up_bias is None else slot_of(self.up_bias)
+        slot = None if self.up_bias is None else use(self.up_bias)
         return self.down(_BiasGelu.apply(self.up(x_SBD), self.up_bias, self.ops, slot))
 
 

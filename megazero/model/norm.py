@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.kernels import reference as ops
-from megazero.model.parameter import GradientSlot, declare, deliver, slot_of
+from megazero.model.parameter import GradientSlot, declare, deliver, use
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -58,7 +58,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, slot_of(self.weight), slot_of(self.bias))
+        return _LayerNorm.apply(x, self.weight, self.bias, self.eps, use(self.weight), use(self.bias))
 
 
 class RMSNorm(nn.Module):
@@ -70,7 +70,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps, slot_of(self.weight))
+        return _RMSNorm.apply(x, self.weight, self.eps, use(self.weight))
 
 
 def make_norm(kind: str, hidden: int, eps: float) -> LayerNorm | RMSNorm:

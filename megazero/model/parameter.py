@@ -6,7 +6,8 @@ it decays. Whoever gives it memory (`zero/`) reads the declaration; the model it
 **The layer that owns a parameter delivers its gradient.** The engine hangs a `gradient_slot` on the parameter; the
 layer's backward computes the gradient straight into that slot (a matrix product writes into the flat gradient
 buffer with beta 0 or 1), so nothing is zeroed, no gradient tensor is allocated and no extra pass adds it up. Without
-an engine the gradient goes back to autograd like any other, and `.grad` is filled as users of torch expect.
+an engine the gradient goes back to autograd like any other, and `.grad` is filled as users of torch expect. Each use of
+a parameter in forward is announced (`use`), so that the engine knows when the last gradient of a block has arrived.
 
 Layout rule: the sharded dimension comes first, so that the part of any rank is one interval of the flat parameter.
 """
@@ -23,7 +24,11 @@ from megazero.parallel.grid import Axis
 
 
 class GradientSlot(Protocol):
-    """Where a parameter's gradient is gathered; the first delivery of a step overwrites, later ones add."""
+    """Where a parameter's gradient is gathered; the first delivery overwrites, later ones add."""
+
+    def expect(self) -> None:
+        """One more delivery will come: the parameter is used once more."""
+        ...
 
     def add(self, gradient: Tensor) -> None:
         """`gradient` has the parameter's shape."""
@@ -106,8 +111,12 @@ def named_declarations(model: nn.Module) -> Iterator[tuple[str, Declaration]]:
     return ((name, declaration_of(parameter)) for name, parameter in model.named_parameters())
 
 
-def slot_of(parameter: nn.Parameter) -> GradientSlot | None:
-    return getattr(parameter, "gradient_slot", None)
+def use(parameter: nn.Parameter) -> GradientSlot | None:
+    """Announces one use of a parameter in a forward pass; where to deliver the gradient of this use, once."""
+    slot: GradientSlot | None = getattr(parameter, "gradient_slot", None)
+    if slot is not None and torch.is_grad_enabled():
+        slot.expect()
+    return slot
 
 
 def deliver(slot: GradientSlot | None, gradient: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ its memory.
 Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from megazero.model.parameter import declare
 from megazero.model.step import Step
 from megazero.parallel.grid import Axis
 from megazero.parallel.regions import Region
+
+
+Part = Callable[[Tensor, Step], Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Head(nn.Module):
         self.weight = weight_VD
         self.region = region
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
         """Logits [S, B, V] of this rank's part of the vocabulary."""
         return column_products(self.norm(x_SBD), self.region, (self.weight, None))[0]
 
@@ -90,6 +94,10 @@ class Transformer(nn.Module):
         tensor: the axis that matrices and the vocabulary are split over.
         sequence: between the matrices, the sequence is split over it too.
         ops: the kernels to use.
+
+    Attributes:
+        path: what forward calls, one part after the other: embedding, blocks, head. Whoever has something to do around
+            a part puts another callable in its place.
     """
 
     def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations):
@@ -99,6 +107,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(shape, seed=seed, region=embedding)
         self.blocks = nn.ModuleList(_block(shape, i, seed=seed, region=block, ops=ops) for i in range(shape.layers))
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps), self._head_weight(), head)
+        self.path: list[Part] = [self.embedding, *self.blocks, self.head]
 
     def _head_weight(self) -> nn.Parameter:
         if self.shape.tie_embeddings:
@@ -107,10 +116,10 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
         """Logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
-        x_SBD = self.embedding(tokens_SB, step)
-        for block in self.blocks:
-            x_SBD = block(x_SBD, step)
-        return self.head(x_SBD)
+        x = tokens_SB
+        for part in self.path:
+            x = part(x, step)
+        return x
 
     def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: Step) -> Tensor:
         """Loss of each token in nats, 0 where not valid: [S, B]."""
@@ -123,15 +132,29 @@ class Transformer(nn.Module):
         A tied weight is a unit of its own, because it is used at both ends of the model.
         """
         names = {parameter: name for name, parameter in self.named_parameters()}
-        tied = [self.embedding.tokens.weight] if self.shape.tie_embeddings else []
-        modules: list[tuple[str, nn.Module]] = [("embedding", self.embedding)]
-        modules += [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
-        modules += [("head", self.head)]
+        tied = self._tied()
         units = [("tied", [(names[p], p) for p in tied])]
         units += [
-            (name, [(names[p], p) for p in m.parameters() if all(p is not t for t in tied)]) for name, m in modules
+            (name, [(names[p], p) for p in m.parameters() if all(p is not t for t in tied)])
+            for name, m in self._named_parts()
         ]
         return [(name, members) for name, members in units if members]
+
+    def units_on_path(self) -> list[list[str]]:
+        """Of each part of the path the names of the units that it uses."""
+        exist = {name for name, _ in self.units()}
+        ends = ("embedding", "head")
+        return [
+            (["tied"] if self._tied() and name in ends else []) + [name] * (name in exist)
+            for name, _ in self._named_parts()
+        ]
+
+    def _tied(self) -> list[nn.Parameter]:
+        return [self.embedding.tokens.weight] if self.shape.tie_embeddings else []
+
+    def _named_parts(self) -> list[tuple[str, nn.Module]]:
+        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
+        return [("embedding", self.embedding), *blocks, ("head", self.head)]
 
 
 def _block(shape: Shape, layer: int, *, seed: int, region: Region, ops: Operations) -> Block:

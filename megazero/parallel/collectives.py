@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megazero.parallel.exchange import CollectiveError, Exchange, others
 from megazero.parallel.grid import Axis
-from megazero.parallel.shared import Label
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
 # the bytes. Two ranks always exchange: the bytes are the same.
@@ -72,58 +71,55 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     """The sum of all ranks' x, in its memory; x must not be touched until the end."""
     if axis.size == 1:
         return done(x)
-    first, second = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
+    tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
     if axis.wire.backend == "nccl":
-        return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), x)
+        return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
     flat = x.view(-1)
-    if axis.size == 2 or flat.numel() <= _FEW:
-        exchange = Exchange(axis, first, [flat], [flat] * (axis.size - 1), peek=True, room=flat.nbytes)
+    # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
+    whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
+    last = flat[len(flat) - whole :]
+    everything = Exchange(axis, tag, [last], lambda cut, theirs: _sum(axis, last[cut], theirs, out=last[cut]))
+    if whole == len(flat):
+        return _exchanged(axis, purpose, everything.start(), x)
+    parts = flat[: len(flat) - whole].chunk(axis.size)
+    scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
+    gather = _gather(axis, tag, parts)
+    scatter.start()
+    everything.start()
 
-        def add() -> Tensor:
-            _sum(axis, flat, exchange.wait(), out=flat)
-            exchange.release()
-            return x
-
-        return Pending(axis, purpose, add)
-    parts = flat.tensor_split(axis.size)
-    own = parts[axis.rank]
-    theirs = [parts[k] for k in others(axis)]
-    room = parts[0].nbytes  # no part is larger
-    exchange = Exchange(axis, first, theirs, [own] * len(theirs), peek=True, room=room)
-
-    def add_and_gather() -> Tensor:
-        _sum(axis, own, exchange.wait(), out=own)
-        exchange.release()
-        Exchange(axis, second, [own], theirs, peek=False, room=room).wait()
+    def finish() -> Tensor:
+        scatter.wait()
+        gather.start()
+        everything.wait()
+        gather.wait()
         return x
 
-    return Pending(axis, purpose, add_and_gather)
+    return Pending(axis, purpose, finish)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, purpose: str, *, in_place: bool = False) -> Pending:
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, purpose: str, *, out: Tensor | None = None, accumulate: bool = False
+) -> Pending:
     """This rank's part (of `size` equal parts of the first dim) of the sum of all ranks' x.
 
     Args:
-        in_place: the result takes the place of this rank's part of x.
+        out: where to put it; may be this rank's part of x. None for new memory. With it x is not to be touched until
+            the end, and its own part holds anything then.
+        accumulate: the sum is added to what `out` holds.
     """
     if axis.size == 1:
+        assert out is None, "there is nothing to reduce"
         return done(x)
     assert len(x) % axis.size == 0, f"{tuple(x.shape)} has no {axis.size} equal parts"
-    first, _ = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
+    tag = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
     parts = x.chunk(axis.size)
     own = parts[axis.rank]
-    out = own if in_place else torch.empty_like(own)
+    result = torch.empty_like(own) if out is None else out
     if axis.wire.backend == "nccl":
-        return _nccl(axis, purpose, _nccl_scatter(out, x, group=axis.group, async_op=True), out)
-    theirs = [parts[k] for k in others(axis)]
-    exchange = Exchange(axis, first, theirs, [own] * len(theirs), peek=True, room=own.nbytes)
-
-    def add() -> Tensor:
-        _sum(axis, own, exchange.wait(), out=out)
-        exchange.release()
-        return out
-
-    return Pending(axis, purpose, add)
+        return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
+    flat_parts = [part.view(-1) for part in parts]
+    scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
+    return _exchanged(axis, purpose, scatter.start(), result)
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
@@ -142,16 +138,10 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
     parts = whole.chunk(axis.size)
     own = parts[axis.rank]
-    first, _ = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
+    tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.wire.backend == "nccl":
-        return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), whole)
-    exchange = Exchange(axis, first, [own], [parts[k] for k in others(axis)], peek=False, room=own.nbytes)
-
-    def gather() -> Tensor:
-        exchange.wait()
-        return whole
-
-    return Pending(axis, purpose, gather)
+        return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
+    return _exchanged(axis, purpose, _gather(axis, tag, [part.view(-1) for part in parts]).start(), whole)
 
 
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
@@ -163,7 +153,8 @@ def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
 
 
 def reduce_scatter_in_place(x: Tensor, axis: Axis, purpose: str) -> Tensor:
-    return start_reduce_scatter(x, axis, purpose, in_place=True).wait()
+    own = x.chunk(axis.size)[axis.rank] if axis.size > 1 else None
+    return start_reduce_scatter(x, axis, purpose, out=own).wait()
 
 
 def all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Tensor:
@@ -183,19 +174,50 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
     return [rows[i, :n].tobytes() for i, n in enumerate(lengths)]
 
 
-def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> tuple[Label, Label]:
-    """Counts, shows and names an operation; returns the labels of its (at most two) rounds."""
+def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
+    """Counts, shows and names an operation; returns the tag of its messages."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     wire = axis.wire
     wire.ledger.add(axis.name, purpose, elements, x.element_size())
     text = f"{kind} ({purpose}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
     number = wire.seat.begin(axis.name, axis.ranks, text)
-    tag = zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFE
-    return Label(2 * number, tag), Label(2 * number + 1, tag + 1)
+    return zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
 
 
-def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Tensor) -> Pending:
+def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> Exchange:
+    """The round in which each rank gets its part of the sum; `parts` are flat."""
+    own = parts[axis.rank]
+
+    def add(cut: slice, theirs: list[Tensor]) -> None:
+        if accumulate:
+            out[cut] += _sum(axis, own[cut], theirs, out=own[cut])
+        else:
+            _sum(axis, own[cut], theirs, out=out[cut])
+
+    return Exchange(axis, tag, [parts[k] for k in others(axis)], add)
+
+
+def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
+    """The round in which each rank gets the parts of the others; `parts` are flat."""
+    targets = [parts[k] for k in others(axis)]
+
+    def put(cut: slice, theirs: list[Tensor]) -> None:
+        for target, part in zip(targets, theirs, strict=True):
+            target[cut].copy_(part)
+
+    return Exchange(axis, tag, [parts[axis.rank]], put)
+
+
+def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> Pending:
+    def finish() -> Tensor:
+        exchange.wait()
+        return result
+
+    return Pending(axis, purpose, finish)
+
+
+def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     assert work is not None, "this process is not on the axis"
 
     def finish() -> Tensor:
@@ -203,15 +225,24 @@ def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Tensor) -> P
             work.wait()  # makes the stream wait, not the host
         except RuntimeError as error:
             raise CollectiveError(axis.name, str(error)) from None
-        return result
+        return result()
 
     return Pending(axis, purpose, finish)
+
+
+def _nccl_reduce_scatter(
+    x: Tensor, axis: Axis, purpose: str, own: Tensor, result: Tensor, *, accumulate: bool
+) -> Pending:
+    into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
+    work = _nccl_scatter(into, x, group=axis.group, async_op=True)
+    return _nccl(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
 
 
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
     """Adds the parts in rank order, whoever computes it. Writes to `out` only, which may be `own`."""
     parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
-    wait_for_own = out is own and axis.rank > 1  # what `out` holds must have been added before it is written to
+    in_place = out.data_ptr() == own.data_ptr()
+    wait_for_own = in_place and axis.rank > 1  # what `out` holds must have been added before it is written to
     total = torch.add(parts[0], parts[1], out=None if wait_for_own else out)
     for k in range(2, axis.size):
         total = torch.add(total, parts[k], out=out if k == axis.rank or not wait_for_own else total)

@@ -1,17 +1,25 @@
 """Every rank of an axis has a message for every other: what all collectives on gloo are made of.
 
-The data goes through shared memory where all ranks of the axis are on one host and a message fits (`shared.py`), else
-through gloo's sockets. Both sides can tell from the sizes, so they always choose alike.
+The data goes through shared memory where all ranks of the axis are on one host (`shared.py`), else through gloo's
+sockets. A long message goes in pieces, so that the memory between sender and receiver has a constant size (the
+constant buffers of the ZeRO paper, section 6.2): a slot of the outbox, or two received pieces.
+
+What comes is handed to `consume`, piece by piece, where it lies: nobody keeps a received message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megazero.parallel.grid import Axis
-from megazero.parallel.shared import SLOT_BYTES, Label, Letter, Mail
+from megazero.parallel.shared import SLOT_BYTES, Label, Mail
+
+Consume = Callable[[slice, list[Tensor]], None]
+
+_WINDOW = 2  # pieces under way through sockets
+_LINE = 64  # bytes; pieces are multiples of a cache line
 
 
 class CollectiveError(RuntimeError):
@@ -28,103 +36,111 @@ def others(axis: Axis) -> list[int]:
 
 
 class Exchange:
-    """One round of messages, sent when this is made.
+    """One round of messages; `start` sends, `wait` returns when all have come and been consumed.
 
     Args:
         axis: whose ranks take part.
-        label: the same on all ranks, and another one for every round under way.
-        sends: one message, for all; or one for each of `others`, in their order. Not to be changed until received.
-        receives: where the messages of the others belong, in their order.
-        peek: no need to put them there: `wait` gives them wherever they lie, until `release`.
-        room: bytes of the largest message; the same number on all ranks.
+        tag: the same on all ranks, and mostly another one for every round under way.
+        sends: flat tensors of equal length: one message for all, or one for each of `others`, in their order. Not to
+            be changed before the end, but by `consume`.
+        consume: called once for each piece: which elements of the messages, and these elements of the others', in the
+            order of `others`. May be called in any wait of this thread, from `start` on.
     """
 
-    def __init__(
-        self, axis: Axis, label: Label, sends: Sequence[Tensor], receives: Sequence[Tensor], *, peek: bool, room: int
-    ):
-        self._axis, self._label, self._sends, self._receives, self._peek = axis, label, sends, receives, peek
-        self._room = room
+    def __init__(self, axis: Axis, tag: int, sends: Sequence[Tensor], consume: Consume):
+        self._axis, self._tag, self._sends, self._consume = axis, tag, sends, consume
         mail = axis.wire.mail
-        near = mail is not None and room * len(sends) <= SLOT_BYTES and mail.reached.issuperset(axis.ranks)
-        self._mail = mail if near else None
-        self._letters: list[Letter] = []
-        self._taken: list[Tensor] | None = None
+        self._mail = mail if mail is not None and mail.reached.issuperset(axis.ranks) else None
+        limit = axis.wire.bucket // max(len(sends), axis.size - 1) // _WINDOW
+        if self._mail is not None:
+            limit = min(limit, SLOT_BYTES // len(sends))
+        item = sends[0].element_size()
+        self._piece = max(limit // _LINE * _LINE, _LINE) // item
+        length = len(sends[0])
+        self._cuts = [slice(i, min(i + self._piece, length)) for i in range(0, max(length, 1), self._piece)]
+        self._place = axis.wire.reserve(axis.name, len(self._cuts))
+        self._rounds: list[_Round] = []
+
+    def start(self) -> "Exchange":
         try:
             if self._mail is not None:
-                readers = [axis.ranks[k] for k in others(axis)]
-                self._mail.post(axis.name, label, sends, room, readers)
-                self._mail.rounds.append(self)
+                self._post(self._mail)
             else:
-                self._start_sockets()
+                self._works = [self._send_piece(cut) for cut in self._cuts[:_WINDOW]]
         except (RuntimeError, TimeoutError) as error:  # the connection is gone, or nobody reads
-            raise CollectiveError(axis.name, str(error)) from None
+            raise CollectiveError(self._axis.name, str(error)) from None
+        return self
 
-    def wait(self) -> list[Tensor]:
-        """The others' messages, in the order of `others`.
-
-        Raises:
-            CollectiveError: one did not come within the axis' timeout, or the connection broke.
-        """
+    def wait(self) -> None:
+        """Raises CollectiveError: a message did not come within the axis' timeout, or the connection broke."""
         try:
             if self._mail is not None:
-                return self._read(self._mail)
-            for work in self._works:
-                work.wait(self._axis.wire.timeout)
+                for round_ in self._rounds:
+                    round_.finish()
+            else:
+                self._receive_pieces()
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(self._axis.name, str(error)) from None
-        return self._received
 
-    def release(self) -> None:
-        """The received messages will not be looked at again."""
-        for letter in self._letters:
-            assert self._mail is not None
-            self._mail.acknowledge(letter)
-        self._letters = []
+    def _post(self, mail: Mail) -> None:
+        axis = self._axis
+        readers = [axis.ranks[k] for k in others(axis)]
+        room = self._piece * self._sends[0].element_size()
+        for number, cut in enumerate(self._cuts):
+            label = Label(self._place + number, self._tag)
+            mail.post(axis.name, label, [send[cut] for send in self._sends], room, readers)
+            round_ = _Round(mail, axis, label, self._sends, cut, room, self._consume)
+            self._rounds.append(round_)
+            mail.rounds.append(round_)
 
-    def take_in(self) -> None:
-        """Copies the others' messages, if all have come, for a later `wait`: somebody needs the room."""
-        mail, axis = self._mail, self._axis
-        assert mail is not None
-        if self._taken is not None:
-            return
-        letters = [mail.find(axis.ranks[k], axis.name, self._label) for k in others(axis)]
-        found = [letter for letter in letters if letter is not None]
-        if len(found) == len(letters):
-            self._letters = found
-            self._taken = [message.clone() for message in self._messages(mail)]
-            self.release()
-
-    def _start_sockets(self) -> None:
+    def _send_piece(self, cut: slice) -> tuple[list[Tensor], list[dist.Work]]:
         axis, peers = self._axis, others(self._axis)
         outgoing = self._sends if len(self._sends) > 1 else [self._sends[0]] * len(peers)
-        self._received = [torch.empty_like(x) for x in self._receives] if self._peek else list(self._receives)
-        works = [
-            dist.irecv(x, group=axis.group, group_src=k, tag=self._label.tag)
-            for k, x in zip(peers, self._received, strict=True)
-        ]
-        works += [
-            dist.isend(x, group=axis.group, group_dst=k, tag=self._label.tag)
-            for k, x in zip(peers, outgoing, strict=True)
-        ]
-        self._works = [work for work in works if work is not None]
+        like = self._sends[0][cut]
+        received = [axis.wire.staging.take(like.nbytes).view(like.dtype) for _ in peers]
+        works = [dist.irecv(x, group=axis.group, group_src=k, tag=self._tag) for k, x in zip(peers, received, strict=True)]
+        for k, x in zip(peers, outgoing, strict=True):
+            works.append(dist.isend(x[cut], group=axis.group, group_dst=k, tag=self._tag))
+        return received, [work for work in works if work is not None]
 
-    def _read(self, mail: Mail) -> list[Tensor]:
+    def _receive_pieces(self) -> None:
+        """gloo pairs messages of one tag in the order in which they were sent."""
+        for number, cut in enumerate(self._cuts):
+            received, works = self._works[number]
+            for work in works:
+                work.wait(self._axis.wire.timeout)
+            self._consume(cut, received)
+            for tensor in received:
+                self._axis.wire.staging.give(tensor.view(torch.uint8))
+            if number + _WINDOW < len(self._cuts):
+                self._works.append(self._send_piece(self._cuts[number + _WINDOW]))
+
+
+class _Round:
+    """One piece that lies in the others' outboxes."""
+
+    def __init__(
+        self, mail: Mail, axis: Axis, label: Label, sends: Sequence[Tensor], cut: slice, room: int, consume: Consume
+    ):
+        self._mail, self._axis, self._label, self._cut, self._consume = mail, axis, label, cut, consume
+        self._like, self._room, self._many = sends[0][cut], room, len(sends) > 1
+        self._done = False
+
+    def take_in(self) -> None:
+        """Consumes the others' messages, if all have come: somebody needs the room."""
         axis = self._axis
-        mail.rounds.remove(self)  # from here on nobody else takes them in
-        if self._taken is None:
-            self._letters = [mail.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
-        messages = self._taken or self._messages(mail)
-        if self._peek:
-            return messages
-        for target, message in zip(self._receives, messages, strict=True):
-            target.copy_(message)
-        self.release()
-        return list(self._receives)
+        if not self._done and all(self._mail.find(axis.ranks[k], axis.name, self._label) for k in others(axis)):
+            self.finish()
 
-    def _messages(self, mail: Mail) -> list[Tensor]:
-        """The messages in `_letters`, where they lie."""
-        axis, messages = self._axis, []
-        for k, letter, like in zip(others(axis), self._letters, self._receives, strict=True):
-            index = (axis.rank - k) % axis.size - 1 if len(self._sends) > 1 else 0  # among k's others
-            messages.append(mail.look(letter, index * self._room, like))
-        return messages
+    def finish(self) -> None:
+        """Waits for the others' messages, consumes and acknowledges them."""
+        if self._done:
+            return
+        axis, mail = self._axis, self._mail
+        self._done = True  # from here on nobody else takes them in
+        mail.rounds.remove(self)
+        letters = [mail.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
+        starts = [((axis.rank - k) % axis.size - 1) * self._room if self._many else 0 for k in others(axis)]
+        self._consume(self._cut, [mail.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)])
+        for letter in letters:
+            mail.acknowledge(letter)

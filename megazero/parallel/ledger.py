@@ -1,4 +1,4 @@
-"""What a rank sent: operations, elements and bytes, by axis and purpose.
+"""What a rank sent and holds: operations, elements and bytes by axis and purpose; memory by category; time by unit.
 
 Elements are what the rank sends by the ring formula, whatever algorithm ran, so that they can be compared with the
 papers' figures. For N ranks and n elements of the full tensor (padded to a multiple of N):
@@ -9,8 +9,14 @@ papers' figures. For N ranks and n elements of the full tensor (padded to a mult
     point to point                  n
 
 (Patarasuk and Yuan 2009; the ZeRO paper, section 7.) Bytes are elements times item size.
+
+Memory is told by whoever allocates what lives longer than a step. Times are those in which the host was busy with an
+operation or waited for it: on a CPU what it cost, on a GPU next to nothing.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 
@@ -23,11 +29,37 @@ class Sent:
     bytes_sent: int = 0
 
 
+@dataclass
+class Held:
+    """Bytes of one category, and the most there have been."""
+
+    now: int = 0
+    peak: int = 0
+
+
 class Ledger:
-    """Totals since the start; `traffic[axis][purpose]`."""
+    """Totals since the start: `traffic[axis][purpose]`, `bytes[category]`, `seconds[unit][kind]`."""
 
     def __init__(self) -> None:
         self.traffic: dict[str, dict[str, Sent]] = {}
+        self.bytes: dict[str, Held] = {}
+        self.seconds: dict[str, dict[str, float]] = {}
+
+    def hold(self, category: str, size: int) -> None:
+        """`size` more bytes are held; fewer when it is negative."""
+        held = self.bytes.setdefault(category, Held())
+        held.now += size
+        held.peak = max(held.peak, held.now)
+
+    @contextmanager
+    def time(self, unit: str, kind: str) -> Iterator[None]:
+        """Adds the time inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            kinds = self.seconds.setdefault(unit, {})
+            kinds[kind] = kinds.get(kind, 0.0) + time.perf_counter() - began
 
     def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
         """One operation that sent `elements` elements of `item_size` bytes."""
@@ -41,6 +73,10 @@ class Ledger:
         """Bytes over all axes and purposes."""
         return sum(sent.bytes_sent for purposes in self.traffic.values() for sent in purposes.values())
 
-    def as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
+    def traffic_as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """The contract's `traffic` object."""
         return {a: {p: asdict(sent) for p, sent in purposes.items()} for a, purposes in self.traffic.items()}
+
+    def bytes_as_dict(self) -> dict[str, dict[str, int]]:
+        """The contract's `bytes` object."""
+        return {category: asdict(held) for category, held in self.bytes.items()}

@@ -25,38 +25,39 @@ from torch.distributed.rendezvous import rendezvous
 from megazero.errors import UserError
 from megazero.parallel.agreement import FailedElsewhere
 from megazero.parallel.launch import Meeting, Place, World, meeting_of_step, stay_on
-from megazero.parallel.shared import Mail, host_id, supported
-from megazero.parallel.wire import Wire
+from megazero.parallel.shared import Box, Mail, host_id, supported
+from megazero.parallel.wire import BUCKET, Wire
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _POLL = 0.05  # seconds between looks at the roll
 
 
-def connect(place: Place, *, timeout: timedelta, fingerprint: str) -> Wire:
+def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> Wire:
     """Meets the other ranks and makes the default process group; a single process meets nobody.
 
     Args:
         place: of this process.
         timeout: for the meeting, and for every operation afterwards.
         fingerprint: of code and config; must be the same on every rank.
+        bucket: see `Wire`.
 
     Raises:
         UserError: 320, ranks do not come; 321, one runs something else; 322, the address cannot be listened on.
     """
     world = place.world
     if world.size == 1:
-        return Wire(timeout=timeout, seat=place.seat)
+        return Wire(timeout=timeout, bucket=bucket, seat=place.seat)
     if place.store is not None:
         stay_on(_loopback())
     try:
-        return _connected(place, timeout, fingerprint)
+        return _connected(place, timeout, fingerprint, bucket)
     except dist.DistError as error:  # rank 0 held the store, and has ended
         if world.rank == 0:
             raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
         raise FailedElsewhere(0, 320) from None
 
 
-def _connected(place: Place, timeout: timedelta, fingerprint: str) -> Wire:
+def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) -> Wire:
     world, store = place.world, _store(place, timeout)
     device, backend = world.device, "nccl" if world.device.type == "cuda" else "gloo"
     mail = _mail(world, timeout) if backend == "gloo" and supported() else None
@@ -73,7 +74,10 @@ def _connected(place: Place, timeout: timedelta, fingerprint: str) -> Wire:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return Wire(backend, timeout, mail=mail, seat=place.seat)
+    wire = Wire(backend, timeout, bucket, mail=mail, seat=place.seat)
+    if mail is not None:
+        wire.ledger.hold("staging", Box.size(world.size))
+    return wire
 
 
 def disconnect() -> None:

@@ -112,7 +112,7 @@ class Round(Protocol):
     """Letters that somebody expects."""
 
     def take_in(self) -> None:
-        """Moves the letters elsewhere, if all have come, and acknowledges them."""
+        """Uses the letters, if all have come, and acknowledges them."""
         ...
 
 
@@ -201,7 +201,7 @@ class Mail:
                 return found
         deadline, naps = time.monotonic() + self._timeout, 0
         while (found := ready()) is None:
-            for round_ in self.rounds:
+            for round_ in list(self.rounds):
                 round_.take_in()
             time.sleep(_NAP)
             naps += 1

@@ -3,6 +3,8 @@
 The norm counts each logical parameter once. Squares are summed in fp64 for each unit and each data rank's shard of it,
 and these sums are added in rank order, then in unit order, whether a rank holds one shard or all of them: fp32 sums
 over 1, 2 or 4 shards of a million elements differ by 1.7e-5, enough to break equality between stages through the clip.
+
+Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
 """
 
 import torch
@@ -10,38 +12,35 @@ from torch import Tensor
 
 from megazero.kernels.operations import Operations
 from megazero.parallel.collectives import all_reduce
-from megazero.parallel.grid import Axis
-from megazero.zero.placement import Placement
+from megazero.zero.placement import Placement, Spread
 from megazero.zero.unit import Unit
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(units: list[Unit], placement: Placement, ops: Operations, *, data: Axis, tensor: Axis) -> Tensor:
-    """Sum of squared gradients of each unit over the whole model: fp64 [units], the same on every rank.
+def unit_squares(units: list[Unit], spread: Spread, ops: Operations) -> Tensor:
+    """Sum of squared reduced gradients of each unit over the whole model: fp64 [units], the same on every rank.
 
     The tail of a unit is whole on every rank of the tensor axis; the first one counts it.
-
-    Args:
-        placement: of the reduced gradients along the data axis.
     """
-    shards = [data.rank] if placement is Placement.SHARD else range(data.size)
-    squares = torch.stack([_shard_squares(units, shard, ops, data.size, tensor.rank == 0) for shard in shards])
+    sharded = spread.stage.optimizer is Placement.SHARD
+    parts = 1 if sharded else spread.data.size
+    squares = torch.stack([_squares(units, part, parts, ops, with_tail=spread.tensor.rank == 0) for part in range(parts)])
     total = squares[0]
     for shard in squares[1:]:
         total = total + shard
-    if placement is Placement.SHARD:
-        total = all_reduce(total, data, "norm")
-    return all_reduce(total, tensor, "norm")
+    if sharded:
+        total = all_reduce(total, spread.data, "norm")
+    return all_reduce(total, spread.tensor, "norm")
 
 
-def _shard_squares(units: list[Unit], shard: int, ops: Operations, shards: int, with_tail: bool) -> Tensor:
-    """fp64 [units]: of one shard of each, with or without what of the tail lies in it."""
+def _squares(units: list[Unit], part: int, parts: int, ops: Operations, *, with_tail: bool) -> Tensor:
+    """fp64 [units]: of one of `parts` parts of what this rank updates of each, with or without what is tail there."""
     squares = []
     for unit in units:
-        part = len(unit.gradients) // shards
-        stop = (shard + 1) * part if with_tail else min((shard + 1) * part, unit.layout.tail)
-        squares.append(ops.sum_of_squares(unit.gradients[shard * part : max(stop, shard * part)]))
+        gradients = unit.own_gradients.chunk(parts)[part]
+        before_tail = unit.layout.tail - unit.shard.start - part * len(gradients)
+        squares.append(ops.sum_of_squares(gradients if with_tail else gradients[: max(before_tail, 0)]))
     return torch.stack(squares)
 
 

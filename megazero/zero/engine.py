@@ -1,33 +1,36 @@
-"""The life of a step: begin, one backward per micro-batch, finish.
+"""The life of a step: begin, forward and backward of each micro-batch, finish.
 
 The loss of a step is the sum over the valid tokens of the global batch divided by their count. The count is known
 only when the last micro-batch has been seen, and nobody waits for it: backward runs on sum / (global batch x sequence
 length), a constant, and the factor constant / count multiplies the unscaling that Adam does anyway. A step without a
 valid token is skipped: it consumes its batch and changes nothing.
 
-The ranks of the data axis see other samples. At the end of a step their gradients go to where the optimizer state is,
-and the updated parameters come from there (`placement.py`). Under sequence parallelism a rank of the tensor axis has
+The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduction.py`), and
+the updated parameters come from there (`presence.py`). Under sequence parallelism a rank of the tensor axis has
 seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one all-reduce of each
-tail completes them.
+reduced tail completes them.
 
 Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there;
 the host reads it later (`StepResult`). Once loss or norm were not finite the flag stays up, so no later update can
-happen before the host has noticed.
+happen before the host has noticed; only with a loss scale (fp16) it is an ordinary event, and training goes on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megazero.kernels.operations import Operations
-from megazero.parallel.collectives import all_reduce
-from megazero.parallel.grid import Axis
+from megazero.parallel.collectives import all_reduce, start_all_reduce
 from megazero.zero.clip import clip_factor, unit_squares
 from megazero.zero.optimizer import AdamW
-from megazero.zero.placement import STAGES, Stage, change, held
+from megazero.zero.placement import Spread
+from megazero.zero.presence import Presence
+from megazero.zero.reduction import Reduction
+from megazero.zero.scaler import LossScale
 from megazero.zero.unit import Unit
+from megazero.zero.watch import Part, watch
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class StepResult:
         valid_tokens: their count.
         skipped: True when the update was suppressed.
         finite: False when loss or gradient norm were not finite although there were valid tokens.
+        loss_scale: that the gradients were computed with.
         squares: sum of squared (scaled) gradients of each unit, fp64 [units].
     """
 
@@ -48,32 +52,12 @@ class StepResult:
     valid_tokens: Tensor
     skipped: Tensor
     finite: Tensor
+    loss_scale: Tensor
     squares: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Spread:
-    """Over which ranks a step is spread.
-
-    Attributes:
-        data: ranks with other samples.
-        tensor: ranks with other parts of the matrices.
-        sequence: gradients of what is whole over the tensor axis are partial there.
-        stage: what rests sharded over the data axis.
-    """
-
-    data: Axis
-    tensor: Axis
-    sequence: bool
-    stage: Stage = STAGES[0]
-
-    def shards(self, units: list[Unit]) -> list[slice]:
-        """Of each unit the elements that this rank updates."""
-        return [held(len(unit.parameters), self.stage.optimizer, self.data) for unit in units]
-
-
 class Engine:
-    """Gradients and update of one rank's units.
+    """Parameters, gradients and update of one rank's units.
 
     Args:
         units: in forward order.
@@ -81,6 +65,7 @@ class Engine:
         clip: the largest global gradient norm let through; 0 for no clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
         spread: the ranks that share the step.
+        scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use.
     """
 
@@ -92,53 +77,114 @@ class Engine:
         clip: float,
         tokens_per_step: int,
         spread: Spread,
+        scaling: bool,
         ops: Operations,
     ):
         self.units, self.optimizer, self.spread, self.ops = units, optimizer, spread, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
-        self._shards = list(zip(units, spread.shards(units), strict=True))
         device = units[0].parameters.device
+        self.presence = Presence(spread.data, device)
+        self.loss_scale = LossScale(device, dynamic=scaling)
+        self._reduction = Reduction(units, spread, device)
+        self._micro_batches = 1
         # Sum of losses and count of valid tokens: one tensor, so that both are summed over ranks at once. Counts are
         # exact in fp64 up to 2^53.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
-    def begin_step(self) -> None:
-        self._totals.zero_()
-        for unit in self.units:
-            unit.begin_step()
+    def watch(self, parts: Sequence[Part], names: Sequence[list[str]]) -> list[Part]:
+        """The parts of a model, each with what has to be done around it; `names` of the units that each uses."""
+        units = {unit.layout.name: unit for unit in self.units}
+        return watch(parts, [[units[name] for name in of_part] for of_part in names], self.presence)
 
-    def backward(self, losses_SB: Tensor, valid_SB: Tensor) -> None:
+    def begin_step(self, micro_batches: int = 1) -> None:
+        """A step of this many micro-batches begins."""
+        self._micro_batches = micro_batches
+        self._totals.zero_()
+        self._reduction.begin_step()
+
+    def forward(self, micro_batch: int) -> None:
+        """What is computed from here on, until the next call, belongs to this micro-batch (counted from 0)."""
+        for unit in self.units:
+            unit.visits.forward = micro_batch
+
+    def backward(self, losses_SB: Tensor, valid_SB: Tensor, micro_batch: int = 0) -> None:
         """Adds one micro-batch: its token losses (0 where not valid) go into the step's loss and gradients."""
         self._totals[0] += losses_SB.detach().sum(dtype=torch.float64)
         self._totals[1] += valid_SB.sum()
-        (losses_SB.sum() / self.tokens_per_step).backward()
+        self._reduction.begin_backward(micro_batch, last=micro_batch == self._micro_batches - 1)
+        self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
+        self._reduction.end_backward()
+        self.presence.release(self.units)
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
-        spread, stage = self.spread, self.spread.stage
-        for unit, ours in reversed(self._shards):
-            unit.close_gradients()
-            change(unit.gradients, stage.gradients, stage.optimizer, spread.data, "gradients")
-            tail = unit.gradients[max(ours.start, unit.layout.tail) : ours.stop]
-            if spread.sequence and len(tail):
-                all_reduce(tail, spread.tensor, "tail")
-        squares = unit_squares(self.units, stage.optimizer, self.ops, data=spread.data, tensor=spread.tensor)
+        spread = self.spread
+        self._complete_tails()
+        squares = unit_squares(self.units, spread, self.ops)
         loss_sum, valid = all_reduce(self._totals, spread.data, "loss").unbind()
-        factor = self.tokens_per_step / valid
+        loss_scale = self.loss_scale.scale.clone()
+        factor = self.tokens_per_step / valid / loss_scale
         norm = squares.sum().sqrt() * factor
         loss = loss_sum / valid
         empty = valid == 0
         finite = (torch.isfinite(norm) & torch.isfinite(loss)) | empty
-        self._halted |= ~finite
-        skipped = self._halted | empty
-        self.optimizer.update(lr=lr, scale=factor * clip_factor(norm, self.clip), skip=skipped)
+        if not self.loss_scale.dynamic:
+            self._halted |= ~finite
+        skipped = self._halted | empty | ~finite
+        self.loss_scale.update(finite)
+        scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         for unit in self.units:
-            change(unit.parameters, stage.optimizer, stage.parameters, spread.data, "parameters")
-        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, squares)
+            self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
+            self.presence.publish(unit)
+        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
+
+    def examine(self, losses: Callable[[int], Tensor], micro_batches: int) -> str | None:
+        """Computes a step again, without reducing or updating anything: what of this rank's is not finite, if anything.
+
+        A step that was not finite has changed nothing, so it can be repeated bit for bit, and now each rank's own loss
+        and gradients can be looked at before they are added to those of others. Every rank has to call this.
+
+        Args:
+            losses: micro-batch -> token losses [S, B].
+        """
+        faults: list[str] = []
+        self.begin_step(micro_batches)
+        for m in range(micro_batches):
+            self.forward(m)
+            losses_SB = losses(m)
+            if not torch.isfinite(losses_SB).all():
+                faults.append(f"loss of micro-batch {m}")
+            self._reduction.begin_backward(m, last=False, inspect=lambda unit: faults.extend(_not_finite(unit)))
+            self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
+            self._reduction.end_backward()
+            self.presence.release(self.units)
+        return faults[0] if faults else None
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(full name, values of this rank's part) of every parameter, in unit order."""
+        """(full name, values of this rank's part) of every parameter, in unit order; gathered if need be.
+
+        Values are views that are good until the next one is asked for. Every rank of the data axis has to go through
+        all of them.
+        """
         for unit in self.units:
+            self.presence.need([unit])
             for interval in unit.layout.intervals:
                 yield interval.name, unit.parameter(interval.name)
+            self.presence.release([unit])
+
+    def _complete_tails(self) -> None:
+        if not self.spread.sequence:
+            return
+        under_way = []
+        for unit in reversed(self.units):
+            tail = unit.own_gradients[max(0, unit.layout.tail - unit.shard.start) :]
+            if len(tail):
+                under_way.append(start_all_reduce(tail, self.spread.tensor, "tail"))
+        for pending in under_way:
+            pending.wait()
+
+
+def _not_finite(unit: Unit) -> list[str]:
+    """The parameters of a unit whose own gradients hold something that is not finite."""
+    return [f"gradient of {name}" for name, view in unit.views.items() if not torch.isfinite(view.view).all()]

@@ -5,6 +5,8 @@ are read once, and the kernel divides the gradient by a scale on the way, so uns
 their own. A raised `skip` flag leaves parameters, moments and step count as they were, without the host knowing.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
@@ -12,14 +14,26 @@ from torch.optim.adamw import adamw
 from megazero.zero.unit import Unit
 
 
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """What one call of the kernel updates: elements of a unit's shard with one decay; `step` counts its updates."""
+
+    where: slice
+    decay: float
+    step: Tensor
+
+
 class AdamW:
-    """The optimizer state of all units of a rank, or of its shards of them.
+    """The optimizer state of what this rank updates.
 
     Args:
-        units: their flat parameters are updated in place.
-        shards: of each unit the elements that this rank updates; None for all.
+        units: their masters are updated in place.
         betas, eps: of Adam.
         weight_decay: applied to the decayed part of each unit.
+        bucket: bytes; 16-bit gradients are widened in pieces of this size.
+
+    Attributes:
+        moments: of each unit the two moments of its shard.
     """
 
     def __init__(
@@ -29,65 +43,84 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        shards: list[slice] | None = None,
+        bucket: int,
     ):
         self.betas, self.eps = betas, eps
-        shards = shards or [slice(0, len(unit.parameters)) for unit in units]
-        ours = [unit.parameters[shard] for unit, shard in zip(units, shards, strict=True)]
-        self.moments = [(torch.zeros_like(flat), torch.zeros_like(flat)) for flat in ours]
-        device = units[0].parameters.device
-        self.groups: list[tuple[float, list[list[Tensor]]]] = []
-        for decay, part in ((weight_decay, _decayed), (0.0, _not_decayed)):
-            flats: list[list[Tensor]] = [[], [], [], [], []]
-            for unit, shard, (first, second) in zip(units, shards, self.moments, strict=True):
-                where = part(unit, shard)
-                if where.start < where.stop:
-                    of_state = slice(where.start - shard.start, where.stop - shard.start)
-                    wholes = ((unit.parameters, where), (unit.gradients, where), (first, of_state), (second, of_state))
-                    for flat, (whole, place) in zip(flats, wholes, strict=False):
-                        flat.append(whole[place])
-                    flats[4].append(torch.zeros((), dtype=torch.float32, device=device))
-            if flats[0]:
-                self.groups.append((decay, flats))
+        self.moments = {unit: (torch.zeros_like(unit.masters), torch.zeros_like(unit.masters)) for unit in units}
+        self._pieces = {unit: _pieces(unit, weight_decay, bucket) for unit in units}
+        widened = [
+            piece.where.stop - piece.where.start
+            for unit, pieces in self._pieces.items()
+            for piece in pieces
+            if unit.own_gradients.dtype != unit.masters.dtype
+        ]
+        some = units[0].masters
+        self._staging = torch.empty(max(widened, default=0), dtype=some.dtype, device=some.device)
 
-    def update(self, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """One update with gradients multiplied by `scale`.
+    @property
+    def nbytes(self) -> int:
+        """Of the moments."""
+        return sum(moment.nbytes for pair in self.moments.values() for moment in pair)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.nbytes
+
+    def steps(self, unit: Unit) -> list[Tensor]:
+        """Updates done, for each piece of the unit."""
+        return [piece.step for piece in self._pieces[unit]]
+
+    def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """One update of a unit's masters, with gradients multiplied by `scale`.
 
         Args:
             scale: 0-dim, any float dtype.
-            skip: 0-dim bool; when True nothing changes.
+            skip: 0-dim fp32; when 1 nothing changes.
         """
-        for decay, (parameters, gradients, firsts, seconds, steps) in self.groups:
-            divide_by = None
-            if parameters[0].dtype == torch.float64:
-                # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
-                for gradient in gradients:
-                    gradient *= scale
-            else:
-                divide_by = scale.reciprocal().to(torch.float32)
+        first, second = self.moments[unit]
+        divide_by = None
+        if unit.masters.dtype == torch.float64:
+            # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
+            unit.own_gradients.mul_(scale)
+        else:
+            divide_by = scale.reciprocal().to(torch.float32)
+        for piece in self._pieces[unit]:
             adamw(
-                parameters,
-                gradients,
-                firsts,
-                seconds,
+                [unit.masters[piece.where]],
+                [self._gradients(unit, piece.where)],
+                [first[piece.where]],
+                [second[piece.where]],
                 [],
-                steps,
+                [piece.step],
                 fused=True,
                 grad_scale=divide_by,
-                found_inf=skip.to(torch.float32),
+                found_inf=skip,
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 lr=lr,
-                weight_decay=decay,
+                weight_decay=piece.decay,
                 eps=self.eps,
                 maximize=False,
             )
 
+    def _gradients(self, unit: Unit, where: slice) -> Tensor:
+        """In the masters' precision."""
+        gradients = unit.own_gradients[where]
+        if gradients.dtype == unit.masters.dtype:
+            return gradients
+        return self._staging[: len(gradients)].copy_(gradients)
 
-def _decayed(unit: Unit, shard: slice) -> slice:
-    return slice(shard.start, min(shard.stop, unit.layout.decayed))
 
-
-def _not_decayed(unit: Unit, shard: slice) -> slice:
-    return slice(max(shard.start, unit.layout.decayed), shard.stop)
+def _pieces(unit: Unit, weight_decay: float, bucket: int) -> list[_Piece]:
+    """The decayed part of a unit's shard, then the rest; cut where gradients have to be widened."""
+    start, stop = unit.shard.start, unit.shard.stop
+    border = min(max(unit.layout.decayed, start), stop)
+    whole = unit.own_gradients.dtype == unit.masters.dtype
+    longest = unit.numel if whole else max(bucket // unit.masters.element_size() // 16 * 16, 16)
+    pieces = []
+    for first, last, decay in ((start, border, weight_decay), (border, stop, 0.0)):
+        for cut in range(first, last, longest):
+            where = slice(cut - start, min(cut + longest, last) - start)
+            pieces.append(_Piece(where, decay, torch.zeros((), dtype=torch.float32, device=unit.masters.device)))
+    return pieces

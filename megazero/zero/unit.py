@@ -1,7 +1,14 @@
-"""One unit: flat parameters, flat gradients, and the model's parameters as views of them.
+"""One unit: what of its parameters and gradients rests on this rank, and the model's parameters as views of it.
 
-All memory of a unit is allocated once and reused for the whole run, so a training step neither allocates gradients
-nor touches fresh pages for them.
+Whatever rests is allocated once and kept for the whole run, each kind in one flat buffer:
+
+    parameters   all, or this rank's shard, in the precision that forward and backward compute with
+    gradients    all, or this rank's shard
+    masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
+                 where that is the same
+
+What does not rest whole is whole for a while in a buffer of the pool: gathered parameters (`whole`) between `attach`
+and `detach`, the gradients of one micro-batch (`partial`) from the first that is delivered until they are reduced.
 """
 
 from collections.abc import Callable
@@ -10,42 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megazero.zero.layout import Interval, UnitLayout, aligned
+from megazero.zero.placement import Precision, Spread, held
+from megazero.zero.pool import Pool
+from megazero.zero.visit import GradientView, Visits
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
 _INITIAL_PIECE = 1 << 20
-
-
-class GradientView:
-    """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
-
-    The first delivery of a step overwrites what the step before left, later ones (the next micro-batch, the other use
-    of a tied weight) add to it: nothing is ever zeroed for its own sake.
-    """
-
-    def __init__(self, view: Tensor):
-        self.view = view
-        self.fresh = True
-
-    def add(self, gradient: Tensor) -> None:
-        if self._first():
-            self.view.copy_(gradient)
-        else:
-            self.view += gradient
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        if self._first():
-            torch.mm(left, right, out=self.view)
-        else:
-            self.view.addmm_(left, right)
-
-    def add_rows(self, rows: Tensor, values: Tensor) -> None:
-        if self._first():
-            self.view.zero_()
-        self.view.index_add_(0, rows, values)
-
-    def _first(self) -> bool:
-        first, self.fresh = self.fresh, False
-        return first
 
 
 class Unit:
@@ -53,48 +30,173 @@ class Unit:
 
     Args:
         layout: who lies where.
-        dtype, device: of parameters and gradients.
-        shards: the buffers can be cut into this many equal parts; what that adds at their ends is zero and stays so.
+        spread: the ranks that share it, and what rests where.
+        precision: dtypes.
+        device: of everything.
+        pools: for whole parameters and whole gradients.
+
+    Attributes:
+        numel: elements of the whole flat buffer with its padding, which is zero and stays so.
+        shard: the elements that this rank updates.
+        whole: all parameters, while this rank has them.
+        partial: this rank's gradients of all parameters, while it has them.
     """
 
-    def __init__(self, layout: UnitLayout, *, dtype: torch.dtype, device: torch.device, shards: int = 1):
-        self.layout = layout
-        padded = aligned(max(layout.numel, layout.decayed), shards)
-        self.parameters = torch.zeros(padded, dtype=dtype, device=device)
-        self.gradients = torch.zeros(padded, dtype=dtype, device=device)
-        self.views = {i.name: GradientView(_view(self.gradients, i)) for i in layout.intervals}
+    def __init__(
+        self,
+        layout: UnitLayout,
+        spread: Spread,
+        precision: Precision,
+        device: torch.device,
+        pools: tuple[Pool, Pool],
+    ):
+        self.layout, self._pools = layout, pools
+        stage, data, ledger = spread.stage, spread.data, spread.data.wire.ledger
+        self.numel = aligned(max(layout.numel, layout.decayed), data.size)
+        self.shard = held(self.numel, stage.optimizer, data)
+        resting = held(self.numel, stage.parameters, data)
+        self._first = resting.start
+
+        def zeros(elements: slice, dtype: torch.dtype, category: str) -> Tensor:
+            flat = torch.zeros(elements.stop - elements.start, dtype=dtype, device=device)
+            ledger.hold(category, flat.nbytes)
+            return flat
+
+        self.parameters = zeros(resting, precision.parameters, "parameters")
+        self.gradients = zeros(held(self.numel, stage.gradients, data), precision.gradients, "gradients")
+        self.masters = self.own_parameters
+        if precision.masters != precision.parameters:
+            self.masters = zeros(self.shard, precision.masters, "optimizer")
+        self.whole: Tensor | None = self.parameters if len(self.parameters) == self.numel else None
+        self.partial: Tensor | None = self.gradients if self.gradients_rest_whole else None
+        self.visits = Visits(layout.name)
+        self.views = {i.name: GradientView(self, i.name) for i in layout.intervals}
+        self._members: list[tuple[Interval, nn.Parameter]] = []
+        self._nothing = torch.empty(0, dtype=precision.parameters, device=device)
+        if self.partial is not None:
+            self._show_gradients()
+
+    @property
+    def parameters_rest_whole(self) -> bool:
+        return len(self.parameters) == self.numel
+
+    @property
+    def gradients_rest_whole(self) -> bool:
+        return len(self.gradients) == self.numel
+
+    @property
+    def own_parameters(self) -> Tensor:
+        """Those that this rank updates, as forward and backward see them."""
+        return self.parameters[self.shard.start - self._first : self.shard.stop - self._first]
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """Where the reduced gradients of what this rank updates end up."""
+        return self.gradients[self.shard] if self.gradients_rest_whole else self.gradients
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
-        """Writes initial values; `initial(name, start, stop)` gives those of an interval of one parameter."""
+        """Writes initial values of what rests here; `initial(name, start, stop)` gives an interval of one parameter."""
+        first = min(self._first, self.shard.start)
+        last = max(self._first + len(self.parameters), self.shard.stop)
         for interval in self.layout.intervals:
-            flat = self.parameters[interval.start : interval.stop]
-            for start in range(0, len(flat), _INITIAL_PIECE):
-                stop = min(start + _INITIAL_PIECE, len(flat))
-                flat[start:stop] = initial(interval.name, start, stop)
+            end = min(interval.stop, last)
+            for start in range(max(interval.start, first), end, _INITIAL_PIECE):
+                stop = min(start + _INITIAL_PIECE, end)
+                values = initial(interval.name, start - interval.start, stop - interval.start)
+                _write(values, start, self.parameters, self._first)
+                if self.masters.dtype != self.parameters.dtype:
+                    _write(values, start, self.masters, self.shard.start)
 
     def adopt(self, parameters: dict[str, nn.Parameter]) -> None:
         """Makes the model's (meta) parameters views of this unit's memory; whoever holds them keeps holding them."""
         for interval in self.layout.intervals:
             old = parameters[interval.name]
-            new = nn.Parameter(_view(self.parameters, interval))
+            value = self._nothing if self.whole is None else _view(self.whole, interval)
+            new = nn.Parameter(value)
             vars(new).update(vars(old), gradient_slot=self.views[interval.name])
             torch.utils.swap_tensors(old, new)
+            self._members.append((interval, old))
 
-    def begin_step(self) -> None:
+    def borrow(self) -> Tensor:
+        """A buffer for all parameters, with this rank's own in their place."""
+        whole = self._pools[0].take(self.numel)
+        whole[self.shard].copy_(self.parameters)
+        return whole
+
+    def attach(self, whole: Tensor) -> None:
+        """The model sees its parameters in this buffer, from `borrow`."""
+        assert self.whole is None, f"unit {self.layout.name} is there already"
+        self.whole = whole
+        for interval, parameter in self._members:
+            parameter.data = _view(whole, interval)
+
+    def detach(self) -> None:
+        """The gathered parameters are gone, and whoever touches one sees an empty tensor."""
+        if self.parameters_rest_whole or self.whole is None:
+            return
+        self._pools[0].give(self.whole)
+        self.whole = None
+        for _, parameter in self._members:
+            parameter.data = self._nothing
+
+    def publish(self) -> None:
+        """Forward and backward see the updated masters."""
+        if self.masters.dtype != self.parameters.dtype:
+            self.own_parameters.copy_(self.masters)
+
+    def open_gradients(self) -> None:
+        """Makes sure that there is a place for gradients of all parameters."""
+        if self.partial is None:
+            self.partial = self._pools[1].take(self.numel)
+            self._clear_padding(self.partial)
+            self._show_gradients()
+
+    def close_gradients(self) -> None:
+        """A parameter that no delivery has reached has a zero gradient, not what the memory held before."""
+        self.open_gradients()
+        for view in self.views.values():
+            view.close()
+
+    def drop_gradients(self) -> None:
+        """The partial gradients have been reduced: their place is free."""
+        if self.partial is not None and not self.gradients_rest_whole:
+            self._pools[1].give(self.partial)
+            self.partial = None
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """The next delivery to each parameter is the first."""
         for view in self.views.values():
             view.fresh = True
 
-    def close_gradients(self) -> None:
-        """A parameter that no delivery reached in this step has a zero gradient, not the last step's."""
-        for view in self.views.values():
-            if view.fresh:
-                view.view.zero_()
-                view.fresh = False
-
     def parameter(self, name: str) -> Tensor:
-        """The values of one parameter, as a view."""
-        return _view(self.parameters, next(i for i in self.layout.intervals if i.name == name))
+        """The values of one parameter of a unit that is there, as a view."""
+        assert self.whole is not None, f"unit {self.layout.name} is not there"
+        return _view(self.whole, next(i for i in self.layout.intervals if i.name == name))
+
+    def name_at(self, position: int) -> str:
+        """The parameter that an element of the flat buffer belongs to."""
+        return next(i.name for i in reversed(self.layout.intervals) if i.start <= position)
+
+    def _show_gradients(self) -> None:
+        assert self.partial is not None
+        for interval in self.layout.intervals:
+            self.views[interval.name].view = _view(self.partial, interval)
+
+    def _clear_padding(self, flat: Tensor) -> None:
+        stop = 0
+        for interval in self.layout.intervals:
+            flat[stop : interval.start].zero_()
+            stop = interval.stop
+        flat[stop:].zero_()
 
 
 def _view(flat: Tensor, interval: Interval) -> Tensor:
     return flat[interval.start : interval.stop].view(interval.shape)
+
+
+def _write(values: Tensor, start: int, flat: Tensor, first: int) -> None:
+    """Puts the values of elements [start, ...) into `flat`, which holds elements [first, ...), as far as it does."""
+    begin, end = max(start, first), min(start + len(values), first + len(flat))
+    if begin < end:
+        flat[begin - first : end - first] = values[begin - start : end - start]

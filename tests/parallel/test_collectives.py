@@ -94,7 +94,7 @@ def count(grid: Grid) -> dict:
     all_reduce(torch.ones(20_000, dtype=torch.float64), grid.data, "b")
     start_reduce_scatter(torch.ones(8, 3), grid.data, "c").wait()
     all_gather(torch.ones(2, 3, dtype=torch.bfloat16), grid.data, "c")
-    return grid.data.wire.ledger.as_dict()
+    return grid.data.wire.ledger.traffic_as_dict()
 
 
 def test_the_ledger_counts_by_the_ring_formula():

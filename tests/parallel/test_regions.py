@@ -88,7 +88,7 @@ def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
     x = torch.ones(S // grid.tensor.size if sequence else S, B, D, requires_grad=True)
     mlp(x).sum().backward()
-    return {purpose: sent["elements"] for purpose, sent in grid.tensor.wire.ledger.as_dict()["tensor"].items()}
+    return {purpose: sent["elements"] for purpose, sent in grid.tensor.wire.ledger.traffic_as_dict()["tensor"].items()}
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])

@@ -1,0 +1,147 @@
+"""When the last gradient of a unit has arrived.
+
+Each use of a parameter in forward is announced, each announced use delivers one gradient in backward, and when as many
+have been delivered as were announced, for all parameters of a unit and one micro-batch, the unit's gradients are
+complete. Nothing simpler tells: a unit with integer input (the embedding) gets no gradient of its input, a tied
+weight's two gradients come at the beginning and at the end of backward, and where the weight pass is split off none
+comes in the input pass.
+
+The phases of a unit and a micro-batch are kept, so that a gradient that comes too late or too early is an error with
+the name of the parameter and not a wrong sum.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Phase(Enum):
+    """Of a unit, for one micro-batch."""
+
+    FORWARD = "its forward runs or has run"
+    BACKWARD = "its gradients arrive"
+    COMPLETE = "all have arrived"
+
+
+@dataclass
+class Visit:
+    """A unit's part in one micro-batch; `due` counts the deliveries still to come, by parameter."""
+
+    phase: Phase = Phase.FORWARD
+    due: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+
+
+class Visits:
+    """The visits of one unit.
+
+    Attributes:
+        forward, backward: the micro-batches whose uses are announced and whose gradients are delivered now.
+        on_complete: called when the last gradient of a visit has arrived.
+    """
+
+    def __init__(self, unit: str):
+        self._unit = unit
+        self._visits: dict[int, Visit] = {}
+        self.forward = self.backward = 0
+        self.on_complete: Callable[[], object] = lambda: None
+
+    def expect(self, parameter: str) -> None:
+        """A use of a parameter in forward, or in a forward that is computed again."""
+        visit = self._visits.setdefault(self.forward, Visit())
+        assert visit.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", visit)
+        visit.due[parameter] += 1
+        visit.left += 1
+
+    def delivered(self, parameter: str) -> None:
+        """A gradient has been added to what was there."""
+        visit = self._visits.get(self.backward)
+        assert visit is not None and visit.due[parameter] > 0, self._wrong(parameter, "has a gradient", visit)
+        visit.phase = Phase.BACKWARD
+        visit.due[parameter] -= 1
+        visit.left -= 1
+        if visit.left == 0:
+            visit.phase = Phase.COMPLETE
+            self.on_complete()
+
+    def missing(self) -> list[str]:
+        """Parameters whose announced gradients have not all arrived in the backward that runs or has run."""
+        visit = self._visits.get(self.backward)
+        return [] if visit is None else sorted(+visit.due)
+
+    def end(self) -> None:
+        """The backward of a micro-batch is over."""
+        self._visits.pop(self.backward, None)
+
+    def clear(self) -> None:
+        """Nothing is under way: a forward that never had a backward does not count."""
+        self._visits.clear()
+
+    def _wrong(self, parameter: str, event: str, visit: Visit | None) -> str:
+        state = "was never begun" if visit is None else visit.phase.value
+        return f"{parameter} {event} in micro-batch {self.backward} of unit {self._unit}, of which {state}"
+
+
+class Owner(Protocol):
+    """The unit of a view."""
+
+    visits: Visits
+
+    def open_gradients(self) -> None: ...
+
+
+class GradientView:
+    """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
+
+    The first delivery overwrites what the memory held, later ones (the next micro-batch, the other use of a tied
+    weight) add to it: nothing is ever zeroed for its own sake.
+    """
+
+    def __init__(self, unit: Owner, name: str):
+        self._unit, self._name = unit, name
+        self.view: Tensor = torch.empty(0)
+        self.fresh = True
+
+    def expect(self) -> None:
+        self._unit.visits.expect(self._name)
+
+    def add(self, gradient: Tensor) -> None:
+        if self._first():
+            self.view.copy_(gradient)
+        else:
+            self.view += gradient
+        self._unit.visits.delivered(self._name)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        self._unit.open_gradients()
+        if left.dtype != self.view.dtype:
+            self.add(left @ right)
+            return
+        if self._first():
+            torch.mm(left, right, out=self.view)
+        else:
+            self.view.addmm_(left, right)
+        self._unit.visits.delivered(self._name)
+
+    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        if self._first():
+            self.view.zero_()
+        self.view.index_add_(0, rows, values.to(self.view.dtype))
+        self._unit.visits.delivered(self._name)
+
+    def close(self) -> None:
+        """Nothing has been delivered: the gradient is zero."""
+        if self.fresh:
+            self.view.zero_()
+            self.fresh = False
+
+    def _first(self) -> bool:
+        """Whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""
+        self._unit.open_gradients()
+        first, self.fresh = self.fresh, False
+        return first
