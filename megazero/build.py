@@ -29,7 +29,7 @@ from megazero.observe.recorder import Recorder, Work
 from megazero.observe.sinks import Sink, Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
-from megazero.parallel.agreement import agree
+from megazero.parallel.agreement import FailedElsewhere, agree
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Axis, Grid, data_size
 from megazero.plan.hardware import peak_flops
@@ -136,9 +136,7 @@ def build_engine(
     wire.ledger.hold("optimizer", adam.nbytes)
     wire.ledger.hold("staging", adam.staging_bytes)
     scaling = precision.parameters == torch.float16
-    engine = Engine(
-        units, adam, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, scaling=scaling, ops=ops
-    )
+    engine = Engine(units, adam, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, scaling=scaling, ops=ops)
     model.path = engine.watch(model.path, model.units_on_path())
     return engine
 
@@ -206,7 +204,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         lambda: _save(model, engine, grid, device, folder, config.run.steps),
         wire.seat.now,
-        lambda own: _first_fault(own, grid, device),
+        lambda own, say: _blame(own, say, grid, device),
     )
 
 
@@ -215,9 +213,7 @@ def spread_of(config: Config, grid: Grid) -> Spread:
     return Spread(grid.data, grid.tensor, config.parallel.sequence, STAGES[config.zero.stage])
 
 
-def _save(
-    model: Transformer, engine: Engine, grid: Grid, device: torch.device, folder: RunFolder, steps: int
-) -> None:
+def _save(model: Transformer, engine: Engine, grid: Grid, device: torch.device, folder: RunFolder, steps: int) -> None:
     """The whole weights, written by the first rank; all know how it went."""
     write = grid.world.rank == 0
     declarations = {name: declaration_of(parameter) for name, parameter in model.named_parameters()}
@@ -227,10 +223,11 @@ def _save(
     agree(grid.world, device, lambda: save_weights(folder.checkpoint(steps), whole, steps) if write else None)
 
 
-def _first_fault(own: str | None, grid: Grid, device: torch.device) -> tuple[int, str] | None:
-    """The first rank that has found something in its own part of a step, and what."""
+def _blame(own: str | None, say: Callable[[int, str | None], UserError], grid: Grid, device: torch.device) -> UserError:
+    """The error of the first rank that has found something in its own part of a step; of rank 0 if none has."""
     found = gather_bytes((own or "").encode(), grid.world, "agree", device)
-    return next(((rank, text.decode()) for rank, text in enumerate(found) if text), None)
+    rank = next((rank for rank, text in enumerate(found) if text), 0)
+    return say(rank, own) if rank == grid.world.rank else FailedElsewhere(rank, 301)
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:

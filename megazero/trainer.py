@@ -3,10 +3,13 @@
 The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
 batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
 
-The host does not wait for the device inside a step. What a step computed is read just before the *next* step's
-update (or when the step is logged): by then the device has long finished it, so reading costs nothing, the exact
-learning rate of the next update is known, and a loss that is not finite is noticed before a second update could have
-happened (the device suppresses the first one by itself).
+The host does not wait for the device inside a step. What a step computed is read between the first forward and the
+first backward of the *next* step (or when the step is logged): by then the device has enough to do, so reading costs
+nothing, the exact learning rate of the next update is known, and a loss that is not finite is noticed before a second
+update could have happened (the device suppresses the first one by itself).
+
+A step that was not finite has changed nothing. Before the run ends, every rank computes it once more without the
+others, so that the error names the rank and the parameter with which it began.
 """
 
 from collections.abc import Callable
@@ -48,6 +51,11 @@ class Pace:
         return done == self.steps or done % self.log_every == 0
 
 
+OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
+
+Blame = Callable[[str | None, Callable[[int, str | None], UserError]], UserError]
+
+
 @dataclass(frozen=True)
 class _Pending:
     """A step that has been issued and whose numbers the host has not read."""
@@ -69,6 +77,8 @@ class Trainer:
         pace: when to do what.
         save: writes the final weights; called once, before the last validation or anything else can fail.
         now: told the step (from 1) and what is being done.
+        blame: finds the first rank whose own part of a step was at fault; given what is wrong with this rank's, and
+            how to say it, returns the error to raise.
     """
 
     def __init__(
@@ -81,10 +91,12 @@ class Trainer:
         pace: Pace,
         save: Callable[[], object],
         now: Callable[[int, str], object],
+        blame: Blame,
     ):
         self.engine, self.losses, self.loader = engine, losses, loader
         self.validation, self.recorder, self.pace, self.save, self.now = validation, recorder, pace, save, now
-        self.skipped = 0
+        self.blame = blame
+        self.skipped = self.overflows = 0
         self.score: Score | None = None
         self._pending: _Pending | None = None
 
@@ -111,13 +123,14 @@ class Trainer:
     def _step(self, step: int) -> None:
         self.now(step + 1, "data")
         batches = self.loader.step(step)
-        self.engine.begin_step()
-        for batch in batches:
+        self.engine.begin_step(len(batches))
+        for m, batch in enumerate(batches):
             self.now(step + 1, "forward")
+            self.engine.forward(m)
             losses_SB = self.losses(batch, step)
+            self._settle()
             self.now(step + 1, "backward")
-            self.engine.backward(losses_SB, batch.valid_SB)
-        self._settle()
+            self.engine.backward(losses_SB, batch.valid_SB, m)
         self.now(step + 1, "update")
         lr = self.pace.learning_rate.at(step - self.skipped)
         self._pending = _Pending(step, lr, self.engine.finish_step(lr))
@@ -127,7 +140,8 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        if not pending.result.finite.item():
+        self.overflows = 0 if pending.result.finite.item() else self.overflows + 1
+        if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
             raise self._not_finite(pending)
         self.skipped += int(pending.result.skipped.item())
         if pending.step + 1 == self.pace.steps:
@@ -136,7 +150,9 @@ class Trainer:
         valid_loss = self._validate(pending.step + 1) if self.pace.validates(pending.step) else None
         if valid_loss is not None or self.pace.logs(pending.step):
             result = pending.result
-            numbers = Numbers(result.loss.item(), result.grad_norm.item(), pending.lr, self.skipped)
+            numbers = Numbers(
+                result.loss.item(), result.grad_norm.item(), pending.lr, result.loss_scale.item(), self.skipped
+            )
             self.recorder.record(pending.step + 1, numbers, valid_loss)
 
     def _validate(self, done: int) -> float | None:
@@ -148,8 +164,19 @@ class Trainer:
         return self.score.loss
 
     def _not_finite(self, pending: _Pending) -> UserError:
-        result = pending.result
-        bad = (~torch.isfinite(result.squares)).nonzero().flatten().tolist()
-        where = f", first in unit {self.engine.units[bad[0]].layout.name}" if bad else ""
-        what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}{where}; this step did not update"
-        return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=0, step=pending.step + 1)
+        self.now(pending.step + 1, "search for the fault")
+        batches = self.loader.step(pending.step)
+        own = self.engine.examine(lambda m: self.losses(batches[m], pending.step), len(batches))
+
+        def say(rank: int, fault: str | None) -> UserError:
+            result = pending.result
+            what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}"
+            if self.overflows > 1:
+                what += f", skipped {self.overflows} steps in a row, loss scale {result.loss_scale.item():g}"
+            what += (
+                f"; first not finite: {fault}" if fault else "; not again when computed anew: a fault of the machine?"
+            )
+            what += "; this step did not update"
+            return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=pending.step + 1)
+
+        return self.blame(own, say)

@@ -21,9 +21,7 @@ from megazero.parallel.grid import Axis
 FILE_NAME = "model.safetensors"
 
 
-def gather_weights(
-    parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis, *, keep: bool
-) -> dict[str, Tensor]:
+def gather_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis, *, keep: bool) -> dict[str, Tensor]:
     """The whole logical tensors, where `keep`; the other ranks of the tensor axis help and get nothing.
 
     Args:

@@ -27,7 +27,6 @@ from megazero.model.step import Step
 from megazero.parallel.grid import Axis
 from megazero.parallel.regions import Region
 
-
 Part = Callable[[Tensor, Step], Tensor]
 
 

@@ -38,6 +38,7 @@ class Numbers:
     loss: float
     grad_norm: float
     lr: float
+    loss_scale: float
     skipped: int
 
 
@@ -84,7 +85,7 @@ class Recorder:
             valid_loss=valid_loss,
             grad_norm=numbers.grad_norm,
             lr=numbers.lr,
-            loss_scale=1.0,
+            loss_scale=numbers.loss_scale,
             skipped=numbers.skipped,
             step_time=rates.step_time,
             tokens_per_second=rates.tokens_per_second,

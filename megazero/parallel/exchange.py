@@ -98,7 +98,9 @@ class Exchange:
         outgoing = self._sends if len(self._sends) > 1 else [self._sends[0]] * len(peers)
         like = self._sends[0][cut]
         received = [axis.wire.staging.take(like.nbytes).view(like.dtype) for _ in peers]
-        works = [dist.irecv(x, group=axis.group, group_src=k, tag=self._tag) for k, x in zip(peers, received, strict=True)]
+        works = [
+            dist.irecv(x, group=axis.group, group_src=k, tag=self._tag) for k, x in zip(peers, received, strict=True)
+        ]
         for k, x in zip(peers, outgoing, strict=True):
             works.append(dist.isend(x[cut], group=axis.group, group_dst=k, tag=self._tag))
         return received, [work for work in works if work is not None]
@@ -141,6 +143,8 @@ class _Round:
         mail.rounds.remove(self)
         letters = [mail.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
         starts = [((axis.rank - k) % axis.size - 1) * self._room if self._many else 0 for k in others(axis)]
-        self._consume(self._cut, [mail.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)])
+        self._consume(
+            self._cut, [mail.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)]
+        )
         for letter in letters:
             mail.acknowledge(letter)

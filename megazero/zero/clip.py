@@ -25,7 +25,9 @@ def unit_squares(units: list[Unit], spread: Spread, ops: Operations) -> Tensor:
     """
     sharded = spread.stage.optimizer is Placement.SHARD
     parts = 1 if sharded else spread.data.size
-    squares = torch.stack([_squares(units, part, parts, ops, with_tail=spread.tensor.rank == 0) for part in range(parts)])
+    squares = torch.stack(
+        [_squares(units, part, parts, ops, with_tail=spread.tensor.rank == 0) for part in range(parts)]
+    )
     total = squares[0]
     for shard in squares[1:]:
         total = total + shard

@@ -40,9 +40,7 @@ class Reduction:
             unit.visits.clear()
             unit.forget_gradients()
 
-    def begin_backward(
-        self, micro_batch: int, *, last: bool, inspect: Callable[[Unit], object] | None = None
-    ) -> None:
+    def begin_backward(self, micro_batch: int, *, last: bool, inspect: Callable[[Unit], object] | None = None) -> None:
         """The gradients of a micro-batch come now.
 
         Args:

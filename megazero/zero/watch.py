@@ -14,6 +14,7 @@ is not gathered for its backward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,11 +57,11 @@ class _Call:
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         at = tensor.untyped_storage().data_ptr()
         for unit in self.units:
-            if not unit.parameters_rest_whole and unit.whole is not None:
-                if unit.whole.untyped_storage().data_ptr() == at:
-                    if unit not in self.needed:
-                        self.needed.append(unit)
-                    return _Saved(unit, tensor.storage_offset(), tensor.shape, tensor.stride())
+            whole = None if unit.parameters_rest_whole else unit.whole
+            if whole is not None and whole.untyped_storage().data_ptr() == at:
+                if unit not in self.needed:
+                    self.needed.append(unit)
+                return _Saved(unit, tensor.storage_offset(), tensor.shape, tensor.stride())
         return tensor
 
     def pre_backward(self) -> None:
@@ -132,6 +133,6 @@ class Watched:
 def watch(parts: Sequence[Part], units: Sequence[list[Unit]], presence: Presence) -> list[Part]:
     """The same parts, each with the units that it uses."""
     watched = [Watched(part, of_part, presence) for part, of_part in zip(parts, units, strict=True)]
-    for first, second in zip(watched, watched[1:], strict=False):
+    for first, second in pairwise(watched):
         first.after, second.before = second, first
     return list(watched)

@@ -4,7 +4,7 @@ Batch first, nn.Linear and nn.LayerNorm, one projection for q, k and v, F.cross_
 clip_grad_norm_, zero_grad(set_to_none=True). Nothing in it is slowed down on purpose.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -46,25 +46,25 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def take_weights(self, ours: Mapping[str, Tensor]) -> None:
+    def take_weights(self, ours: Callable[[str], Tensor]) -> None:
         """Copies the weights of a megazero model of the same shape (its row weights are [in, out], its qkv rows are
         grouped by head)."""
-        self.tokens.weight.copy_(ours["embedding.tokens.weight"])
-        self.positions.weight.copy_(ours["embedding.positions.weight"])
+        self.tokens.weight.copy_(ours("embedding.tokens.weight"))
+        self.positions.weight.copy_(ours("embedding.positions.weight"))
         for i, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             name = f"blocks.{i}."
             for norm, theirs in ((block.norm_1, "attention_norm"), (block.norm_2, "mlp_norm")):
-                norm.weight.copy_(ours[f"{name}{theirs}.weight"])
-                norm.bias.copy_(ours[f"{name}{theirs}.bias"])
+                norm.weight.copy_(ours(f"{name}{theirs}.weight"))
+                norm.bias.copy_(ours(f"{name}{theirs}.bias"))
             for linear, theirs in ((block.out, "attention.out"), (block.down, "mlp.down")):
-                linear.weight.copy_(ours[f"{name}{theirs}.weight"].T)
-                linear.bias.copy_(ours[f"{name}{theirs}.bias"])
-            block.up.weight.copy_(ours[f"{name}mlp.up.weight"])
-            block.up.bias.copy_(ours[f"{name}mlp.up_bias"])
+                linear.weight.copy_(ours(f"{name}{theirs}.weight").T)
+                linear.bias.copy_(ours(f"{name}{theirs}.bias"))
+            block.up.weight.copy_(ours(f"{name}mlp.up.weight"))
+            block.up.bias.copy_(ours(f"{name}mlp.up_bias"))
             for part in ("weight", "bias"):
-                grouped = ours[f"{name}attention.qkv.{part}"]
+                grouped = ours(f"{name}attention.qkv.{part}")
                 by_kind = grouped.unflatten(0, (block.heads, 3, -1)).transpose(0, 1)
                 getattr(block.qkv, part).copy_(by_kind.reshape(grouped.shape))
-        self.norm.weight.copy_(ours["head.norm.weight"])
-        self.norm.bias.copy_(ours["head.norm.bias"])
+        self.norm.weight.copy_(ours("head.norm.weight"))
+        self.norm.bias.copy_(ours("head.norm.bias"))

@@ -17,21 +17,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
-from torch import Tensor
 
-from megazero.build import build_model, build_units
 from megazero.config import Batch, Config, Model, resolved
 from megazero.kernels.choice import choose
-from megazero.model.step import Step
 from megazero.parallel.grid import single
-from megazero.zero.engine import Engine, Spread
-from megazero.zero.optimizer import AdamW
 from scripts.bench.harness import Comparison, System, compare, present
+from scripts.bench.ours import (
+    BETAS,
+    CLIP,
+    CPU,
+    DECAY,
+    EPS,
+    LR,
+    SEQ_LEN,
+    VOCAB,
+    engine_step,
+    initial_weights,
+    random_batches,
+)
 from scripts.bench.plain_gpt import PlainGPT
 
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
-VOCAB, SEQ_LEN = 8192, 256
-LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
 def main() -> int:
@@ -66,27 +72,7 @@ def config_of(model: str) -> Config:
 
 def our_step(model: str, kernels: str) -> Callable[[], float]:
     """One training step of the engine; returns the step's loss."""
-    config = config_of(model)
-    ops = choose(kernels, torch.device("cpu"), torch.float32)
-    transformer = build_model(config, ops)
-    units = build_units(transformer, seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    tokens_per_step = config.batch.global_ * SEQ_LEN
-    optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    grid = single()
-    spread = Spread(grid.data, grid.tensor, sequence=False)
-    engine = Engine(units, optimizer, clip=CLIP, tokens_per_step=tokens_per_step, spread=spread, ops=ops)
-    batches = random_batches(config.batch.micro)
-    step_number = iter(range(1 << 30))
-
-    def step() -> float:
-        tokens_SB, targets_SB = next(batches)
-        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
-        now = Step(next(step_number), torch.arange(tokens_SB.shape[1]))
-        engine.begin_step()
-        engine.backward(transformer.losses(tokens_SB, targets_SB, valid_SB, now), valid_SB)
-        return engine.finish_step(LR).loss.item()
-
-    return step
+    return engine_step(config_of(model), single(), choose(kernels, CPU, torch.float32))
 
 
 def plain_step(model: str) -> Callable[[], float]:
@@ -111,20 +97,6 @@ def plain_step(model: str) -> Callable[[], float]:
         return loss.item()
 
     return step
-
-
-def initial_weights(config: Config) -> dict[str, Tensor]:
-    transformer = build_model(config)
-    build_units(transformer, seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    return {name: parameter.detach() for name, parameter in transformer.named_parameters()}
-
-
-def random_batches(micro: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same endless (tokens, targets) [S, B] for everyone."""
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        window = torch.randint(0, VOCAB, (SEQ_LEN + 1, micro), generator=generator)
-        yield window[:-1].contiguous(), window[1:].contiguous()
 
 
 if __name__ == "__main__":

@@ -15,36 +15,39 @@ the largest difference between the reference's losses and theirs over all steps 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from megazero.build import build_model, build_units, model_losses
 from megazero.config import Batch, Config, Model, Parallel, resolved
-from megazero.data.loader import MicroBatch
 from megazero.kernels.choice import choose
-from megazero.model.parameter import named_declarations
-from megazero.parallel.board import Board
-from megazero.parallel.grid import Grid, make_grid, single
-from megazero.parallel.launch import Place, World, stay_on
-from megazero.parallel.rendezvous import connect
-from megazero.zero.engine import Engine, Spread
-from megazero.zero.optimizer import AdamW
+from megazero.parallel.grid import single
+from megazero.parallel.launch import stay_on
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
 from scripts.bench.harness import Comparison, System, compare, present
-from scripts.bench.single import BETAS, CLIP, DECAY, EPS, LR, SEQ_LEN, VOCAB, random_batches
+from scripts.bench.ours import (
+    BETAS,
+    CLIP,
+    CPU,
+    DECAY,
+    EPS,
+    LR,
+    SEQ_LEN,
+    VOCAB,
+    engine_step,
+    grid_of,
+    initial_weights,
+    random_batches,
+)
 
 SIZES = {"small": (8, 512, 8, 4), "wide": (9, 1024, 16, 2)}  # layers, hidden, heads, micro-batch
 RANKS = 2
-CPU = torch.device("cpu")
 
 
 def main() -> int:
@@ -87,39 +90,13 @@ def config_of(model: str, tensor: int = 1, sequence: bool = False) -> Config:
 
 def our_step(model: str) -> Callable[[], float]:
     """One training step of the engine in one process; returns the step's loss."""
-    return engine_step(config_of(model), single())
+    return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
 
 
 def our_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
     """The same step on one of `size` ranks."""
-    place = Place(World(rank, size, rank, "local"), Board.private().seat(0), Path(store))
-    wire = connect(place, timeout=timedelta(seconds=120), fingerprint="")
-    grid = make_grid(tensor=size, pipeline=1, wire=wire, device_type="cpu")
-    return engine_step(config_of(model, size, sequence), grid)
-
-
-def engine_step(config: Config, grid: Grid) -> Callable[[], float]:
-    ops = choose("auto", CPU, torch.float32)
-    transformer = build_model(config, ops, grid.tensor)
-    units = build_units(transformer, seed=config.run.seed, dtype=torch.float32, device=CPU)
-    optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    sequence = config.parallel.sequence
-    among = Spread(grid.data, grid.tensor, sequence)
-    tokens_per_step = config.batch.global_ * SEQ_LEN
-    engine = Engine(units, optimizer, clip=CLIP, tokens_per_step=tokens_per_step, spread=among, ops=ops)
-    losses = model_losses(transformer, CPU, sequence)
-    batches = random_batches(config.batch.micro)
-    step_number = iter(range(1 << 30))
-
-    def step() -> float:
-        tokens_SB, targets_SB = next(batches)
-        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
-        batch = MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(tokens_SB.shape[1]))
-        engine.begin_step()
-        engine.backward(losses(batch, next(step_number), True), valid_SB)
-        return engine.finish_step(LR).loss.item()
-
-    return step
+    grid = grid_of(rank, size, store, tensor=size)
+    return engine_step(config_of(model, size, sequence), grid, choose("auto", CPU, torch.float32))
 
 
 def plain_step(model: str) -> Callable[[], float]:
@@ -174,18 +151,6 @@ def peer(config: Config) -> UntiedGPT:
     model = UntiedGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
     model.take_weights(initial_weights(config))
     return model
-
-
-def initial_weights(config: Config) -> Callable[[str], Tensor]:
-    """The whole initial weights by name, each made when asked for: they are no part of anybody's peak."""
-    declarations = dict(named_declarations(build_model(config)))
-
-    def weight(name: str) -> Tensor:
-        declared = declarations[name]
-        values = declared.initial(config.run.seed, name, 0, declared.local_numel)
-        return values.to(torch.float32).view(declared.shape)
-
-    return weight
 
 
 if __name__ == "__main__":

@@ -3,28 +3,43 @@
 import pytest
 import torch
 
-from megazero.build import build_units
+from megazero.build import build_engine
+from megazero.config import Optimizer
 from megazero.kernels.choice import choose
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
+from megazero.parallel.ledger import Ledger
 from megazero.zero.clip import clip_factor
-from megazero.zero.engine import Engine, Spread
+from megazero.zero.engine import Engine
+from megazero.zero.layout import Entry, lay_out
 from megazero.zero.optimizer import AdamW
+from megazero.zero.placement import Precision, Spread
+from megazero.zero.pool import Pool
+from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")
+NO_POOLS = Pool(torch.float32, CPU, Ledger()), Pool(torch.float32, CPU, Ledger())
 ALONE = Spread(Axis("data"), Axis("tensor"), sequence=False)
 
 
 def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str = "reference"):
     ops = choose(kernels, CPU, dtype)
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=ops)
-    units = build_units(model, seed=0, dtype=dtype, device=CPU)
-    optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    return model, Engine(units, optimizer, clip=clip, tokens_per_step=rows * shape.seq_len, spread=ALONE, ops=ops)
+    adam = Optimizer(betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip)
+    return model, build_engine(
+        model,
+        seed=0,
+        spread=ALONE,
+        precision=Precision(dtype, dtype),
+        device=CPU,
+        optimizer=adam,
+        tokens_per_step=rows * shape.seq_len,
+        ops=ops,
+    )
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
@@ -43,9 +58,10 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
     for step in range(5):
         micro_batches = [batch(shape, 2, seed=2 * step + micro) for micro in range(2)]
         micro_batches[0][2][3:9] = False
-        engine.begin_step()
+        engine.begin_step(2)
         for micro, (tokens, targets, valid) in enumerate(micro_batches):
-            engine.backward(model.losses(tokens, targets, valid, step_of(2, micro)), valid)
+            engine.forward(micro)
+            engine.backward(model.losses(tokens, targets, valid, step_of(2, micro)), valid, micro)
         result = engine.finish_step(LR)
 
         theirs.zero_grad()
@@ -68,8 +84,8 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
 def state(engine: Engine) -> list[torch.Tensor]:
     """Everything an update may change."""
     tensors = [unit.parameters for unit in engine.units]
-    tensors += [moment for pair in engine.optimizer.moments for moment in pair]
-    tensors += [step for _, flats in engine.optimizer.groups for step in flats[4]]
+    for unit in engine.units:
+        tensors += [*engine.optimizer.moments[unit], *engine.optimizer.steps(unit)]
     return [tensor.clone() for tensor in tensors]
 
 
@@ -131,31 +147,22 @@ def test_a_step_without_valid_tokens_is_skipped_and_the_next_goes_on() -> None:
 
 def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
     """AdamW bit for bit on any slicing: one flat tensor against many."""
-    from megazero.zero.layout import Entry, lay_out
-    from megazero.zero.unit import Unit
-
     generator = torch.Generator().manual_seed(0)
     values, grads = torch.randn(5008, generator=generator), torch.randn(3, 5008, generator=generator)
+    skip = torch.tensor(0.0)
     results = []
     for cuts in ([5008], [16, 32, 960, 4000], [2496, 2512]):
         units = []
-        start = 0
-        for number, length in enumerate(cuts):
-            unit = Unit(
-                lay_out(str(number), [Entry(f"p{number}", (length,), decay=True, split=True)]),
-                dtype=torch.float32,
-                device=CPU,
-            )
-            unit.parameters.copy_(values[start : start + length])
+        for number, piece in enumerate(values.split(cuts)):
+            layout = lay_out(str(number), [Entry(f"p{number}", (len(piece),), decay=True, split=True)])
+            unit = Unit(layout, ALONE, Precision(), CPU, NO_POOLS)
+            unit.parameters.copy_(piece)
             units.append(unit)
-            start += length
-        optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY, bucket=1 << 20)
         for grad in grads:
-            start = 0
-            for unit in units:
-                unit.gradients.copy_(grad[start : start + unit.layout.numel])
-                start += unit.layout.numel
-            optimizer.update(lr=LR, scale=torch.tensor(0.3, dtype=torch.float64), skip=torch.tensor(False))
+            for unit, piece in zip(units, grad.split(cuts), strict=True):
+                unit.gradients.copy_(piece)
+                optimizer.update(unit, lr=LR, scale=torch.tensor(0.3, dtype=torch.float64), skip=skip)
         results.append(torch.cat([unit.parameters for unit in units]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])

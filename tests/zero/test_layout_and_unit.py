@@ -5,8 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.build import build_units
+from megazero.kernels.operations import REFERENCE
+from megazero.model.transformer import Transformer
+from megazero.parallel.grid import Axis
 from megazero.zero.layout import ALIGNMENT, Entry, lay_out
-from megazero.zero.unit import GradientView
+from megazero.zero.placement import Precision, Spread
+from megazero.zero.visit import GradientView, Visits
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")
@@ -42,12 +46,9 @@ def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry
 
 
 def built(shape, dtype=torch.float64):
-    from megazero.kernels.operations import REFERENCE
-    from megazero.model.transformer import Transformer
-    from megazero.parallel.grid import Axis
-
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
-    return model, build_units(model, seed=0, dtype=dtype, device=CPU)
+    spread = Spread(Axis("data"), Axis("tensor"), sequence=False)
+    return model, build_units(model, seed=0, spread=spread, precision=Precision(dtype, dtype), device=CPU)
 
 
 def test_the_model_lives_in_the_units_memory() -> None:
@@ -78,9 +79,11 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
         twin = make(shape, torch.float32)
         for step in range(2):  # a second step must not see what the first left
             for unit in units:
-                unit.begin_step()
+                unit.forget_gradients()
             twin.zero_grad(set_to_none=True)
             for micro in range(2):
+                for unit in units:
+                    unit.visits.forward = unit.visits.backward = 2 * step + micro
                 each = batch(shape, 2, seed=10 * step + micro)
                 model.losses(*each, step_of(2, micro)).sum().backward()
                 twin.losses(*each, step_of(2, micro)).sum().backward()
@@ -94,9 +97,22 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
             assert all(p.grad is None for p in model.parameters())
 
 
+class Owner:
+    """A unit whose gradients are always there."""
+
+    def __init__(self) -> None:
+        self.visits = Visits("owner")
+
+    def open_gradients(self) -> None:
+        pass
+
+
 def test_first_delivery_overwrites_later_ones_add() -> None:
     memory = torch.full((3, 4), torch.nan)
-    view = GradientView(memory)
+    view = GradientView(Owner(), "weight")
+    view.view = memory
+    for _ in range(5):
+        view.expect()
     left, right = torch.randn(3, 5), torch.randn(5, 4)
     view.add_product(left, right)
     assert torch.equal(memory, left @ right)
@@ -119,6 +135,6 @@ def test_a_parameter_that_nothing_reached_has_a_zero_gradient() -> None:
     _, units = built(GPT)
     for unit in units:
         unit.gradients.fill_(torch.nan)
-        unit.begin_step()
+        unit.forget_gradients()
         unit.close_gradients()
         assert not unit.gradients.any()

@@ -1,0 +1,83 @@
+"""Our engine as the benchmarks run it: the same settings, weights and tokens as the systems beside it."""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.build import build_engine, build_model, model_losses, precision_of, spread_of
+from megazero.config import Config, Optimizer
+from megazero.data.loader import MicroBatch
+from megazero.kernels.operations import Operations
+from megazero.model.parameter import named_declarations
+from megazero.parallel.board import Board
+from megazero.parallel.grid import Grid, make_grid
+from megazero.parallel.launch import Place, World
+from megazero.parallel.rendezvous import connect
+
+CPU = torch.device("cpu")
+VOCAB, SEQ_LEN = 8192, 256
+LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def grid_of(rank: int, size: int, store: str, tensor: int = 1) -> Grid:
+    """One of `size` ranks that meet at the file `store`; the data axis is what `tensor` leaves."""
+    place = Place(World(rank, size, rank, "local"), Board.private().seat(0), Path(store))
+    wire = connect(place, timeout=timedelta(seconds=120), fingerprint="")
+    return make_grid(tensor=tensor, pipeline=1, wire=wire, device_type="cpu")
+
+
+def engine_step(config: Config, grid: Grid, ops: Operations) -> Callable[[], float]:
+    """One training step of the engine on one rank of a grid; returns the step's loss."""
+    transformer = build_model(config, ops, grid.tensor)
+    adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
+    engine = build_engine(
+        transformer,
+        seed=config.run.seed,
+        spread=spread_of(config, grid),
+        precision=precision_of(config),
+        device=CPU,
+        optimizer=adam,
+        tokens_per_step=config.batch.global_ * SEQ_LEN,
+        ops=ops,
+    )
+    losses = model_losses(transformer, CPU, config.parallel.sequence)
+    micro = config.batch.micro
+    accumulation = config.batch.global_ // (micro * grid.data.size)
+    batches = random_batches(micro, grid.data.rank)
+    step_number = iter(range(1 << 30))
+
+    def step() -> float:
+        now = next(step_number)
+        engine.begin_step(accumulation)
+        for m in range(accumulation):
+            engine.forward(m)
+            tokens_SB, targets_SB = next(batches)
+            valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
+            batch = MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(micro))
+            engine.backward(losses(batch, now, True), valid_SB, m)
+        return engine.finish_step(LR).loss.item()
+
+    return step
+
+
+def initial_weights(config: Config) -> Callable[[str], Tensor]:
+    """The whole initial weights by name, each made when asked for: they are no part of anybody's peak."""
+    declarations = dict(named_declarations(build_model(config)))
+
+    def weight(name: str) -> Tensor:
+        declared = declarations[name]
+        values = declared.initial(config.run.seed, name, 0, declared.local_numel)
+        return values.to(torch.float32).view(declared.shape)
+
+    return weight
+
+
+def random_batches(micro: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same endless (tokens, targets) [S, B] for everyone with the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        window = torch.randint(0, VOCAB, (SEQ_LEN + 1, micro), generator=generator)
+        yield window[:-1].contiguous(), window[1:].contiguous()
