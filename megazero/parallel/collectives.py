@@ -24,12 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.parallel.exchange import CollectiveError, Exchange, others
+from megazero.parallel.exchange import CollectiveError, Consume, Exchange, others
 from megazero.parallel.grid import Axis
+from megazero.parallel.shared import SLOTS
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
 # the bytes. Two ranks always exchange: the bytes are the same.
 _FEW = 1 << 14
+
+MOST_LYING = SLOTS
 
 # Names differ between torch versions: *_single since 2.13, *_tensor before and deprecated since.
 _nccl_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,10 +46,12 @@ class Pending:
         axis: where it runs; None when there is nothing to wait for.
         purpose: as profiles name it.
         finish: waits, and gives the result.
+        lying: messages of this rank that lie in shared memory until the others wait for the operation. There is room
+            for `MOST_LYING`; a rank that sends more is held up until the others come.
     """
 
-    def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor]):
-        self._axis, self._purpose, self._finish = axis, purpose, finish
+    def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], lying: int = 0):
+        self._axis, self._purpose, self._finish, self.lying = axis, purpose, finish, lying
 
     def wait(self) -> Tensor:
         """The result; to be called once.
@@ -78,7 +83,7 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
     whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
     last = flat[len(flat) - whole :]
-    everything = Exchange(axis, tag, [last], lambda cut, theirs: _sum(axis, last[cut], theirs, out=last[cut]))
+    everything = Exchange(axis, tag, [last], _adder(axis, last, last, accumulate=False))
     if whole == len(flat):
         return _exchanged(axis, purpose, everything.start(), x)
     parts = flat[: len(flat) - whole].chunk(axis.size)
@@ -187,7 +192,12 @@ def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int
 
 def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> Exchange:
     """The round in which each rank gets its part of the sum; `parts` are flat."""
-    own = parts[axis.rank]
+    add = _adder(axis, parts[axis.rank], out, accumulate=accumulate)
+    return Exchange(axis, tag, [parts[k] for k in others(axis)], add)
+
+
+def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume:
+    """Adds what comes to `own`, into `out`."""
 
     def add(cut: slice, theirs: list[Tensor]) -> None:
         if accumulate:
@@ -195,7 +205,7 @@ def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accu
         else:
             _sum(axis, own[cut], theirs, out=out[cut])
 
-    return Exchange(axis, tag, [parts[k] for k in others(axis)], add)
+    return add
 
 
 def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
@@ -214,7 +224,7 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
         exchange.wait()
         return result
 
-    return Pending(axis, purpose, finish)
+    return Pending(axis, purpose, finish, exchange.lying)
 
 
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:

@@ -61,6 +61,11 @@ class Exchange:
         self._place = axis.wire.reserve(axis.name, len(self._cuts))
         self._rounds: list[_Round] = []
 
+    @property
+    def lying(self) -> int:
+        """How many messages lie in this rank's outbox until the others take them."""
+        return len(self._cuts) if self._mail is not None else 0
+
     def start(self) -> "Exchange":
         try:
             if self._mail is not None:

@@ -8,7 +8,7 @@ the next forward waits for a unit when it gets there.
 
 import torch
 
-from megazero.parallel.collectives import Pending, start_all_gather_in_place
+from megazero.parallel.collectives import MOST_LYING, Pending, start_all_gather_in_place
 from megazero.parallel.grid import Axis
 from megazero.zero.streams import SideStream
 from megazero.zero.unit import Unit
@@ -54,6 +54,9 @@ class Presence:
             with self._time(unit), self._stream.aside():
                 pending = start_all_gather_in_place(unit.parameters, self._data, "parameters")
             self._coming[unit] = unit.parameters, pending
+            # What is left lying for the next forward must not hold up whatever comes before it.
+            while sum(pending.lying for _, pending in self._coming.values()) > MOST_LYING // 2:
+                self.need([next(iter(self._coming))])
 
     def release(self, units: list[Unit]) -> None:
         """They are not needed for now."""

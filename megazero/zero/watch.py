@@ -61,7 +61,7 @@ class _Call:
             if whole is not None and whole.untyped_storage().data_ptr() == at:
                 if unit not in self.needed:
                     self.needed.append(unit)
-                return _Saved(unit, tensor.storage_offset(), tensor.shape, tensor.stride())
+                return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return tensor
 
     def pre_backward(self) -> None:

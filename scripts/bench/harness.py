@@ -43,7 +43,8 @@ class System:
             number of ranks, and a path for the file at which they meet (torch's FileStore).
         arguments: for `build`.
         threads: of torch, in each process.
-        ranks: processes that the system consists of. Its loss is that of rank 0.
+        ranks: processes that the system consists of. Its loss is the mean of theirs.
+        exchanges: whether its ranks train one model together, so that its losses can be compared with others'.
     """
 
     name: str
@@ -51,22 +52,31 @@ class System:
     arguments: tuple[Any, ...]
     threads: int
     ranks: int = 1
+    exchanges: bool = True
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row: ratio to the reference with its 95 % interval, peak resident MB of the largest rank, median seconds."""
+    """One row: ratio to the reference with its 95 % interval, peak resident MB of the largest rank, median seconds.
+
+    Of a system that cannot run here only the name and the reason.
+    """
 
     system: str
-    ratio: float
-    ci95: tuple[float, float]
-    peak_mb: float
-    seconds: float
+    ratio: float | None
+    ci95: tuple[float, float] | None
+    peak_mb: float | None
+    seconds: float | None
+    reason: str | None = None
+
+    @classmethod
+    def absent(cls, system: str, reason: str) -> "Measured":
+        return cls(system, None, None, None, None, reason)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, and each system's losses in order of its steps (warm-up included)."""
+    """The rows, and the losses of each system that exchanges, in order of its steps (warm-up included)."""
 
     rows: list[Measured]
     losses: dict[str, list[float]]
@@ -146,7 +156,8 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     denominators = [seconds / divide_by for seconds in columns[0]]
     names = [system.name for system in everyone]
     rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
-    return Comparison(rows, dict(zip(names, losses, strict=True)), quiet, len(columns[0]))
+    comparable = {one.name: history for one, history in zip(everyone, losses, strict=True) if one.exchanges}
+    return Comparison(rows, comparable, quiet, len(columns[0]))
 
 
 def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) -> None:
@@ -162,7 +173,9 @@ def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) ->
 
 
 def loss_difference(comparison: Comparison) -> float:
-    """Largest relative difference between the losses of the reference and of any system, over all steps."""
+    """Largest relative difference between the losses of the first system and of any other, over all steps."""
+    if len(comparison.losses) < 2:
+        return 0.0
     reference, *others = comparison.losses.values()
     return max(abs(b - a) / abs(a) for other in others for a, b in zip(reference, other, strict=True))
 
@@ -184,6 +197,9 @@ def table(title: str, comparison: Comparison) -> str:
     lines = [f"{title} ({comparison.quiet_rounds} of {comparison.rounds} rounds quiet)", ""]
     lines += ["| system | ratio | 95 % interval | step s | peak MB |", "|---|---|---|---|---|"]
     for row in comparison.rows:
+        if row.ratio is None or row.ci95 is None:
+            lines.append(f"| {row.system} | {row.reason} | | | |")
+            continue
         interval = f"{row.ci95[0]:.3f} to {row.ci95[1]:.3f}"
         lines.append(f"| {row.system} | {row.ratio:.3f} | {interval} | {row.seconds:.3f} | {row.peak_mb:,.0f} |")
     return "\n".join(lines)
@@ -250,7 +266,7 @@ def _round(running: Sequence[_Running], losses: list[list[float]]) -> tuple[list
         answers = one.ask("step")
         seconds.append(max(elapsed for elapsed, _, _ in answers))
         own += sum(cpu for _, cpu, _ in answers)
-        history.append(answers[0][2])
+        history.append(statistics.fmean(loss for _, _, loss in answers))
     return seconds, own
 
 

@@ -1,0 +1,174 @@
+"""The systems that zero.py puts beside ours: plain torch without exchange, DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2,
+DeepSpeed.
+
+All train `plain_gpt.PlainGPT` from our initial weights, with fused AdamW, the same decay of the same parameters, and
+the global gradient norm clipped to the same limit. Each is set up as its own documentation advises; nothing is slowed
+down on purpose.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from megazero.config import Config
+from megazero.parallel.launch import stay_on
+from scripts.bench.ours import BETAS, CLIP, CPU, DECAY, EPS, LR, initial_weights, random_batches
+from scripts.bench.plain_gpt import Block, PlainGPT
+
+Step = Callable[[], float]
+ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
+
+
+def meet(rank: int, size: int, store: str) -> None:
+    stay_on("lo")
+    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
+
+
+def peer(config: Config) -> PlainGPT:
+    """The model, whole, with the weights that ours starts from."""
+    m = config.model
+    model = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
+    model.take_weights(initial_weights(config))
+    return model
+
+
+def groups(named: Iterable[tuple[str, nn.Parameter]], decays: set[str]) -> list[dict]:
+    """Parameter groups for torch's AdamW; `decays` are the names whose parameters decay."""
+    named = list(named)
+    return [
+        {"params": [p for n, p in named if (n in decays) == decay], "weight_decay": DECAY if decay else 0.0}
+        for decay in (True, False)
+    ]
+
+
+def decaying(model: nn.Module) -> set[str]:
+    return {n for n, p in model.named_parameters() if p.dim() == 2 and "positions" not in n}
+
+
+def micro_batches(config: Config, rank: int, size: int) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+    """Gives this rank's (tokens, targets) [B, S] of each step."""
+    batches = random_batches(config.batch.micro, rank)
+    accumulation = config.batch.global_ // (config.batch.micro * size)
+    return lambda: [(tokens.T, targets.T) for tokens, targets in (next(batches) for _ in range(accumulation))]
+
+
+def torch_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    next_step: Callable[[], list[tuple[Tensor, Tensor]]],
+    clip: Callable[[], object],
+    quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Step:
+    """A step in plain torch style; `quiet` is around all micro-batches but the last."""
+
+    def step() -> float:
+        batches, total = next_step(), 0.0
+        for number, (tokens, targets) in enumerate(batches):
+            with quiet() if number < len(batches) - 1 else contextlib.nullcontext():
+                loss = model(tokens, targets) / len(batches)
+                loss.backward()
+            total += loss.item()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def clip_of(model: nn.Module) -> Callable[[], object]:
+    return lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+
+def floor_rank(config: Config, rank: int, size: int, store: str) -> Step:
+    """The same work without any exchange: what data parallelism would cost if it cost nothing."""
+    model = peer(config)
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
+    return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
+
+
+def ddp_rank(config: Config, rank: int, size: int, store: str) -> Step:
+    meet(rank, size, store)
+    model = peer(config)
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return torch_step(wrapped, optimizer, micro_batches(config, rank, size), clip_of(model), wrapped.no_sync)
+
+
+def zero_redundancy_rank(config: Config, rank: int, size: int, store: str) -> Step:
+    meet(rank, size, store)
+    model = peer(config)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = groups(model.named_parameters(), decaying(model))
+    optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **ADAM)
+    return torch_step(wrapped, optimizer, micro_batches(config, rank, size), clip_of(model), wrapped.no_sync)
+
+
+def fsdp1_rank(config: Config, strategy: str, rank: int, size: int, store: str) -> Step:
+    meet(rank, size, store)
+    model = peer(config)
+    decays = decaying(model)
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+        device_id=CPU,
+    )
+    clean = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in wrapped.named_parameters()]
+    optimizer = torch.optim.AdamW(groups(clean, decays), **ADAM)
+    return torch_step(wrapped, optimizer, micro_batches(config, rank, size), lambda: wrapped.clip_grad_norm_(CLIP))
+
+
+def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) -> Step:
+    meet(rank, size, store)
+    model = peer(config)
+    decays = decaying(model)
+    mesh = init_device_mesh("cpu", (size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decays), **ADAM)
+    return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
+
+
+def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str) -> Step:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    meet(rank, size, store)
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = peer(config)
+    accumulation = config.batch.global_ // (config.batch.micro * size)
+    settings = {
+        "train_micro_batch_size_per_gpu": config.batch.micro,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    next_step = micro_batches(config, rank, size)
+
+    def step() -> float:
+        total = 0.0
+        for tokens, targets in next_step():
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / accumulation
+        return total
+
+    return step

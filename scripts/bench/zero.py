@@ -1,0 +1,113 @@
+"""Training speed and memory of ZeRO's stages over two ranks beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed.
+
+    python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--pairs 15] [--json]
+
+    small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2 a rank     29.5M parameters
+    wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1           122.0M
+
+Two ranks of one thread each, gloo over the loopback, fp32, no dropout, AdamW fused, clip 1.0. The reference (ratio
+1.000) is two ranks of plain torch that do the same work and exchange nothing; "ours, no exchange" is the same for our
+engine, so that what a stage costs can be told from how fast the model is. Systems run in groups, because not all fit
+into memory together; each group has its own reference, and ratios are of paired rounds within the group.
+
+All systems that exchange start from the same weights and see the same tokens; the largest difference between their
+losses over all steps is printed. With --gpu the engine alone trains a model of 1.3B parameters in bf16 on one GPU.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+import torch
+
+from megazero.config import Batch, Config, Model, Zero, resolved
+from megazero.kernels.choice import choose
+from megazero.parallel.grid import single
+from scripts.bench import data_parallel as peers
+from scripts.bench.harness import Comparison, Measured, System, compare, present
+from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step, grid_of
+
+SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch of a rank
+RANKS = 2
+TOGETHER = {"small": 6, "wide": 3}  # systems that run beside one reference
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    present(measured(options.model, options.accumulation, options.pairs, tuple(options.only)), options.json)
+    return 0
+
+
+def measured(
+    models: list[str], accumulation: int, pairs: int, only: tuple[str, ...]
+) -> Iterator[tuple[str, float, Comparison]]:
+    """(title, seconds that are 1.000, comparison) of each group of systems of each model."""
+    for model in models:
+        config = config_of(model, 1, accumulation)
+        floor = System("floor", peers.floor_rank, (config,), 1, RANKS, exchanges=False)
+        systems = [system for system in systems_of(model, accumulation) if system.name.startswith(only)]
+        present_ones = [system for system in systems if missing(system.name) is None]
+        for start in range(0, len(present_ones), TOGETHER[model]):
+            comparison = compare(floor, present_ones[start : start + TOGETHER[model]], pairs)
+            floor_s = comparison.rows[0].seconds
+            yield f"{model}, accumulation {accumulation}, 1.000 = {floor_s:.3f} s", floor_s, comparison
+        absent = [Measured.absent(s.name, reason) for s in systems if (reason := missing(s.name)) is not None]
+        if absent:
+            yield f"{model}, not installed", float("nan"), Comparison(absent, {}, 0, 0)
+
+
+def missing(name: str) -> str | None:
+    """Why a system cannot run here."""
+    if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        return "not installed: make setup EXTRAS=bench"
+    return None
+
+
+def systems_of(model: str, accumulation: int) -> list[System]:
+    """Everything but the reference."""
+    config = config_of(model, 1, accumulation)
+    systems = [System("ours, no exchange", alone_rank, (config,), 1, RANKS, exchanges=False)]
+    for stage in range(4):
+        systems.append(System(f"ours-stage{stage}", our_rank, (config_of(model, stage, accumulation),), 1, RANKS))
+    rest: list[tuple[str, Callable, tuple]] = [
+        ("ddp", peers.ddp_rank, ()),
+        ("zero-redundancy-optimizer", peers.zero_redundancy_rank, ()),
+        ("fsdp1-grad-op", peers.fsdp1_rank, ("SHARD_GRAD_OP",)),
+        ("fsdp1-full-shard", peers.fsdp1_rank, ("FULL_SHARD",)),
+        ("fsdp2-no-reshard", peers.fsdp2_rank, (False,)),
+        ("fsdp2-reshard", peers.fsdp2_rank, (True,)),
+        *((f"deepspeed-stage{stage}", peers.deepspeed_rank, (stage,)) for stage in (1, 2, 3)),
+    ]
+    return systems + [System(name, build, (config, *extra), 1, RANKS) for name, build, extra in rest]
+
+
+def config_of(model: str, stage: int, accumulation: int) -> Config:
+    layers, hidden, heads, micro = SIZES[model]
+    shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN)
+    batch = Batch(**{"global": micro * RANKS * accumulation, "micro": micro})
+    return resolved(Config(model=shape, batch=batch, zero=Zero(stage=stage)))
+
+
+def our_rank(config: Config, rank: int, size: int, store: str) -> Callable[[], float]:
+    return engine_step(config, grid_of(rank, size, store), choose("auto", CPU, torch.float32))
+
+
+def alone_rank(config: Config, rank: int, size: int, store: str) -> Callable[[], float]:
+    """The same work on one rank that knows of no other."""
+    own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
+    return engine_step(config.model_copy(update={"batch": own}), single(), choose("auto", CPU, torch.float32))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
