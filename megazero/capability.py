@@ -125,9 +125,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 LIMITS: tuple[Limit, ...] = (
     Limit("run.time_limit", (None,)),
     Limit("parallel.pipeline", (1,)),
-    Limit("zero.stage", (0, 1)),
-    Limit("zero.grad_dtype", ("fp32",)),
-    Limit("zero.bucket_mb", (64.0,)),
     Limit("zero.offload.optimizer", ("none",)),
     Limit("zero.offload.parameters", ("none",)),
     Limit("zero.offload.path", (None,)),
@@ -136,7 +133,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("memory.offload", (False,)),
     Limit("pipeline.schedule", ("1f1b",)),
     Limit("pipeline.chunks", (1,)),
-    Limit("precision.dtype", ("fp32", "fp64")),
     Limit("precision.kernels", ("auto", "fused", "reference")),
     Limit("checkpoint.every", (None,)),
     Limit("checkpoint.keep", (None,)),

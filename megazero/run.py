@@ -18,6 +18,7 @@ from megazero.errors import UserError
 from megazero.files import replace_file
 from megazero.observe.console import clock_text
 from megazero.observe.jsonl import read_rows
+from megazero.observe.metrics import reserved_peak_bytes
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.parallel.agreement import agree
@@ -30,6 +31,7 @@ from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.spawn import run_local
 from megazero.run_folder import RunFolder
 from megazero.trainer import Trainer
+from megazero.zero.resting import resting_table
 
 
 def launch(config: Config, name: str, nproc: int | None) -> int:
@@ -74,8 +76,13 @@ def run_training(config: Config, name: str, place: Place) -> None:
         CollectiveError: another rank does not answer.
     """
     world = place.world
-    wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint=_fingerprint(config))
     parallel = config.parallel
+    wire = connect(
+        place,
+        timeout=timedelta(seconds=parallel.timeout),
+        fingerprint=_fingerprint(config),
+        bucket=int(config.zero.bucket_mb * 2**20),
+    )
     grid = single(wire)
     if world.size > 1:
         device_type = world.device.type
@@ -122,11 +129,18 @@ def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: 
     logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
     if place.world.rank == 0:
         _say(start)
+        _say(_resting(config, trainer))
     try:
         trainer.run()
     finally:
         trainer.close()
     return trainer
+
+
+def _resting(config: Config, trainer: Trainer) -> str:
+    units, spread = trainer.engine.units, trainer.engine.spread
+    title = f"ZeRO stage {config.zero.stage} over {spread.data.size} data rank{'s' * (spread.data.size > 1)}, "
+    return title + "resting on this rank between steps:\n" + resting_table(units, spread)
 
 
 def _settle_in(folder: RunFolder, place: Place) -> logging.Logger:
@@ -176,8 +190,15 @@ def _devices(grid: Grid, device: torch.device) -> str:
 
 
 def _write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
-    """ledger.json: what every rank has sent."""
-    mine = {"rank": grid.world.rank, "bytes": {}, "traffic": grid.world.wire.ledger.traffic_as_dict()}
+    """ledger.json: what every rank has sent, what it has held, and how long it took."""
+    ledger = grid.world.wire.ledger
+    mine = {
+        "rank": grid.world.rank,
+        "bytes": ledger.bytes_as_dict(),
+        "traffic": ledger.traffic_as_dict(),
+        "seconds": ledger.seconds,
+        "reserved_peak_bytes": reserved_peak_bytes(device),
+    }
     rows = gather_bytes(json.dumps(mine).encode(), grid.world, "agree", device)
     if grid.world.rank == 0:
         try:

@@ -1,6 +1,6 @@
 """The same few steps on any grid, and the logical tensors put together from all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,8 @@ from megazero.model.step import Step
 from megazero.model.transformer import Shape, Transformer
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Grid
-from megazero.zero.engine import Engine
+from megazero.parallel.wire import BUCKET
+from megazero.zero.engine import Engine, StepResult
 from megazero.zero.placement import STAGES, Precision, Spread
 from tests.model.small import GPT, LLAMA
 from tests.ranks import run_ranks
@@ -31,13 +32,20 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank, stage."""
+    """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank, stage.
+
+    Attributes:
+        bucket: bytes of a communication that may be under way.
+        sockets: ranks talk through sockets, as if on different hosts.
+    """
 
     tensor: int = 1
     data: int = 1
     sequence: bool = False
     accumulation: int = 1
     stage: int = 0
+    bucket: int = BUCKET
+    sockets: bool = False
 
 
 @dataclass
@@ -51,10 +59,14 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def train(layout: Layout, flavour: str, dtype: torch.dtype) -> Trained:
-    """`STEPS` steps in a layout; whole tensors, checked to be equal where several ranks hold the same."""
+def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[..., Trained] | None = None) -> Trained:
+    """`STEPS` steps in a layout; whole tensors, checked to be equal where several ranks hold the same.
+
+    Args:
+        rank: does one rank's part, instead of `train_rank`.
+    """
     size = layout.tensor * layout.data
-    ranks = run_ranks(size, train_rank, layout, SHAPES[flavour], dtype, tensor=layout.tensor)
+    ranks = run_ranks(size, rank or train_rank, layout, SHAPES[flavour], precision, tensor=layout.tensor)
     for other in ranks[1:]:
         assert other.losses == ranks[0].losses and other.norms == ranks[0].norms
     first = ranks[0]
@@ -81,28 +93,53 @@ def engine_of(model: Transformer, spread: Spread, shape: Shape, precision: Preci
     )
 
 
-def train_rank(grid: Grid, layout: Layout, shape: Shape, dtype: torch.dtype) -> Trained:
+class Rank:
+    """One rank of a layout, with its model and engine."""
+
+    def __init__(self, grid: Grid, layout: Layout, shape: Shape, precision: Precision):
+        wire = replace(grid.data.wire, bucket=layout.bucket)
+        wire = replace(wire, mail=None) if layout.sockets else wire
+        self.data, self.tensor = replace(grid.data, wire=wire), replace(grid.tensor, wire=wire)
+        self.layout, self.shape = layout, shape
+        self.model = Transformer(shape, seed=0, tensor=self.tensor, sequence=layout.sequence, ops=REFERENCE)
+        spread = Spread(self.data, self.tensor, layout.sequence, STAGES[layout.stage])
+        self.engine = engine_of(self.model, spread, shape, precision)
+        self.micro = GLOBAL_BATCH // (layout.data * layout.accumulation)
+
+    def losses(self, step: int, m: int) -> tuple[Tensor, Tensor]:
+        """Token losses of a micro-batch, and which of them count."""
+        data, shape = self.data, self.shape
+        rows = [index_of(data.rank, m, row, data.size, self.micro) for row in range(self.micro)]
+        tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
+        offset = self.tensor.rank * shape.seq_len // self.tensor.size if self.layout.sequence else 0
+        return self.model.losses(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset)), valid_SB
+
+    def step(self, step: int) -> StepResult:
+        self.engine.begin_step(self.layout.accumulation)
+        for m in range(self.layout.accumulation):
+            self.engine.forward(m)
+            self.engine.backward(*self.losses(step, m), m)
+        return self.engine.finish_step(lr=1e-3)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: v.clone() for n, v in self.engine.named_parameters()}
+
+
+def train_rank(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> Trained:
     """One rank's part."""
-    model = Transformer(shape, seed=0, tensor=grid.tensor, sequence=layout.sequence, ops=REFERENCE)
-    spread = Spread(grid.data, grid.tensor, layout.sequence, STAGES[layout.stage])
-    engine = engine_of(model, spread, shape, Precision(dtype, dtype))
-    result = Trained([], [], {n: v.clone() for n, v in engine.named_parameters()}, {}, {})
-    micro = GLOBAL_BATCH // (layout.data * layout.accumulation)
+    return record(Rank(grid, layout, shape, precision), Rank.step)
+
+
+def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
+    """Runs the steps and notes what they computed."""
+    result = Trained([], [], rank.weights(), {}, {})
     for step in range(STEPS):
-        engine.begin_step(layout.accumulation)
-        for m in range(layout.accumulation):
-            engine.forward(m)
-            rows = [index_of(grid.data.rank, m, row, grid.data.size, micro) for row in range(micro)]
-            tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
-            offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if layout.sequence else 0
-            losses = model.losses(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
-            engine.backward(losses, valid_SB, m)
-        done = engine.finish_step(lr=1e-3)
+        done = one_step(rank, step)
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())
         if step == 0:
-            result.gradients = reduced_gradients(engine)
-    result.weights = {n: v.clone() for n, v in engine.named_parameters()}
+            result.gradients = reduced_gradients(rank.engine)
+    result.weights = rank.weights()
     return result
 
 

@@ -12,6 +12,9 @@ length, a few hundred eps at most.
     WEIGHTS          after at most 20 AdamW steps at lr <= 1e-3. Adam divides by the root of the second moment, so an
                      element whose gradient is near zero turns its absolute rounding error into a relative one: about
                      1e2 times more than a gradient's.
+    ..._16_BITS      a run with 16-bit parameters and activations against one in fp32: each number is off by up to half
+                     a unit of bf16, 2^-9; a loss is the mean over some 1e2 tokens of errors of both signs, a norm the
+                     root of a sum of squares, which the error of the larger ones does not leave.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +22,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+LOSS_16_BITS = 2.0**-10
+NORM_16_BITS = 2.0**-8
 LOSS_FP64 = 1e-13
 GRADIENT_FP64 = 1e-13
 WEIGHTS_FP64 = 1e-11

@@ -125,3 +125,8 @@ def memory_peak_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
+
+
+def reserved_peak_bytes(device: torch.device) -> int:
+    """Most memory taken from the system so far: by torch's allocator on a GPU, by this whole process on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory_peak_bytes(device)

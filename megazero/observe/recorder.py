@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megazero.observe.allocations import Allocations
 from megazero.observe.metrics import Interval, Row, memory_peak_bytes
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 from megazero.parallel.ledger import Ledger
+
+_MEASURED_STEP = 2
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,21 @@ class Recorder:
     def step(self, done: int) -> Iterator[None]:
         """Around step number `done` (from 1)."""
         before = self._ledger.bytes_sent
-        with self._profile.step(done):
+        with self._profile.step(done), self._allocations(done):
             yield
         self._sent = self._ledger.bytes_sent - before
         self._interval.add_step(self._work.tokens_per_step)
+
+    @contextmanager
+    def _allocations(self, done: int) -> Iterator[None]:
+        """Once: in the second step, when everything that is kept has been allocated."""
+        if done != _MEASURED_STEP:
+            yield
+            return
+        with Allocations() as counted:
+            yield
+        self._ledger.hold("activations", counted.peak)
+        self._ledger.hold("activations", -counted.peak)
 
     def aside(self) -> AbstractContextManager[None]:
         """Around what is not training: its seconds do not count."""

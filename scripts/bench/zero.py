@@ -2,8 +2,8 @@
 
     python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--pairs 15] [--json]
 
-    small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2 a rank     29.5M parameters
-    wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1           122.0M
+    small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
+    wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
 
 Two ranks of one thread each, gloo over the loopback, fp32, no dropout, AdamW fused, clip 1.0. The reference (ratio
 1.000) is two ranks of plain torch that do the same work and exchange nothing; "ours, no exchange" is the same for our
@@ -16,10 +16,10 @@ losses over all steps is printed. With --gpu the engine alone trains a model of 
 
 import argparse
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
@@ -32,8 +32,10 @@ from scripts.bench import data_parallel as peers
 from scripts.bench.harness import Comparison, Measured, System, compare, present
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step, grid_of
 
+Stage = Literal[0, 1, 2, 3]
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch of a rank
 RANKS = 2
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 TOGETHER = {"small": 6, "wide": 3}  # systems that run beside one reference
 
 
@@ -78,8 +80,9 @@ def systems_of(model: str, accumulation: int) -> list[System]:
     """Everything but the reference."""
     config = config_of(model, 1, accumulation)
     systems = [System("ours, no exchange", alone_rank, (config,), 1, RANKS, exchanges=False)]
-    for stage in range(4):
-        systems.append(System(f"ours-stage{stage}", our_rank, (config_of(model, stage, accumulation),), 1, RANKS))
+    systems += [
+        System(f"ours-stage{stage}", our_rank, (config_of(model, stage, accumulation),), 1, RANKS) for stage in STAGES
+    ]
     rest: list[tuple[str, Callable, tuple]] = [
         ("ddp", peers.ddp_rank, ()),
         ("zero-redundancy-optimizer", peers.zero_redundancy_rank, ()),
@@ -92,7 +95,7 @@ def systems_of(model: str, accumulation: int) -> list[System]:
     return systems + [System(name, build, (config, *extra), 1, RANKS) for name, build, extra in rest]
 
 
-def config_of(model: str, stage: int, accumulation: int) -> Config:
+def config_of(model: str, stage: Stage, accumulation: int) -> Config:
     layers, hidden, heads, micro = SIZES[model]
     shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN)
     batch = Batch(**{"global": micro * RANKS * accumulation, "micro": micro})

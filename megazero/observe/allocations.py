@@ -1,0 +1,48 @@
+"""How much memory a step allocates at most beside what is held all the time: activations and their gradients.
+
+Every tensor operation passes through a dispatch mode. Memory that an operation returns and that no earlier operation
+has seen is new; it is counted until nobody refers to it any more. What an operation allocates and frees inside itself
+is not seen. Works on any device, costs some microseconds an operation: for one step of a run, not for all.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Allocations(TorchDispatchMode):
+    """Counts while it is active: `with Allocations() as counted: ...; counted.peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_iter((args, kwargs)):
+            self._note(tensor, new=False)
+        result = func(*args, **kwargs)
+        for tensor in tree_iter(result):
+            self._note(tensor, new=True)
+        return result
+
+    def _note(self, tensor: Any, *, new: bool) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if new else 0
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+        def gone(_: object) -> None:
+            self.now -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)

@@ -1,0 +1,25 @@
+"""What rests on a rank between steps, as a table: the stage's row with the bytes it really takes here."""
+
+from megazero.zero.placement import Placement, Spread
+from megazero.zero.unit import Unit
+
+_WORDS = {Placement.REPLICATE: "all", Placement.PARTIAL: "all", Placement.SHARD: "1/{size}"}
+
+
+def resting_table(units: list[Unit], spread: Spread) -> str:
+    """Three lines: parameters, gradients, optimizer state; bytes of this rank, in all and for each of its parameters.
+
+    The parameters counted are those of this rank's part of the model, without padding.
+    """
+    held, stage = spread.data.wire.ledger.bytes, spread.stage
+    parameters = sum(interval.stop - interval.start for unit in units for interval in unit.layout.intervals)
+    lines = []
+    for name, placement in (
+        ("parameters", stage.parameters),
+        ("gradients", stage.gradients),
+        ("optimizer", stage.optimizer),
+    ):
+        size = held[name].now
+        share = _WORDS[placement].format(size=spread.data.size)
+        lines.append(f"  {name:<11} {share:>5}  {size / 1e6:>10,.1f} MB  {size / parameters:>6.2f} bytes per parameter")
+    return "\n".join(lines)
