@@ -68,7 +68,7 @@ def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[...
     size = layout.tensor * layout.data
     ranks = run_ranks(size, rank or train_rank, layout, SHAPES[flavour], precision, tensor=layout.tensor)
     for other in ranks[1:]:
-        assert other.losses == ranks[0].losses and other.norms == ranks[0].norms
+        assert other.losses == ranks[0].losses and other.norms == ranks[0].norms, "replicas differ"
     first = ranks[0]
     return Trained(
         first.losses,
@@ -191,6 +191,14 @@ def whole(parts: list[dict[str, Tensor]], shape: Shape, tensor: int) -> dict[str
             for part in parts[1:tensor]:
                 assert_same(name, part[name], result[name])
     return result
+
+
+def equal(one: Trained, other: Trained) -> None:
+    """Bit for bit."""
+    assert one.losses == other.losses and one.norms == other.norms
+    for kind in ("initial", "gradients", "weights"):
+        for name, value in getattr(one, kind).items():
+            assert torch.equal(value, getattr(other, kind)[name]), f"{kind} of {name}"
 
 
 def assert_same(name: str, a: Tensor, b: Tensor) -> None:

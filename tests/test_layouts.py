@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Trained, ids, pairwise, train
+from tests.layouts import SHAPES, Layout, Trained, equal, ids, pairwise, train
 from tests.tolerances import (
     GRADIENT_FP32,
     GRADIENT_FP64,
@@ -78,13 +78,6 @@ def test_a_grid_computes_what_one_process_does(case: tuple) -> None:
 
 # Stages, micro-batches. With several, 0 and 1 add them up before the ranks, 2 and 3 after them.
 SAME = [((0, 1), 2), ((2, 3), 2), ((1, 2), 1)]
-
-
-def equal(one: Trained, other: Trained) -> None:
-    assert one.losses == other.losses and one.norms == other.norms
-    for kind in ("initial", "gradients", "weights"):
-        for name, value in getattr(one, kind).items():
-            assert torch.equal(value, getattr(other, kind)[name]), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -83,6 +83,13 @@ class Comparison:
     quiet_rounds: int
     rounds: int
 
+    @property
+    def reference_s(self) -> float:
+        """Median seconds of the reference's step."""
+        seconds = self.rows[0].seconds
+        assert seconds is not None, "the reference has run"
+        return seconds
+
 
 @dataclass(frozen=True, eq=False)
 class _Running:

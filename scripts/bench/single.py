@@ -61,7 +61,7 @@ def measured(models: list[str], threads_of: list[int], pairs: int) -> Iterator[t
                 for name, kernels in (("ours", "auto"), ("ours-reference-kernels", "reference"))
             ]
             comparison = compare(plain, ours, pairs)
-            yield f"{model}, {threads} thread(s)", comparison.rows[0].seconds, comparison
+            yield f"{model}, {threads} thread(s)", comparison.reference_s, comparison
 
 
 def config_of(model: str) -> Config:

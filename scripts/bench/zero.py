@@ -62,7 +62,7 @@ def measured(
         present_ones = [system for system in systems if missing(system.name) is None]
         for start in range(0, len(present_ones), TOGETHER[model]):
             comparison = compare(floor, present_ones[start : start + TOGETHER[model]], pairs)
-            floor_s = comparison.rows[0].seconds
+            floor_s = comparison.reference_s
             yield f"{model}, accumulation {accumulation}, 1.000 = {floor_s:.3f} s", floor_s, comparison
         absent = [Measured.absent(s.name, reason) for s in systems if (reason := missing(s.name)) is not None]
         if absent:

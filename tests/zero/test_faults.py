@@ -1,0 +1,180 @@
+"""What goes wrong is found: planted faults, numbers that are not finite, gradients at the wrong moment."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megazero.parallel.grid import Grid
+from megazero.zero.placement import Precision
+from megazero.zero.visit import Phase, Visits
+from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
+from tests.ranks import run_ranks
+from tests.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
+
+FP64 = Precision(torch.float64, torch.float64)
+NAME = "blocks.1.mlp.down.weight"
+
+
+def doubled(rank: Rank) -> None:
+    """One rank's gradient of one parameter counts twice, in every step."""
+    unit = next(unit for unit in rank.engine.units if NAME in unit.views)
+    close = unit.close_gradients
+
+    def close_and_double() -> None:
+        close()
+        if rank.data.rank == 1:
+            unit.views[NAME].view.mul_(2)
+
+    unit.close_gradients = close_and_double
+
+
+def skipped(rank: Rank) -> None:
+    """No rank reduces the gradients of one unit."""
+    from megazero.parallel.collectives import done
+
+    reduction, start = rank.engine._reduction, rank.engine._reduction._start
+
+    def start_some(unit):
+        if NAME not in unit.views:
+            return start(unit)
+        unit.own_gradients.copy_(unit.partial[unit.shard])
+        return done(unit.partial)
+
+    reduction._start = start_some
+
+
+def late(rank: Rank) -> None:
+    """One rank computes with the samples of the step before."""
+    honest = rank.losses
+    if rank.data.rank == 1:
+        rank.losses = lambda step, m: honest(max(step - 1, 0), m)
+
+
+def with_fault(grid: Grid, layout: Layout, shape, precision: Precision, plant: Callable[[Rank], None]) -> Trained:
+    rank = Rank(grid, layout, shape, precision)
+    plant(rank)
+    return record(rank, Rank.step)
+
+
+@pytest.mark.parametrize("plant", [doubled, skipped, late])
+@pytest.mark.parametrize("stage", range(4))
+def test_planted_faults_are_found(stage: int, plant: Callable[[Rank], None]) -> None:
+    """By the comparison with one process, well outside of its tolerance, or because replicas are no longer the same."""
+    layout = Layout(1, 2, stage=stage)
+
+    def fault(*arguments) -> Trained:
+        return with_fault(*arguments, plant)
+
+    expected = train(Layout(), "gpt", FP64)
+    try:
+        found = train(layout, "gpt", FP64, fault)
+    except AssertionError as error:
+        assert plant is skipped and stage == 0 and "replicas differ" in str(error)
+        return
+    weights = max(difference(found.weights[name], value) for name, value in expected.weights.items())
+    assert weights > 1e6 * WEIGHTS_FP64
+    if plant is late:
+        assert difference(found.losses, expected.losses) > 1e6 * LOSS_FP64
+    else:
+        assert difference(found.gradients[NAME], expected.gradients[NAME]) > 1e6 * GRADIENT_FP64
+
+
+def everything(rank: Rank) -> list[torch.Tensor]:
+    """All that an update may change."""
+    engine = rank.engine
+    kept = [t for u in engine.units for t in (u.parameters, u.masters, *engine.optimizer.moments[u])]
+    return [t.clone() for t in kept + [step for u in engine.units for step in engine.optimizer.steps(u)]]
+
+
+def poisoned(
+    grid: Grid, layout: Layout, precision: Precision, bad: int, what: str
+) -> tuple[bool, bool, bool, str | None]:
+    """A good step, one in which rank `bad` has something that is not finite, and another good one.
+
+    Returns whether the second and the third were skipped, whether they changed nothing, and what this rank finds.
+    """
+    rank = Rank(grid, layout, SHAPES["gpt"], precision)
+    rank.step(0)
+    rank.engine.presence.need(rank.engine.units)
+    rank.engine.presence.release(rank.engine.units)
+    before, honest = everything(rank), rank.losses
+
+    def losses(step: int, m: int):
+        losses_SB, valid_SB = honest(step, m)
+        if grid.world.rank == bad and m == layout.accumulation - 1:
+            if what == "loss":
+                losses_SB = losses_SB * torch.nan
+            else:
+                losses_SB.register_hook(lambda gradient: gradient * torch.inf)
+        return losses_SB, valid_SB
+
+    rank.losses = losses
+    second = rank.step(1)
+    rank.losses = honest
+    third = rank.step(2)
+    rank.engine.presence.need(rank.engine.units)
+    rank.engine.presence.release(rank.engine.units)
+    rank.losses = losses
+    found = rank.engine.examine(lambda m: rank.losses(1, m)[0], layout.accumulation)
+    same = all(torch.equal(a, b) for a, b in zip(before, everything(rank), strict=True))
+    return bool(second.skipped) and not bool(second.finite), bool(third.skipped), same, found
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", [Precision(), Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "layout", [*(Layout(1, 2, False, 2, stage) for stage in range(4)), Layout(2, 2, True, 1, 3)], ids=str
+)
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(layout: Layout, precision: Precision, what: str) -> None:
+    """And is found on that rank: of tensor ranks that share a sample, each sees it in its own part."""
+    bad = layout.tensor * layout.data - 1
+    found = run_ranks(layout.tensor * layout.data, poisoned, layout, precision, bad, what, tensor=layout.tensor)
+    assert all(skipped and still and same for skipped, still, same, _ in found)
+    assert found[0][3] is None, "the first rank's own part was right"
+    expected = "loss of micro-batch" if what == "loss" else "gradient of head.norm"
+    assert found[bad][3].startswith(expected)
+
+
+def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
+    visits = Visits("blocks.3")
+    with pytest.raises(AssertionError, match=r"a has a gradient in micro-batch 0 of unit blocks.3, .* never begun"):
+        visits.delivered("a")
+    completed = []
+    visits.on_complete = lambda: completed.append(1)
+    visits.expect("a")
+    visits.expect("a")
+    visits.expect("b")
+    visits.delivered("a")
+    assert visits.missing() == ["a", "b"] and not completed
+    with pytest.raises(AssertionError, match=r"c has a gradient .* its gradients arrive"):
+        visits.delivered("c")
+    visits.delivered("b")
+    visits.delivered("a")
+    assert completed == [1] and visits.missing() == []
+    with pytest.raises(AssertionError, match=rf"b has a gradient .* {Phase.COMPLETE.value}"):
+        visits.delivered("b")
+    with pytest.raises(AssertionError, match=rf"b is used .* {Phase.COMPLETE.value}"):
+        visits.expect("b")
+    visits.end()
+    visits.expect("b")  # the micro-batch is over, its number may come again
+
+
+def unreached(grid: Grid, stage: int) -> list[float]:
+    """On rank 1 the loss does not depend on anything: its backward reaches no unit. (Stage 3 could not gather.)"""
+    rank = Rank(grid, Layout(1, 2, False, 1, stage), SHAPES["gpt"], FP64)
+    honest = rank.losses
+    if grid.world.rank == 1:
+
+        def losses(step: int, m: int):
+            losses_SB, valid_SB = honest(step, m)
+            return torch.zeros_like(losses_SB).requires_grad_(), valid_SB
+
+        rank.losses = losses
+    return [float(rank.step(step).grad_norm) for step in range(2)]
+
+
+def test_a_rank_whose_backward_reaches_no_unit_takes_part_in_every_reduction() -> None:
+    found = [run_ranks(2, unreached, stage) for stage in range(3)]
+    assert all(ranks == found[0] for ranks in found[1:])
+    assert found[0][0] == found[0][1] and all(norm > 0 for norm in found[0][0])

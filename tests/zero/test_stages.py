@@ -1,0 +1,158 @@
+"""What rests, what is sent, what is allocated, and when: the claims of docs/zero.md, measured."""
+
+import ctypes
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.parallel.grid import Grid
+from megazero.zero.placement import Precision
+from tests.layouts import SHAPES, Layout, Rank, Trained, equal, record, train
+from tests.ranks import run_ranks
+
+FP32 = Precision()
+MIXED = {
+    "fp32": FP32,
+    "bf16, gradients fp32": Precision(torch.bfloat16, torch.float32),
+    "bf16, gradients bf16": Precision(torch.bfloat16, torch.bfloat16),
+}
+# Bytes per parameter of what rests: (replicated, sharded) of parameters, gradients and optimizer state with K = 12
+# (masters and two moments in fp32; 8 where the parameters are their own masters). The ZeRO paper, section 3.1.
+BYTES = {"fp32": (4, 4, 8), "bf16, gradients fp32": (2, 4, 12), "bf16, gradients bf16": (2, 2, 12)}
+SHARDED = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: ("parameters", "gradients", "optimizer")}
+KINDS = ("parameters", "gradients", "optimizer")
+
+
+def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[dict[str, int], int]:
+    """Bytes held, and the padded parameters of this rank's part of the model."""
+    rank = Rank(grid, Layout(grid.tensor.size, grid.data.size, stage=stage), SHAPES[flavour], precision)
+    held = grid.world.wire.ledger.bytes
+    return {kind: held[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
+
+
+@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_resting_bytes_are_the_formula(ranks: int, stage: int, precision: str) -> None:
+    """To the byte; what padding adds is stated: at most 2 x 16 elements a unit and data rank."""
+    shape = SHAPES["gpt"]
+    true = sum(p.numel() for p in whole_parameters(shape))
+    for held, padded in run_ranks(ranks, rest, stage, "gpt", MIXED[precision]):
+        for kind, size in zip(KINDS, BYTES[precision], strict=True):
+            share = ranks if kind in SHARDED[stage] else 1
+            assert held[kind] == size * padded // share, kind
+        assert 0 <= padded - true <= (shape.layers + 3) * 16 * (ranks + 1)
+
+
+def whole_parameters(shape):
+    from tests.model.small import make
+
+    return list(make(shape, torch.float32).parameters())
+
+
+def sent(grid: Grid, layout: Layout, flavour: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Elements that this rank sends in one step, by purpose; and elements of each unit."""
+    rank = Rank(grid, layout, SHAPES[flavour], FP32)
+    traffic = grid.data.wire.ledger.traffic
+    rank.step(0)
+    before = {purpose: sent.elements for purpose, sent in traffic["data"].items()}
+    rank.step(1)
+    now = {purpose: sent.elements - before[purpose] for purpose, sent in traffic["data"].items()}
+    return now, {unit.layout.name: unit.numel for unit in rank.engine.units}
+
+
+@pytest.mark.parametrize("flavour", ["gpt", "llama"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (1, 4), (2, 2)])
+def test_traffic_is_the_formula(tensor: int, data: int, stage: int, accumulation: int, flavour: str) -> None:
+    """(N - 1) / N times: reductions r P and gathers g P.
+
+    r = 1 of stages 0 (an all-reduce: 2) and 1, the number of micro-batches m of stages 2 and 3. g = 0, 1, 1, and in
+    stage 3 for each micro-batch 2 of every block; 1 of the head, which is kept between forward and backward; 1 of an
+    embedding, whose backward needs no parameters; 2 of a tied weight, used at both ends of forward. Paper: 2, 2, 2, 3.
+    """
+    layout = Layout(tensor, data, tensor > 1, accumulation, stage)
+    for found, units in run_ranks(tensor * data, sent, layout, flavour, tensor=tensor):
+        whole = sum(units.values())
+        reduced = {0: 2, 1: 1, 2: accumulation, 3: accumulation}[stage] * whole
+        gathered = {0: 0, 1: whole, 2: whole}.get(stage, 0)
+        if stage == 3:
+            times = {"tied": 2, "embedding": 1, "head": 1}
+            gathered = accumulation * sum(times.get(name, 2) * numel for name, numel in units.items())
+        assert found["gradients"] == reduced * (data - 1) // data
+        assert found.get("parameters", 0) == gathered * (data - 1) // data
+        small = {"norm": len(units) * (stage > 0), "loss": 2}
+        padded = {kind: 2 * (data - 1) * (-(-count // data)) for kind, count in small.items()}
+        assert {kind: found.get(kind, 0) for kind in small} == padded
+        assert found.keys() <= {"gradients", "parameters", "norm", "loss"}
+
+
+def resident() -> int:
+    """Bytes, after everything that can be given back has been."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def many_steps(grid: Grid, stage: int, steps: int) -> tuple[list[dict[str, int]], int, set[int], set[int]]:
+    """Bytes held after step 3 and at the end, growth of resident bytes between, and the memory that zero/ uses."""
+    layout = Layout(1, grid.data.size, False, 2, stage)
+    rank = Rank(grid, layout, replace(SHAPES["gpt"], hidden=96, ffn=384), FP32)
+    ledger = grid.world.wire.ledger
+
+    def memory() -> set[int]:
+        pools = {pool for unit in rank.engine.units for pool in unit._pools}
+        free = [buffer for pool in pools for buffers in pool._free.values() for buffer in buffers]
+        kept = [
+            t
+            for u in rank.engine.units
+            for t in (u.parameters, u.gradients, u.masters, *rank.engine.optimizer.moments[u])
+        ]
+        return {tensor.untyped_storage().data_ptr() for tensor in free + kept}
+
+    held, resident_at, memory_at = [], [], []
+    for step in range(steps):
+        rank.step(step % 5)
+        if step in (2, steps // 2, steps - 1):  # resident bytes from the middle on: the interpreter warms up too
+            rank.engine.presence.need(rank.engine.units)
+            rank.engine.presence.release(rank.engine.units)
+            held.append({category: held.now for category, held in ledger.bytes.items()})
+            resident_at.append(resident())
+            memory_at.append(memory())
+    return [held[0], held[-1]], resident_at[-1] - resident_at[1], memory_at[0], memory_at[-1]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_nothing_is_allocated_after_the_third_step(stage: int) -> None:
+    for (third, last), growth, memory, memory_at_the_end in run_ranks(2, many_steps, stage, 200):
+        assert third == last
+        assert memory == memory_at_the_end
+        assert growth < 1 << 18, f"{growth} bytes in 100 steps"
+
+
+def together(grid: Grid, layout: Layout, shape, precision: Precision) -> Trained:
+    """Forward of all micro-batches before the first backward, as a pipeline does it."""
+
+    def step(rank: Rank, number: int):
+        engine = rank.engine
+        engine.begin_step(layout.accumulation)
+        losses = []
+        for m in range(layout.accumulation):
+            engine.forward(m)
+            losses.append(rank.losses(number, m))
+        for m, (losses_SB, valid_SB) in enumerate(losses):
+            engine.backward(losses_SB, valid_SB, m)
+        return engine.finish_step(lr=1e-3)
+
+    return record(Rank(grid, layout, shape, precision), step)
+
+
+@pytest.mark.parametrize("flavour", ["gpt", "llama"])
+@pytest.mark.parametrize("stage", range(4))
+def test_micro_batches_may_be_in_flight_together(stage: int, flavour: str) -> None:
+    layout = Layout(1, 2, False, 4, stage)
+    equal(train(layout, flavour, FP32, together), train(layout, flavour, FP32))
