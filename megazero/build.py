@@ -92,6 +92,11 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
     )
 
 
+def bucket_of(config: Config) -> int:
+    """Bytes of a communication that may be under way."""
+    return int(config.zero.bucket_mb * 2**20)
+
+
 def precision_of(config: Config) -> Precision:
     dtype = DTYPES[config.precision.dtype]
     wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from megazero import __version__
-from megazero.build import build_trainer, check_world, model_shape
+from megazero.build import bucket_of, build_trainer, check_world, model_shape
 from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError
@@ -81,7 +81,7 @@ def run_training(config: Config, name: str, place: Place) -> None:
         place,
         timeout=timedelta(seconds=parallel.timeout),
         fingerprint=_fingerprint(config),
-        bucket=int(config.zero.bucket_mb * 2**20),
+        bucket=bucket_of(config),
     )
     grid = single(wire)
     if world.size > 1:

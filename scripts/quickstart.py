@@ -1,7 +1,8 @@
 """The whole way on one machine: text, tokenizer, token files, training, a sample (`make quickstart`).
 
-Trains configs/tiny.yaml into a fresh numbered folder runs/quickstart_N. Extra arguments are overrides for the training
-run, e.g. `python scripts/quickstart.py run.steps=20`.
+Trains configs/tiny.yaml into a fresh numbered folder runs/quickstart_N, on two local ranks with ZeRO stage 2 (on one
+where there is one GPU). Extra arguments are overrides for the training run, e.g.
+`python scripts/quickstart.py run.steps=20`.
 """
 
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "def "
+STAGE_2 = ["zero.stage=2", "batch.micro=4"]
 
 
 def main(overrides: list[str]) -> int:
@@ -17,7 +19,7 @@ def main(overrides: list[str]) -> int:
     folder = fresh_folder(ROOT / "runs")
     commands = [
         [python, "scripts/quickstart_data.py"],
-        [python, "train.py", "--config", "tiny.yaml", f"run.dir={folder}", *overrides],
+        [python, "train.py", "--config", "tiny.yaml", "--nproc", ranks(), *STAGE_2, f"run.dir={folder}", *overrides],
         [python, "-m", "megazero", "generate", "--run", str(folder), "--prompt", PROMPT],
     ]
     for title, command in zip(("data", "training", f"sample after {PROMPT!r}"), commands, strict=True):
@@ -26,6 +28,13 @@ def main(overrides: list[str]) -> int:
         if code:
             return code
     return 0
+
+
+def ranks() -> str:
+    """Two, unless they would share a GPU."""
+    import torch
+
+    return "1" if torch.cuda.device_count() == 1 else "2"
 
 
 def fresh_folder(runs: Path) -> Path:

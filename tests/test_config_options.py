@@ -60,6 +60,10 @@ def files(outcome: Outcome) -> Any:
     return {(path.parent.name, path.name.split(".")[0]) for path in paths if path.is_file()}
 
 
+def held(outcome: Outcome) -> Any:
+    return outcome.trainer.engine.spread.data.wire.ledger.bytes_as_dict()
+
+
 def folder(outcome: Outcome) -> Any:
     return outcome.folder.path.name if outcome.folder.metrics.exists() else None
 
@@ -105,9 +109,9 @@ ROWS: dict[str, Works | Refused] = {
     "parallel.pipeline": Refused("2"),
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
     # parallel.timeout: tests/parallel/test_faults.py
-    "zero.stage": Refused("2"),
-    "zero.grad_dtype": Refused("param"),
-    "zero.bucket_mb": Refused("8.0"),
+    # zero.stage: test_stages
+    "zero.grad_dtype": Works("param", held, ("precision.dtype=bf16",)),
+    "zero.bucket_mb": Works("0.001", held, ("precision.dtype=bf16", "zero.grad_dtype=param")),
     "zero.offload.optimizer": Refused("cpu"),
     "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
     "zero.offload.path": Refused("somewhere"),
@@ -144,7 +148,14 @@ ROWS: dict[str, Works | Refused] = {
     "observe.tensorboard": Works("true", files),
     "observe.profile": Works("2", files),
 }
-OTHERWISE = {"parallel.tensor", "parallel.sequence", "parallel.timeout", "precision.kernels", "batch.micro"}
+OTHERWISE = {
+    "zero.stage",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.timeout",
+    "precision.kernels",
+    "batch.micro",
+}
 WORKS = [key for key, row in ROWS.items() if isinstance(row, Works)]
 REFUSED = [key for key, row in ROWS.items() if isinstance(row, Refused)]
 
@@ -230,6 +241,31 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path):
     found = read_rows(tmp_path / "run/metrics.jsonl")
     assert difference([row["loss"] for row in found], [row["loss"] for row in rows]) <= LOSS_FP32
     assert all(row["comm_bytes"] > 0 for row in found) and not any(row["comm_bytes"] for row in rows)
+
+
+def test_stages(tiny_data: TinyData, tmp_path: Path):
+    """Two ranks in each stage train the same model bit for bit, and hold less from stage to stage."""
+    losses, bytes_held, weights = [], [], []
+    for stage in range(4):
+        run = tmp_path / str(stage)
+        options = (f"run.dir={run}", f"zero.stage={stage}", "run.steps=3", "data.valid=0.1")
+        done = command("train.py", "--config", tiny_data.config, "--nproc", "2", *options)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"ZeRO stage {stage} over 2 data ranks, resting on this rank between steps:" in done.stdout
+        losses.append(
+            [(row["loss"], row["grad_norm"], row.get("valid_loss")) for row in read_rows(run / "metrics.jsonl")]
+        )
+        held = json.loads((run / "ledger.json").read_text())[1]["bytes"]
+        bytes_held.append([held[kind]["now"] for kind in ("parameters", "gradients", "optimizer")])
+        assert held["activations"]["peak"] > 0 and ("pool" in held) == (stage >= 2)
+        weights.append((run / "checkpoints/step_00000003/model.safetensors").read_bytes())
+    assert losses.count(losses[0]) == 4 and weights.count(weights[0]) == 4
+    (parameters, _, optimizer), *_ = bytes_held
+    assert bytes_held[1:] == [
+        [parameters, parameters, optimizer // 2],
+        [parameters, parameters // 2, optimizer // 2],
+        [parameters // 2, parameters // 2, optimizer // 2],
+    ]
 
 
 def test_kernels(tiny_data: TinyData, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build import build_trainer
+from megazero.build import bucket_of, build_trainer
 from megazero.config import Config
 from megazero.config_file import load
 from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import single
+from megazero.parallel.wire import Wire
 from megazero.run_folder import RunFolder
 from megazero.trainer import Trainer
 
@@ -63,7 +64,8 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
     folder.create()
-    return build_trainer(config, single(), torch.device("cpu"), folder), folder
+    wire = Wire(bucket=bucket_of(config))
+    return build_trainer(config, single(wire), torch.device("cpu"), folder), folder
 
 
 def train(config: Config) -> Outcome:

@@ -66,7 +66,7 @@ def test_ranks_step_together_and_know_where_to_meet(comparison: Comparison, tmp_
     assert stores[0] == stores[1] != ""
     assert not Path(stores[0]).parent.exists()
     assert (comparison.rounds, comparison.quiet_rounds) == (3, 3)
-    assert comparison.losses == {"one": [7.0] * (WARM_UP + 3), "two": [float(n) for n in range(WARM_UP + 3)]}
+    assert comparison.losses == {"one": [7.0] * (WARM_UP + 3), "two": [n + 0.25 for n in range(WARM_UP + 3)]}
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank(comparison: Comparison):
@@ -81,7 +81,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank(comparison: Comparison):
 def test_report_and_table_have_every_row(comparison: Comparison):
     found = json.loads(json.dumps(report(comparison, floor_s=0.1)))
     assert {"machine", "versions", "floor_s", "rows"} <= set(found)
-    assert [set(row) for row in found["rows"]] == [{"system", "ratio", "ci95", "peak_mb", "seconds"}] * 2
+    assert [set(row) for row in found["rows"]] == [{"system", "ratio", "ci95", "peak_mb", "seconds", "reason"}] * 2
     assert [line.split(" | ")[0] for line in table("title", comparison).splitlines()[-2:]] == ["| one", "| two"]
 
 

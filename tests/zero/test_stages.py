@@ -2,11 +2,13 @@
 
 import ctypes
 import gc
+import resource
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megazero.observe.allocations import Allocations
 from megazero.parallel.grid import Grid
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, Trained, equal, record, train
@@ -96,6 +98,33 @@ def resident() -> int:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+BILLION = replace(
+    SHAPES["llama"], layers=20, hidden=2048, heads=16, kv_heads=16, ffn=8192, activation="gelu", vocab=8192
+)
+
+
+def born(grid: Grid) -> tuple[int, int, int, int]:
+    """Parameters of the model; of this rank, bytes that it keeps, most bytes allocated on the way, resident bytes."""
+    layout = Layout(1, grid.data.size, stage=3)
+    before = resident()
+    with Allocations() as counted:
+        rank = Rank(grid, layout, BILLION, FP32)
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    ledger = grid.world.wire.ledger.bytes
+    kept = sum(ledger[kind].now for kind in KINDS)
+    return sum(unit.numel for unit in rank.engine.units), kept, counted.peak, growth
+
+
+@pytest.mark.full
+def test_a_billion_parameters_are_born_in_shards() -> None:
+    """Beside what it keeps no rank ever has more than a block; in all, some 17 GB."""
+    largest = 4 * 12 * BILLION.hidden**2
+    for numel, kept, peak, growth in run_ranks(4, born):
+        assert numel > 1e9 and kept == 16 * numel // 4
+        assert peak <= kept + largest
+        assert growth <= kept + largest
 
 
 def many_steps(grid: Grid, stage: int, steps: int) -> tuple[list[dict[str, int]], int, set[int], set[int]]:
