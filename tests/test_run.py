@@ -63,10 +63,13 @@ def test_command_succeeds_and_says_what_it_did(first):
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == f"small: {PARAMETERS:,} parameters, 4 steps of 128 tokens on cpu, into {folder.path}"
-    assert [line.split("  ")[0] for line in lines[1:5]] == [f"step {n}/4" for n in (1, 2, 3, 4)]
+    assert lines[1] == "ZeRO stage 1 over 1 data rank, resting on this rank between steps:"
+    assert [line.split()[0] for line in lines[2:5]] == ["parameters", "gradients", "optimizer"]
+    assert lines[2].endswith("  0.2 MB    4.00 bytes per parameter")
+    assert [line.split("  ")[0] for line in lines[5:9]] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     last = read_rows(folder.metrics)[-1]
-    assert lines[6].startswith(f"validation loss {last['valid_loss']:.4f} nats per token, ")
-    assert lines[5].startswith("done in ") and lines[-1] == f"loss curve {folder.loss_plot}"
+    assert lines[10].startswith(f"validation loss {last['valid_loss']:.4f} nats per token, ")
+    assert lines[9].startswith("done in ") and lines[-1] == f"loss curve {folder.loss_plot}"
 
 
 def test_files_of_the_contract(first, tiny_data: TinyData):

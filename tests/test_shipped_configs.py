@@ -55,8 +55,10 @@ def test_gpt_configs_leave_kv_heads_and_ffn_to_the_default(name: str):
     assert values["model.ffn"] == 4 * values["model.hidden"]
 
 
-def test_only_tiny_starts_today():
-    refuse_unbuilt(load("tiny"))
-    for name in NAMES[1:]:
+def test_configs_that_need_recompute_or_pipelines_do_not_start_today():
+    for name in NAMES:
+        if name in ("tiny", "gpt2_124m", "gpt2_1.5b"):
+            refuse_unbuilt(load(name))
+            continue
         with pytest.raises(FaultList, match="is not built yet"):
             refuse_unbuilt(load(name))

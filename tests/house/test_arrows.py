@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "trainer": {"zero", "data", "observe", "checkpoint", "learning_rate", "parallel", "validation"},
     "explain": {"config", "config_file", "capability", "plan"},
     "generate": {"build", "model", "data", "checkpoint", "config", "config_file", "run_folder"},
-    "run": {"build", "trainer", "checkpoint", "observe", "parallel", "config", "config_file", "run_folder"},
+    "run": {"build", "trainer", "checkpoint", "observe", "parallel", "zero", "config", "config_file", "run_folder"},
     "build": EVERYTHING,
     "__main__": EVERYTHING,
 }

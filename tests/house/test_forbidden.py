@@ -1,7 +1,7 @@
 """Calls that belong in one place, or nowhere.
 
-Collectives in parallel/ only, so that what a run sends can be counted. The process environment in two files only, so
-that a run is its config. No host wait in the step path. No global random state: random numbers belong to names, or to
+Collectives in parallel/ only, so that what a run sends can be counted. The process environment in two files only (and
+where a peer is set up), so that a run is its config. No host wait in the step path. No global random state: random numbers belong to names, or to
 a private generator. Nothing anywhere that can turn a data file into running code.
 """
 
@@ -22,6 +22,7 @@ OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_obje
 OBJECT_COLLECTIVES |= {"send_object_list", "recv_object_list"}
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 ENVIRONMENT_FILES = {"megazero/parallel/launch.py", "megazero/kernels/build.py"}
+ENVIRONMENT_FILES |= {"scripts/bench/data_parallel.py"}  # DeepSpeed takes its settings from nowhere else
 STEP_PATH = ("megazero/zero/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
 DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
