@@ -144,6 +144,7 @@ def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) 
 
 def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str) -> Step:
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
     meet(rank, size, store)
     import deepspeed
 

@@ -29,7 +29,7 @@ def grid_of(rank: int, size: int, store: str, tensor: int = 1) -> Grid:
     return make_grid(tensor=tensor, pipeline=1, wire=wire, device_type="cpu")
 
 
-def engine_step(config: Config, grid: Grid, ops: Operations) -> Callable[[], float]:
+def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.device = CPU) -> Callable[[], float]:
     """One training step of the engine on one rank of a grid; returns the step's loss."""
     transformer = build_model(config, ops, grid.tensor)
     adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
@@ -38,15 +38,15 @@ def engine_step(config: Config, grid: Grid, ops: Operations) -> Callable[[], flo
         seed=config.run.seed,
         spread=spread_of(config, grid),
         precision=precision_of(config),
-        device=CPU,
+        device=device,
         optimizer=adam,
-        tokens_per_step=config.batch.global_ * SEQ_LEN,
+        tokens_per_step=config.batch.global_ * config.model.seq_len,
         ops=ops,
     )
-    losses = model_losses(transformer, CPU, config.parallel.sequence)
+    losses = model_losses(transformer, device, config.parallel.sequence)
     micro = config.batch.micro
     accumulation = config.batch.global_ // (micro * grid.data.size)
-    batches = random_batches(micro, grid.data.rank)
+    batches = random_batches(micro, grid.data.rank, config.model.vocab, config.model.seq_len)
     step_number = iter(range(1 << 30))
 
     def step() -> float:
@@ -75,9 +75,11 @@ def initial_weights(config: Config) -> Callable[[str], Tensor]:
     return weight
 
 
-def random_batches(micro: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def random_batches(
+    micro: int, seed: int = 0, vocab: int = VOCAB, seq_len: int = SEQ_LEN
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The same endless (tokens, targets) [S, B] for everyone with the same seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        window = torch.randint(0, VOCAB, (SEQ_LEN + 1, micro), generator=generator)
+        window = torch.randint(0, vocab, (seq_len + 1, micro), generator=generator)
         yield window[:-1].contiguous(), window[1:].contiguous()

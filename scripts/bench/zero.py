@@ -11,12 +11,20 @@ engine, so that what a stage costs can be told from how fast the model is. Syste
 into memory together; each group has its own reference, and ratios are of paired rounds within the group.
 
 All systems that exchange start from the same weights and see the same tokens; the largest difference between their
-losses over all steps is printed. With --gpu the engine alone trains a model of 1.3B parameters in bf16 on one GPU.
+losses over all steps is printed.
+
+    python scripts/bench/zero.py --gpu [--json]
+
+The engine alone on one GPU, world 1: a GPT of 1.3B parameters (24 layers, hidden 2,048, sequence 2,048) in bf16 with
+fp32 masters, micro-batch 4: tokens/s, MFU, peak bytes.
 """
 
 import argparse
 import importlib.util
+import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -25,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.config import Batch, Config, Model, Zero, resolved
+from megazero.build import model_shape
+from megazero.config import Batch, Config, Model, Precision, Zero, resolved
 from megazero.kernels.choice import choose
 from megazero.parallel.grid import single
+from megazero.plan.hardware import peak_flops
 from scripts.bench import data_parallel as peers
-from scripts.bench.harness import Comparison, Measured, System, compare, present
+from scripts.bench.harness import WARM_UP, Comparison, Measured, System, compare, present, versions
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step, grid_of
 
 Stage = Literal[0, 1, 2, 3]
@@ -45,8 +55,15 @@ def main() -> int:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so")
+    parser.add_argument("--gpu", action="store_true", help="the engine alone, 1.3B parameters in bf16")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.gpu:
+        if not torch.cuda.is_available():
+            parser.error("--gpu: torch sees no GPU")
+        found = on_gpu()
+        print(json.dumps(found, indent=1) if options.json else "\n".join(f"{k:<18} {v}" for k, v in found.items()))
+        return 0
     present(measured(options.model, options.accumulation, options.pairs, tuple(options.only)), options.json)
     return 0
 
@@ -110,6 +127,34 @@ def alone_rank(config: Config, rank: int, size: int, store: str) -> Callable[[],
     """The same work on one rank that knows of no other."""
     own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
     return engine_step(config.model_copy(update={"batch": own}), single(), choose("auto", CPU, torch.float32))
+
+
+def on_gpu() -> dict[str, object]:
+    """Speed and memory of the engine on this machine's first GPU."""
+    device = torch.device("cuda", 0)
+    shape = Model(layers=24, hidden=2048, heads=16, vocab=50304, seq_len=2048)
+    batch = Batch(**{"global": 4, "micro": 4})
+    config = resolved(Config(model=shape, batch=batch, precision=Precision(dtype="bf16")))
+    step = engine_step(config, single(), choose("auto", device, torch.bfloat16), device)
+    for _ in range(WARM_UP):
+        step()
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        step()  # reads its loss: the device has finished
+        seconds.append(time.perf_counter() - began)
+    rate = config.batch.global_ * shape.seq_len / statistics.median(seconds)
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name, "bf16")
+    return {
+        "machine": name,
+        "versions": versions(),
+        "step_s": statistics.median(seconds),
+        "tokens_per_second": rate,
+        "mfu": None if peak is None else rate * model_shape(config).flops_per_token() / peak,
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
 
 
 if __name__ == "__main__":

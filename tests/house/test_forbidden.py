@@ -1,8 +1,8 @@
 """Calls that belong in one place, or nowhere.
 
 Collectives in parallel/ only, so that what a run sends can be counted. The process environment in two files only (and
-where a peer is set up), so that a run is its config. No host wait in the step path. No global random state: random numbers belong to names, or to
-a private generator. Nothing anywhere that can turn a data file into running code.
+where a peer is set up), so that a run is its config. No host wait in the step path. No global random state: random
+numbers belong to names, or to a private generator. Nothing anywhere that can turn a data file into running code.
 """
 
 import ast

@@ -13,6 +13,8 @@ from megazero.parallel.grid import Grid
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, Trained, equal, record, train
 from tests.ranks import run_ranks
+from tests.tiny_run import ROOT
+from tests.zero.formula import BYTES, KINDS, RANKS, TABLES, agrees, per_parameter, table_1
 
 FP32 = Precision()
 MIXED = {
@@ -20,11 +22,6 @@ MIXED = {
     "bf16, gradients fp32": Precision(torch.bfloat16, torch.float32),
     "bf16, gradients bf16": Precision(torch.bfloat16, torch.bfloat16),
 }
-# Bytes per parameter of what rests: (replicated, sharded) of parameters, gradients and optimizer state with K = 12
-# (masters and two moments in fp32; 8 where the parameters are their own masters). The ZeRO paper, section 3.1.
-BYTES = {"fp32": (4, 4, 8), "bf16, gradients fp32": (2, 4, 12), "bf16, gradients bf16": (2, 2, 12)}
-SHARDED = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: ("parameters", "gradients", "optimizer")}
-KINDS = ("parameters", "gradients", "optimizer")
 
 
 def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[dict[str, int], int]:
@@ -34,18 +31,28 @@ def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[di
     return {kind: held[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
 
 
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("precision", BYTES)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_resting_bytes_are_the_formula(ranks: int, stage: int, precision: str) -> None:
     """To the byte; what padding adds is stated: at most 2 x 16 elements a unit and data rank."""
     shape = SHAPES["gpt"]
     true = sum(p.numel() for p in whole_parameters(shape))
     for held, padded in run_ranks(ranks, rest, stage, "gpt", MIXED[precision]):
-        for kind, size in zip(KINDS, BYTES[precision], strict=True):
-            share = ranks if kind in SHARDED[stage] else 1
-            assert held[kind] == size * padded // share, kind
+        for kind, size in per_parameter(stage, ranks, precision).items():
+            assert held[kind] == size * padded, kind
         assert 0 <= padded - true <= (shape.layers + 3) * 16 * (ranks + 1)
+
+
+def test_the_formula_is_the_papers() -> None:
+    cells = list(table_1())
+    assert len(cells) == 54 and all(agrees(ours, printed) for *_, ours, printed in cells)
+
+
+def test_tables_of_the_page() -> None:
+    page = (ROOT / "docs/zero.md").read_text(encoding="utf-8")
+    for table in TABLES:
+        assert "\n".join(table()) in page, f"{table.__name__}: python -m tests.zero.formula prints it anew"
 
 
 def whole_parameters(shape):
