@@ -166,7 +166,8 @@ class Trainer:
     def _not_finite(self, pending: _Pending) -> UserError:
         self.now(pending.step + 1, "search for the fault")
         batches = self.loader.step(pending.step)
-        own = self.engine.examine(lambda m: self.losses(batches[m], pending.step), len(batches))
+        scale = pending.result.loss_scale
+        own = self.engine.examine(lambda m: self.losses(batches[m], pending.step), len(batches), scale)
 
         def say(rank: int, fault: str | None) -> UserError:
             result = pending.result

@@ -12,6 +12,7 @@ from torch import Tensor
 # On a CPU the rows of a large matrix are handled in slices of about this many bytes, so that the passes of one
 # operation over a slice find it in the cache (1 MiB: half of a level-2 cache of today). Elsewhere one slice is all.
 _SLICE_BYTES = 1 << 20
+_WIDENED = 1 << 24  # elements that are widened to fp64 at once elsewhere
 
 
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,8 +132,8 @@ def cross_entropy_backward_(exponentials_NV: Tensor, scales_N: Tensor, targets_N
 def sum_of_squares(flat: Tensor) -> Tensor:
     """Sum of squares of a flat tensor in fp64: a scalar, reproducible to rounding however the tensor is cut."""
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for piece in flat.split(_SLICE_BYTES // 8) if flat.device.type == "cpu" else (flat,):
-        total += piece.to(torch.float64).square_().sum()  # sums in pairs; a library's dot product may not
+    for piece in flat.split(_SLICE_BYTES // 8 if flat.device.type == "cpu" else _WIDENED):
+        total += piece.to(torch.float64).square().sum()  # sums in pairs; a library's dot product may not
     return total
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 AXES = ("world", "pipeline", "data", "tensor")
 
 _HEAD = struct.Struct("<BBIq32s64s")  # state, axis of the last operation from 1, pid, step, phase, host
-_OPERATION = struct.Struct("<QBIII160s")  # number on its axis, how many are open, first rank, stride, size, text
-_OPEN_AT = 8
+_OPERATION = struct.Struct("<QHIII160s")  # number on its axis, how many are open, first rank, stride, size, text
+_OPEN, _OPEN_AT = struct.Struct("<H"), 8
 _OPERATIONS_AT = 128
 _MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
 _MESSAGE = struct.Struct("<1000s")
@@ -175,14 +175,18 @@ class Seat:
         """An operation begins; returns its number on the axis."""
         number = self._numbers[axis] = self._numbers[axis] + 1
         at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size
-        still = self._memory[at + _OPEN_AT] + 1
-        _OPERATION.pack_into(self._memory, at, number, still, ranks.start, ranks.step, len(ranks), text.encode()[:160])
+        (still,) = _OPEN.unpack_from(self._memory, at + _OPEN_AT)
+        _OPERATION.pack_into(
+            self._memory, at, number, still + 1, ranks.start, ranks.step, len(ranks), text.encode()[:160]
+        )
         self._memory[self._at + 1] = AXES.index(axis) + 1
         return number
 
     def end(self, axis: str) -> None:
         """One of the operations begun on the axis has ended."""
-        self._memory[self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT] -= 1
+        at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT
+        (still,) = _OPEN.unpack_from(self._memory, at)
+        _OPEN.pack_into(self._memory, at, still - 1)
 
 
 def _text(raw: bytes) -> str:

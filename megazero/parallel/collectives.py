@@ -83,20 +83,20 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
     whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
     last = flat[len(flat) - whole :]
-    everything = Exchange(axis, tag, [last], _adder(axis, last, last, accumulate=False))
+    rest = [Exchange(axis, tag, [last], _adder(axis, last, last, accumulate=False))] if whole or not len(flat) else []
     if whole == len(flat):
-        return _exchanged(axis, purpose, everything.start(), x)
+        return _exchanged(axis, purpose, rest[0].start(), x)
     parts = flat[: len(flat) - whole].chunk(axis.size)
     scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
     gather = _gather(axis, tag, parts)
-    scatter.start()
-    everything.start()
+    for exchange in (scatter, *rest):
+        exchange.start()
 
     def finish() -> Tensor:
         scatter.wait()
         gather.start()
-        everything.wait()
-        gather.wait()
+        for exchange in (*rest, gather):
+            exchange.wait()
         return x
 
     return Pending(axis, purpose, finish)
@@ -214,9 +214,10 @@ def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
 
     def put(cut: slice, theirs: list[Tensor]) -> None:
         for target, part in zip(targets, theirs, strict=True):
-            target[cut].copy_(part)
+            if target[cut].data_ptr() != part.data_ptr():
+                target[cut].copy_(part)
 
-    return Exchange(axis, tag, [parts[axis.rank]], put)
+    return Exchange(axis, tag, [parts[axis.rank]], put, into=targets)
 
 
 def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> Pending:

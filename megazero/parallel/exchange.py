@@ -45,15 +45,23 @@ class Exchange:
             be changed before the end, but by `consume`.
         consume: called once for each piece: which elements of the messages, and these elements of the others', in the
             order of `others`. May be called in any wait of this thread, from `start` on.
+        into: flat tensors, one for each of `others`, where what comes through sockets belongs: nothing is staged, and
+            `consume` finds it there.
     """
 
-    def __init__(self, axis: Axis, tag: int, sends: Sequence[Tensor], consume: Consume):
-        self._axis, self._tag, self._sends, self._consume = axis, tag, sends, consume
+    def __init__(
+        self,
+        axis: Axis,
+        tag: int,
+        sends: Sequence[Tensor],
+        consume: Consume,
+        into: Sequence[Tensor] | None = None,
+    ):
+        self._axis, self._tag, self._sends, self._consume, self._into = axis, tag, sends, consume, into
         mail = axis.wire.mail
         self._mail = mail if mail is not None and mail.reached.issuperset(axis.ranks) else None
-        limit = axis.wire.bucket // max(len(sends), axis.size - 1) // _WINDOW
-        if self._mail is not None:
-            limit = min(limit, SLOT_BYTES // len(sends))
+        staged = axis.wire.bucket // (axis.size - 1) // _WINDOW
+        limit = SLOT_BYTES // len(sends) if self._mail is not None else staged
         item = sends[0].element_size()
         self._piece = max(limit // _LINE * _LINE, _LINE) // item
         length = len(sends[0])
@@ -102,7 +110,10 @@ class Exchange:
         axis, peers = self._axis, others(self._axis)
         outgoing = self._sends if len(self._sends) > 1 else [self._sends[0]] * len(peers)
         like = self._sends[0][cut]
-        received = [axis.wire.staging.take(like.nbytes).view(like.dtype) for _ in peers]
+        if self._into is not None:
+            received = [place[cut] for place in self._into]
+        else:
+            received = [axis.wire.staging.take(like.nbytes).view(like.dtype) for _ in peers]
         works = [
             dist.irecv(x, group=axis.group, group_src=k, tag=self._tag) for k, x in zip(peers, received, strict=True)
         ]
@@ -111,13 +122,18 @@ class Exchange:
         return received, [work for work in works if work is not None]
 
     def _receive_pieces(self) -> None:
-        """gloo pairs messages of one tag in the order in which they were sent."""
+        """gloo pairs messages of one tag in the order in which they were sent.
+
+        Nothing is taken in from the mail meanwhile: where ranks share one axis through memory and another through
+        sockets, no socket operation may be waited for between the start and the end of one in memory that has more
+        pieces than there are slots, or four ranks could wait in a circle.
+        """
         for number, cut in enumerate(self._cuts):
             received, works = self._works[number]
             for work in works:
                 work.wait(self._axis.wire.timeout)
             self._consume(cut, received)
-            for tensor in received:
+            for tensor in received if self._into is None else ():
                 self._axis.wire.staging.give(tensor.view(torch.uint8))
             if number + _WINDOW < len(self._cuts):
                 self._works.append(self._send_piece(self._cuts[number + _WINDOW]))

@@ -21,7 +21,8 @@ _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for
 def unit_squares(units: list[Unit], spread: Spread, ops: Operations) -> Tensor:
     """Sum of squared reduced gradients of each unit over the whole model: fp64 [units], the same on every rank.
 
-    The tail of a unit is whole on every rank of the tensor axis; the first one counts it.
+    The tail of a unit is whole on every rank of the tensor axis; the first one counts it. On the others it counts
+    nothing times, which is nothing unless it is not finite there.
     """
     sharded = spread.stage.optimizer is Placement.SHARD
     parts = 1 if sharded else spread.data.size
@@ -41,8 +42,11 @@ def _squares(units: list[Unit], part: int, parts: int, ops: Operations, *, with_
     squares = []
     for unit in units:
         gradients = unit.own_gradients.chunk(parts)[part]
-        before_tail = unit.layout.tail - unit.shard.start - part * len(gradients)
-        squares.append(ops.sum_of_squares(gradients if with_tail else gradients[: max(before_tail, 0)]))
+        if with_tail:
+            squares.append(ops.sum_of_squares(gradients))
+            continue
+        border = max(unit.layout.tail - unit.shard.start - part * len(gradients), 0)
+        squares.append(ops.sum_of_squares(gradients[:border]) + 0.0 * ops.sum_of_squares(gradients[border:]))
     return torch.stack(squares)
 
 

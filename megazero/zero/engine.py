@@ -115,7 +115,7 @@ class Engine:
         self._reduction.begin_backward(micro_batch, last=micro_batch == self._micro_batches - 1)
         self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
         self._reduction.end_backward()
-        self.presence.release(self.units)
+        self.presence.release_all(self.units)
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
@@ -132,14 +132,14 @@ class Engine:
         if not self.loss_scale.dynamic:
             self._halted |= ~finite
         skipped = self._halted | empty | ~finite
-        self.loss_scale.update(finite)
+        self.loss_scale.update(finite, counts=~empty)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         for unit in self.units:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
             self.presence.publish(unit)
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
 
-    def examine(self, losses: Callable[[int], Tensor], micro_batches: int) -> str | None:
+    def examine(self, losses: Callable[[int], Tensor], micro_batches: int, loss_scale: Tensor) -> str | None:
         """Computes a step again, without reducing or updating anything: what of this rank's is not finite, if anything.
 
         A step that was not finite has changed nothing, so it can be repeated bit for bit, and now each rank's own loss
@@ -147,8 +147,10 @@ class Engine:
 
         Args:
             losses: micro-batch -> token losses [S, B].
+            loss_scale: that the step had.
         """
         faults: list[str] = []
+        self.loss_scale.scale.copy_(loss_scale)
         self.begin_step(micro_batches)
         for m in range(micro_batches):
             self.forward(m)
@@ -158,7 +160,7 @@ class Engine:
             self._reduction.begin_backward(m, last=False, inspect=lambda unit: faults.extend(_not_finite(unit)))
             self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
             self._reduction.end_backward()
-            self.presence.release(self.units)
+            self.presence.release_all(self.units)
         return faults[0] if faults else None
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -81,7 +81,8 @@ class AdamW:
         divide_by = None
         if unit.masters.dtype == torch.float64:
             # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
-            unit.own_gradients.mul_(scale)
+            # A skipped step's scale may be infinite, and padding has to stay zero.
+            unit.own_gradients.mul_(torch.where(skip > 0, 0.0, scale))
         else:
             divide_by = scale.reciprocal().to(torch.float32)
         for piece in self._pieces[unit]:

@@ -63,5 +63,10 @@ class Presence:
         for unit in units:
             unit.detach()
 
+    def release_all(self, units: list[Unit]) -> None:
+        """No unit is needed for now, nor will what is on its way to one be right after an update."""
+        self.need([unit for unit in self._coming if not unit.parameters_rest_whole])
+        self.release(units)
+
     def _time(self, unit: Unit):
         return self._data.wire.ledger.time(unit.layout.name, "gather")

@@ -23,11 +23,11 @@ class LossScale:
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self.dynamic else loss
 
-    def update(self, finite: Tensor) -> None:
-        """After a step whose norm was finite or not (bool, 0-dim)."""
+    def update(self, finite: Tensor, counts: Tensor) -> None:
+        """After a step whose norm was finite or not; one without tokens does not count (both bool, 0-dim)."""
         if not self.dynamic:
             return
-        self._good.copy_(torch.where(finite, self._good + 1, 0))
+        self._good.copy_(torch.where(finite, self._good + counts, 0))
         grows = self._good >= GROWTH_INTERVAL
         factor = torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
         self.scale.mul_(factor).clamp_(min=SMALLEST)

@@ -103,6 +103,9 @@ class Unit:
             for start in range(max(interval.start, first), end, _INITIAL_PIECE):
                 stop = min(start + _INITIAL_PIECE, end)
                 values = initial(interval.name, start - interval.start, stop - interval.start)
+                values = values.to(
+                    self.masters.dtype
+                )  # rounded as an update rounds, so that a skipped one changes nothing
                 _write(values, start, self.parameters, self._first)
                 if self.masters.dtype != self.parameters.dtype:
                     _write(values, start, self.masters, self.shard.start)

@@ -62,7 +62,7 @@ class _Call:
                 if unit not in self.needed:
                     self.needed.append(unit)
                 return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return tensor
+        return tensor.detach()  # itself it would hold the graph that holds it
 
     def pre_backward(self) -> None:
         self.presence.need(self.needed)

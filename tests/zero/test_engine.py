@@ -1,5 +1,7 @@
 """A step of the engine against torch's AdamW and clip_grad_norm_ on the same model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,9 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")
 NO_POOLS = Pool(torch.float32, CPU, Ledger()), Pool(torch.float32, CPU, Ledger())
 ALONE = Spread(Axis("data"), Axis("tensor"), sequence=False)
+
+
+PADDED = replace(GPT, hidden=36, ffn=100)  # no unit is a multiple of 16 elements
 
 
 def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str = "reference"):
@@ -90,7 +95,7 @@ def state(engine: Engine) -> list[torch.Tensor]:
 
 
 def one_step(model, engine: Engine, seed: int, *, valid: bool = True, poison: str | None = None):
-    tokens, targets, mask = batch(GPT, 2, seed=seed)
+    tokens, targets, mask = batch(model.shape, 2, seed=seed)
     mask &= valid
     engine.begin_step()
     engine.backward(model.losses(tokens, targets, mask, step_of(2, seed)), mask)
@@ -128,9 +133,12 @@ def test_a_weight_that_is_not_finite_changes_nothing() -> None:
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-def test_a_step_without_valid_tokens_is_skipped_and_the_next_goes_on() -> None:
-    model, engine = engine_of(GPT, torch.float64, clip=1.0, rows=2)
-    other = engine_of(GPT, torch.float64, clip=1.0, rows=2)
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("shape", [GPT, PADDED], ids=["whole", "padded"])
+def test_a_step_without_valid_tokens_is_skipped_and_the_next_goes_on(shape, dtype: torch.dtype, clip: float) -> None:
+    model, engine = engine_of(shape, dtype, clip=clip, rows=2)
+    other = engine_of(shape, dtype, clip=clip, rows=2)
     one_step(model, engine, 0)
     before = state(engine)
     result = one_step(model, engine, 1, valid=False)
@@ -138,7 +146,7 @@ def test_a_step_without_valid_tokens_is_skipped_and_the_next_goes_on() -> None:
     assert result.finite
     for a, b in zip(before, state(engine), strict=True):
         assert torch.equal(a, b)
-    one_step(model, engine, 2)
+    assert one_step(model, engine, 2).finite
     one_step(*other, 0)
     one_step(*other, 2)
     for a, b in zip(state(other[1]), state(engine), strict=True):

@@ -116,7 +116,7 @@ def poisoned(
     rank.engine.presence.need(rank.engine.units)
     rank.engine.presence.release(rank.engine.units)
     rank.losses = losses
-    found = rank.engine.examine(lambda m: rank.losses(1, m)[0], layout.accumulation)
+    found = rank.engine.examine(lambda m: rank.losses(1, m)[0], layout.accumulation, second.loss_scale)
     same = all(torch.equal(a, b) for a, b in zip(before, everything(rank), strict=True))
     return bool(second.skipped) and not bool(second.finite), bool(third.skipped), same, found
 

@@ -12,21 +12,21 @@ GOOD, BAD = torch.tensor(True), torch.tensor(False)
 
 def test_the_scale_falls_at_once_and_rises_slowly() -> None:
     scale = LossScale(torch.device("cpu"), dynamic=True)
-    scale.update(BAD)
+    scale.update(BAD, GOOD)
     assert scale.scale == INITIAL / 2
     for _ in range(GROWTH_INTERVAL - 1):
-        scale.update(GOOD)
+        scale.update(GOOD, GOOD)
     assert scale.scale == INITIAL / 2
-    scale.update(GOOD)
+    scale.update(GOOD, GOOD)
     assert scale.scale == INITIAL
     for _ in range(GROWTH_INTERVAL - 1):
-        scale.update(GOOD)
-    scale.update(BAD)  # the count begins anew
+        scale.update(GOOD, GOOD)
+    scale.update(BAD, GOOD)  # the count begins anew
     for _ in range(GROWTH_INTERVAL - 1):
-        scale.update(GOOD)
+        scale.update(GOOD, GOOD)
     assert scale.scale == INITIAL / 2
     for _ in range(100):
-        scale.update(BAD)
+        scale.update(BAD, GOOD)
     assert scale.scale == SMALLEST
 
 
@@ -34,7 +34,7 @@ def test_without_fp16_there_is_no_scale() -> None:
     scale = LossScale(torch.device("cpu"), dynamic=False)
     loss = torch.tensor(3.0)
     assert scale.scaled(loss) is loss
-    scale.update(BAD)
+    scale.update(BAD, GOOD)
     assert scale.scale == 1.0
 
 
