@@ -1,15 +1,19 @@
 """What goes wrong is found: planted faults, numbers that are not finite, gradients at the wrong moment."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import Grid
 from megazero.zero.placement import Precision
 from megazero.zero.visit import Phase, Visits
 from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
 from tests.ranks import run_ranks
+from tests.tiny_run import TinyData, command
 from tests.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
 
 FP64 = Precision(torch.float64, torch.float64)
@@ -178,3 +182,32 @@ def test_a_rank_whose_backward_reaches_no_unit_takes_part_in_every_reduction() -
     found = [run_ranks(2, unreached, stage) for stage in range(3)]
     assert all(ranks == found[0] for ranks in found[1:])
     assert found[0][0] == found[0][1] and all(norm > 0 for norm in found[0][0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_names_the_rank_that_is_at_fault(tiny_data: TinyData, tmp_path: Path, stage: int) -> None:
+    options = (f"run.dir={tmp_path / 'run'}", f"zero.stage={stage}", "batch.micro=1", "data.valid=null")
+    done = command("-m", "tests.zero.poisoned", "1", "3", tiny_data.config, *options)
+    assert done.returncode == 1
+    line = (
+        r"MZ-301 rank=1 step=3: loss (inf|nan), gradient norm nan; first not finite: loss of micro-batch 0; this step"
+    )
+    assert re.fullmatch(rf"{line} did not update .*; lower optimizer.lr or raise schedule.warmup\n", done.stderr)
+    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == [1, 2]
+
+
+def test_fp16_goes_on_for_50_steps_and_not_longer(tiny_data: TinyData, tmp_path: Path) -> None:
+    """The scale falls to 1, the learning rate stands still; then the run says whose fault it is."""
+    shape = ("model.hidden=16", "model.layers=1", "model.seq_len=8", "model.heads=2")
+    options = (f"run.dir={tmp_path / 'run'}", "zero.stage=2", "precision.dtype=fp16", "run.steps=60", "data.valid=null")
+    done = command("-m", "tests.zero.poisoned", "1", "3", tiny_data.config, *options, *shape)
+    assert done.returncode == 1
+    assert re.match(
+        r"MZ-301 rank=1 step=52: .*, skipped 50 steps in a row, loss scale 1; first not finite: loss of micro-batch 0;",
+        done.stderr,
+    )
+    rows = read_rows(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 52))
+    assert [row["skipped"] for row in rows] == [0, 0, *range(1, 50)]
+    assert [row["loss_scale"] for row in rows] == [2.0**16] * 2 + [2.0 ** max(16 - n, 0) for n in range(49)]
+    assert len({row["lr"] for row in rows[2:]}) == 1
