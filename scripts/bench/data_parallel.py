@@ -146,7 +146,7 @@ def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str)
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
     meet(rank, size, store)
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed(dist_backend="gloo")
     model = peer(config)
