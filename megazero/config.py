@@ -14,7 +14,8 @@ not built yet, is `capability.py`.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
@@ -84,8 +85,15 @@ class Offload(Section):
     path: Text | None = Field(default=None, description="Folder for nvme.")
 
 
+def _whole(value: object) -> object:
+    """Literals are compared with ==, and 3.0 == 3 and True == 1; strict means neither."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("int_type", "Input should be a valid integer")
+    return value
+
+
 class Zero(Section):
-    stage: Literal[0, 1, 2, 3] | None = Field(
+    stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = Field(
         default=None,
         description="What rests sharded over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters; null: 1.",
     )
@@ -93,7 +101,8 @@ class Zero(Section):
         default="fp32", description="Gradients in the parameter's dtype or fp32."
     )
     bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        default=64.0, description="Size of communication staging buffers, MiB."
+        default=64.0,
+        description="Memory for what an operation receives through sockets, and to widen 16-bit gradients, MiB.",
     )
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
 

@@ -164,7 +164,7 @@ class Trainer:
         return self.score.loss
 
     def _not_finite(self, pending: _Pending) -> UserError:
-        self.now(pending.step + 1, "search for the fault")
+        self.now(pending.step + 1, "examination")
         batches = self.loader.step(pending.step)
         scale = pending.result.loss_scale
         own = self.engine.examine(lambda m: self.losses(batches[m], pending.step), len(batches), scale)

@@ -121,6 +121,8 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("run:\n\n  steps: many", "MZ-105 c.yaml:3: run.steps: Input should be a valid integer, got many"),
         ("run: {steps: 3.0}", "MZ-105 c.yaml:1: run.steps: Input should be a valid integer, got 3.0"),
         ("run: {steps: true}", "MZ-105 c.yaml:1: run.steps: Input should be a valid integer, got true"),
+        ("zero: {stage: 3.0}", "MZ-105 c.yaml:1: zero.stage: Input should be a valid integer, got 3.0"),
+        ("zero: {stage: true}", "MZ-105 c.yaml:1: zero.stage: Input should be a valid integer, got true"),
         ("run: {steps: 0}", "MZ-105 c.yaml:1: run.steps: Input should be greater than or equal to 1, got 0"),
         ("data: {mask_eod: no}", "MZ-105 c.yaml:1: data.mask_eod: Input should be a valid boolean, got no"),
         ("data:\n  valid: 1", "MZ-105 c.yaml:2: data.valid: Input should be less than 1, got 1"),
