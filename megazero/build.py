@@ -32,6 +32,7 @@ from megazero.observe.wandb_sink import WandbSink
 from megazero.parallel.agreement import FailedElsewhere, agree
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Axis, Grid, data_size
+from megazero.parallel.pool import Pool
 from megazero.plan.hardware import peak_flops
 from megazero.plan.model import ModelShape
 from megazero.run_folder import RunFolder
@@ -41,7 +42,6 @@ from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import STAGES, Precision, Spread
-from megazero.zero.pool import Pool
 from megazero.zero.unit import Unit
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,12 +111,12 @@ def build_units(
     Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
     """
     ledger = spread.data.wire.ledger
-    pools = Pool(precision.parameters, device, ledger), Pool(precision.gradients, device, ledger)
+    whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
     units = []
     for name, members in model.units():
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
         entries = [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()]
-        unit = Unit(lay_out(name, entries), spread, precision, device, pools)
+        unit = Unit(lay_out(name, entries), spread, precision, device, (whole, partial))
         unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         unit.adopt(dict(members))
         units.append(unit)
@@ -144,6 +144,20 @@ def build_engine(
     engine = Engine(units, adam, clip=o.clip, tokens_per_step=tokens_per_step, spread=spread, scaling=scaling, ops=ops)
     model.path = engine.watch(model.path, model.units_on_path())
     return engine
+
+
+def engine_of(config: Config, model: Transformer, grid: Grid, device: torch.device, ops: Operations) -> Engine:
+    """The engine that a config asks for, on one rank of a grid."""
+    return build_engine(
+        model,
+        seed=config.run.seed,
+        spread=spread_of(config, grid),
+        precision=precision_of(config),
+        device=device,
+        optimizer=config.optimizer,
+        tokens_per_step=config.batch.global_ * config.model.seq_len,
+        ops=ops,
+    )
 
 
 def model_losses(model: Transformer, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], Tensor]:
@@ -178,16 +192,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
     )
     ops = choose(config.precision.kernels, device, dtype)
     model = build_model(config, ops, grid.tensor)
-    engine = build_engine(
-        model,
-        seed=config.run.seed,
-        spread=spread_of(config, grid),
-        precision=precision_of(config),
-        device=device,
-        optimizer=config.optimizer,
-        tokens_per_step=config.batch.global_ * config.model.seq_len,
-        ops=ops,
-    )
+    engine = engine_of(config, model, grid, device, ops)
     losses = model_losses(model, device, config.parallel.sequence)
     flops = model_shape(config).flops_per_token()
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)

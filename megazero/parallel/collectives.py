@@ -157,15 +157,6 @@ def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
     return start_all_gather(part, axis, purpose).wait()
 
 
-def reduce_scatter_in_place(x: Tensor, axis: Axis, purpose: str) -> Tensor:
-    own = x.chunk(axis.size)[axis.rank] if axis.size > 1 else None
-    return start_reduce_scatter(x, axis, purpose, out=own).wait()
-
-
-def all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Tensor:
-    return start_all_gather_in_place(whole, axis, purpose).wait()
-
-
 def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device) -> list[bytes]:
     """What every rank has to say, in rank order. Nothing is unpickled: callers send JSON or text."""
     if axis.size == 1:

@@ -5,31 +5,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from torch import Tensor
 
 from megazero.parallel.board import Board, Seat
 from megazero.parallel.ledger import Ledger
+from megazero.parallel.pool import Pool
 from megazero.parallel.shared import Mail
 
 BUCKET = 64 << 20  # bytes
-
-
-class Staging:
-    """Memory that received messages pass through; kept, for its sizes come back every step."""
-
-    def __init__(self, ledger: Ledger):
-        self._ledger = ledger
-        self._free: dict[int, list[Tensor]] = {}
-
-    def take(self, size: int) -> Tensor:
-        """uint8 [size] with anything in it."""
-        if free := self._free.get(size):
-            return free.pop()
-        self._ledger.hold("staging", size)
-        return torch.empty(size, dtype=torch.uint8)
-
-    def give(self, tensor: Tensor) -> None:
-        self._free.setdefault(len(tensor), []).append(tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +34,12 @@ class Wire:
     ledger: Ledger = field(default_factory=Ledger)
     mail: Mail | None = None
     seat: Seat = field(default_factory=lambda: Board.private().seat(0))
-    staging: Staging = field(init=False)
+    staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "staging", Staging(self.ledger))
+        staging = Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
+        object.__setattr__(self, "staging", staging)
 
     def reserve(self, axis: str, rounds: int) -> int:
         """The number of the first of the next `rounds` rounds of messages on an axis: the same on all its ranks."""

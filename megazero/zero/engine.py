@@ -113,9 +113,7 @@ class Engine:
         self._totals[0] += losses_SB.detach().sum(dtype=torch.float64)
         self._totals[1] += valid_SB.sum()
         self._reduction.begin_backward(micro_batch, last=micro_batch == self._micro_batches - 1)
-        self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
-        self._reduction.end_backward()
-        self.presence.release_all(self.units)
+        self._run_backward(losses_SB)
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
@@ -158,9 +156,7 @@ class Engine:
             if not torch.isfinite(losses_SB).all():
                 faults.append(f"loss of micro-batch {m}")
             self._reduction.begin_backward(m, last=False, inspect=lambda unit: faults.extend(_not_finite(unit)))
-            self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
-            self._reduction.end_backward()
-            self.presence.release_all(self.units)
+            self._run_backward(losses_SB)
         return faults[0] if faults else None
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -174,6 +170,11 @@ class Engine:
             for interval in unit.layout.intervals:
                 yield interval.name, unit.parameter(interval.name)
             self.presence.release([unit])
+
+    def _run_backward(self, losses_SB: Tensor) -> None:
+        self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
+        self._reduction.end_backward()
+        self.presence.release_all(self.units)
 
     def _complete_tails(self) -> None:
         if not self.spread.sequence:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megazero.parallel.pool import Pool
 from megazero.zero.layout import Interval, UnitLayout, aligned
 from megazero.zero.placement import Precision, Spread, held
-from megazero.zero.pool import Pool
 from megazero.zero.visit import GradientView, Visits
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.

@@ -11,9 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -21,17 +19,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from megazero.config import Config
-from megazero.parallel.launch import stay_on
-from scripts.bench.ours import BETAS, CLIP, CPU, DECAY, EPS, LR, initial_weights, random_batches
+from scripts.bench.ours import BETAS, CLIP, CPU, DECAY, EPS, LR, initial_weights, meet, random_batches
 from scripts.bench.plain_gpt import Block, PlainGPT
 
 Step = Callable[[], float]
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
-
-
-def meet(rank: int, size: int, store: str) -> None:
-    stay_on("lo")
-    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
 def peer(config: Config) -> PlainGPT:

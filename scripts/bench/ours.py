@@ -5,21 +5,29 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
-from megazero.build import build_engine, build_model, model_losses, precision_of, spread_of
+from megazero.build import build_model, engine_of, model_losses
 from megazero.config import Config, Optimizer
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.model.parameter import named_declarations
 from megazero.parallel.board import Board
 from megazero.parallel.grid import Grid, make_grid
-from megazero.parallel.launch import Place, World
+from megazero.parallel.launch import Place, World, stay_on
 from megazero.parallel.rendezvous import connect
 
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN = 8192, 256
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+
+def meet(rank: int, size: int, store: str) -> None:
+    """A peer's rank joins the others."""
+    stay_on("lo")
+    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
 def grid_of(rank: int, size: int, store: str, tensor: int = 1) -> Grid:
@@ -33,16 +41,7 @@ def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.devic
     """One training step of the engine on one rank of a grid; returns the step's loss."""
     transformer = build_model(config, ops, grid.tensor)
     adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
-    engine = build_engine(
-        transformer,
-        seed=config.run.seed,
-        spread=spread_of(config, grid),
-        precision=precision_of(config),
-        device=device,
-        optimizer=adam,
-        tokens_per_step=config.batch.global_ * config.model.seq_len,
-        ops=ops,
-    )
+    engine = engine_of(config.model_copy(update={"optimizer": adam}), transformer, grid, device, ops)
     losses = model_losses(transformer, device, config.parallel.sequence)
     micro = config.batch.micro
     accumulation = config.batch.global_ // (micro * grid.data.size)

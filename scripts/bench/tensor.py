@@ -20,15 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from megazero.config import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.choice import choose
 from megazero.parallel.grid import single
-from megazero.parallel.launch import stay_on
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
 from scripts.bench.harness import Comparison, System, compare, present
 from scripts.bench.ours import (
@@ -43,6 +40,7 @@ from scripts.bench.ours import (
     engine_step,
     grid_of,
     initial_weights,
+    meet,
     random_batches,
 )
 
@@ -137,12 +135,6 @@ def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -
         return loss.full_tensor().item()
 
     return step
-
-
-def meet(rank: int, size: int, store: str) -> None:
-    """Joins the other ranks."""
-    stay_on("lo")
-    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
 def peer(config: Config) -> UntiedGPT:

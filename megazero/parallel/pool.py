@@ -1,6 +1,6 @@
-"""Full-unit buffers that come and go: gathered parameters, and gradients on their way to a shard.
+"""Buffers that come and go: gathered parameters, gradients on their way to a shard, messages on theirs to a sum.
 
-A buffer is allocated when a unit needs one and none of its size is free, and never given back: units of one size
+A buffer is allocated when somebody needs one and none of its size is free, and never given back: units of one size
 rotate through the same few. After the first step nothing is allocated any more (memory defragmentation, MD, in the
 ZeRO paper's section 6.3), and a gathered parameter never meets a fresh page: releasing and allocating a unit of 50 MB
 anew costs 26 ms on a CPU, keeping it 9.
@@ -16,19 +16,19 @@ class Pool:
     """Flat buffers of one dtype.
 
     Args:
-        ledger: told of what is allocated, as "pool".
+        ledger, category: told of what is allocated, as what.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, ledger: Ledger):
-        self.dtype, self._device, self._ledger = dtype, device, ledger
+    def __init__(self, dtype: torch.dtype, device: torch.device, ledger: Ledger, category: str):
+        self._dtype, self._device, self._ledger, self._category = dtype, device, ledger, category
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, numel: int) -> Tensor:
         """A buffer of exactly `numel` elements with anything in it."""
         if free := self._free.get(numel):
             return free.pop()
-        buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
-        self._ledger.hold("pool", buffer.nbytes)
+        buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
+        self._ledger.hold(self._category, buffer.nbytes)
         return buffer
 
     def give(self, buffer: Tensor) -> None:
