@@ -14,9 +14,12 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-AXES = ("world", "pipeline", "data", "tensor")
+# Where operations go on: what one rank waits for from one other, and the axes of the grid. "ends" are the first and the
+# last rank of a pipeline.
+P2P = "p2p"
+AXES = (P2P, "world", "pipeline", "data", "tensor", "ends")
 
-_HEAD = struct.Struct("<BBIq32s64s")  # state, axis of the last operation from 1, pid, step, phase, host
+_HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
 _OPERATION = struct.Struct("<QHIII160s")  # number on its axis, how many are open, first rank, stride, size, text
 _OPEN, _OPEN_AT = struct.Struct("<H"), 8
 _OPERATIONS_AT = 128

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megazero.errors import UserError
-from megazero.parallel.board import DONE, EMPTY, FAILED, RUNNING, STUCK, Operation, Standing
+from megazero.parallel.board import P2P, DONE, EMPTY, FAILED, RUNNING, STUCK, Operation, Standing
 
 
 def death(standing: Standing, exit_code: int) -> UserError:
@@ -45,12 +45,12 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
     found = disagreement(standings)
     if found is not None:
         return found
-    culprit, operation, seen = rank, mine, {rank}
+    culprit, waiter, operation, seen = rank, rank, mine, {rank}
     while operation is not None:
         late = [k for k in operation.ranks if k not in seen and _missing(standings, k, operation)]
         if not late:
             break
-        mine, culprit = operation, late[0]
+        mine, waiter, culprit = operation, culprit, late[0]
         seen.add(culprit)
         operation = _waits_in(standings[culprit]) if culprit < len(standings) else None
     blamed = standings[culprit]
@@ -60,7 +60,7 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
         what = f"lost its connection in {mine} {_where(blamed)}{beyond}"
         return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
-    what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(standings, mine)}"
+    what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(standings, mine, waiter)}"
     return UserError(311, what, "stopped, slow or cut off? raise parallel.timeout for long operations", **_who(blamed))
 
 
@@ -71,8 +71,8 @@ def _waits_in(standing: Standing) -> Operation | None:
 
 
 def _missing(standings: Sequence[Standing], rank: int, operation: Operation) -> bool:
-    """Whether a rank has not begun an operation that others wait in."""
-    return rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
+    """Whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
+    return operation.axis == P2P or rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
 
 
 def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:
@@ -85,7 +85,9 @@ def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:
     return UserError(312, what, "all ranks must run the same config on the same code", **_who(standings[odd]))
 
 
-def _waiting(standings: Sequence[Standing], operation: Operation) -> str:
+def _waiting(standings: Sequence[Standing], operation: Operation, waiter: int) -> str:
+    if operation.axis == P2P:
+        return f"rank {waiter} waited {_where(standings[waiter])}"
     ranks = [k for k in operation.ranks if k < len(standings) and not _missing(standings, k, operation)]
     shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown} waited"

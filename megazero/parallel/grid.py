@@ -25,7 +25,7 @@ class Axis:
     """One direction of the grid as one rank sees it.
 
     Attributes:
-        name: "tensor", "pipeline", "data" or "world".
+        name: "tensor", "pipeline", "data", "world" or "ends".
         size: how many ranks lie along it.
         rank: this rank's place, 0 <= rank < size.
         first, stride: the global ranks along it are first, first + stride, ...
@@ -56,12 +56,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Grid:
-    """All axes of one rank; `world` runs through every rank."""
+    """All axes of one rank; `world` runs through every rank, `ends` from the first to the last of a pipeline."""
 
     tensor: Axis
     data: Axis
     pipeline: Axis
     world: Axis
+    ends: Axis
 
 
 def data_size(world: int, tensor: int, pipeline: int) -> int:
@@ -80,8 +81,7 @@ def data_size(world: int, tensor: int, pipeline: int) -> int:
 def single(wire: Wire | None = None) -> Grid:
     """The grid of a run of one process."""
     wire = wire or Wire()
-    tensor, data, pipeline, world = (Axis(name, wire=wire) for name in ("tensor", "data", "pipeline", "world"))
-    return Grid(tensor, data, pipeline, world)
+    return Grid(*(Axis(name, wire=wire) for name in ("tensor", "data", "pipeline", "world", "ends")))
 
 
 def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Grid:
@@ -104,4 +104,17 @@ def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Gr
             _set_pg_timeout(wire.timeout, group)  # the mesh gives its groups the backend's default, 10 minutes or more
         axes[name] = Axis(name, size, place, rank - place * strides[name], strides[name], group, wire)
     world_group = dist.group.WORLD if world > 1 else None
-    return Grid(axes["tensor"], axes["data"], axes["pipeline"], Axis("world", world, rank, 0, 1, world_group, wire))
+    whole = Axis("world", world, rank, 0, 1, world_group, wire)
+    return Grid(axes["tensor"], axes["data"], axes["pipeline"], whole, _ends(axes["pipeline"]))
+
+
+def _ends(pipeline: Axis) -> Axis:
+    """The first and the last rank of a pipeline; for those between, nobody."""
+    last = pipeline.size - 1
+    if last == 0 or pipeline.rank not in (0, last):
+        return Axis("ends", wire=pipeline.wire)
+    ranks = [pipeline.ranks[0], pipeline.ranks[last]]
+    group = pipeline.group
+    if last > 1:
+        group = dist.new_group(ranks, timeout=pipeline.wire.timeout, use_local_synchronization=True)
+    return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], group, pipeline.wire)

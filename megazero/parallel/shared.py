@@ -12,6 +12,9 @@ operation's tag: a rank that called something else writes another tag, and never
 Whoever waits, for a letter or for a free slot, takes in what has come for its other rounds meanwhile, so that any
 number of operations may be under way: nobody waits for a reader that waits for him.
 
+Messages from one rank to one other (`messages.py`) have slots of their own, so that neither kind ever waits for the
+other to be read. A sender that finds none free keeps the message and goes on.
+
 The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process.
 """
 
@@ -33,8 +36,10 @@ from megazero.parallel.board import AXES
 
 T = TypeVar("T")
 SLOTS, SLOT_BYTES = 8, 8 << 20
+PARCELS = 4  # slots for messages to one rank
 LABELS = 64  # of each axis; more than operations can be under way
 _LABEL_WORDS = 3  # key, number, slot
+_PARCEL_WORDS = 2  # key, that of the message which was read last
 _SPINS = 300  # looks before sleeping between them
 _NAP = 20e-6  # seconds; the kernel makes it some 70e-6
 _NAPS_BETWEEN_ROLLS = 5_000  # looks at whether the others still live
@@ -65,16 +70,18 @@ class Box:
 
     def __init__(self, memory: mmap.mmap, readers: int):
         raw = torch.frombuffer(memory, dtype=torch.uint8)
-        numbers = raw[SLOTS * SLOT_BYTES :].view(torch.int64).numpy()
-        labels = len(AXES) * LABELS * _LABEL_WORDS
-        self.slots = raw[: SLOTS * SLOT_BYTES].view(SLOTS, SLOT_BYTES)
+        slots = SLOTS + PARCELS
+        numbers = raw[slots * SLOT_BYTES :].view(torch.int64).numpy()
+        labels, parcels = len(AXES) * LABELS * _LABEL_WORDS, PARCELS * _PARCEL_WORDS
+        self.slots = raw[: slots * SLOT_BYTES].view(slots, SLOT_BYTES)
         self.labels = numbers[:labels].reshape(len(AXES), LABELS, _LABEL_WORDS)
-        self.read = numbers[labels : labels + SLOTS * readers].reshape(SLOTS, readers)
+        self.parcels = numbers[labels : labels + parcels].reshape(PARCELS, _PARCEL_WORDS)
+        self.read = numbers[labels + parcels : labels + parcels + SLOTS * readers].reshape(SLOTS, readers)
 
     @staticmethod
     def size(readers: int) -> int:
-        numbers = len(AXES) * LABELS * _LABEL_WORDS + SLOTS * readers
-        return SLOTS * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        numbers = len(AXES) * LABELS * _LABEL_WORDS + PARCELS * _PARCEL_WORDS + SLOTS * readers
+        return (SLOTS + PARCELS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def view(self, slot: int, start: int, like: Tensor) -> Tensor:
         """A message of the shape and dtype of `like`, `start` bytes into a slot."""
@@ -179,6 +186,38 @@ class Mail:
 
     def acknowledge(self, letter: Letter) -> None:
         self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
+
+    def hand_over(self, key: int, message: Tensor) -> bool:
+        """Puts a flat message where the one rank that looks for `key` finds it, if there is room.
+
+        Args:
+            key: never 0, and never that of another message of this rank.
+        """
+        parcels = self._own.parcels
+        free = next((i for i in range(PARCELS) if parcels[i, 0] == parcels[i, 1]), None)
+        if free is None:
+            return False
+        self._own.view(SLOTS + free, 0, message).copy_(message)
+        parcels[free, 0] = key  # last: whoever sees it sees the rest
+        return True
+
+    def collect(self, sender: int, key: int, into: Tensor) -> bool:
+        """Copies the message that `sender` has handed over under `key`, if it has, and makes room."""
+        box = self._boxes[sender]
+        for i in range(PARCELS):
+            if box.parcels[i, 0] == key:
+                into.copy_(box.view(SLOTS + i, 0, into))
+                box.parcels[i, 1] = key
+                return True
+        return False
+
+    def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
+        """Returns once `ready`, which needs `sender` to have done something.
+
+        Raises:
+            TimeoutError: it has not, or has died.
+        """
+        self._wait(lambda: ready() or None, (sender,))
 
     def _free_slot(self, before: int) -> int | None:
         """The first slot that everybody has read: mostly one whose memory is still in the cache.

@@ -1,0 +1,123 @@
+"""A pipeline schedule is a list of actions for each rank.
+
+An action is what one rank does with one micro-batch of one stage. It prints as stage, kind, micro-batch, and, where it
+sends something to other ranks or gathers parameters first, how many bytes:
+
+    2F5            forward of micro-batch 5 in stage 2
+    2B5            its backward: gradients of the stage's input and of its weights
+    2I5  2W5       the same in two parts, which need not follow each other (Qi et al. 2023, arXiv 2401.10241, section 2)
+    2SEND_F5       its output goes to stage 3               3RECV_F5   where that comes from stage 2
+    2SEND_B5       the gradient of its input, to stage 1    1RECV_B5   where that comes from stage 2
+    2REDUCE7       gradients that the stage has so far go to where the optimizer state is
+    0TIE7          the gradient of a weight that the first and the last stage share is summed over both
+    2F5[4096]      gathers 4,096 bytes of parameters first
+
+What one stage computes comes in the order of micro-batches, so what goes from one stage to another does too.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Kind(Enum):
+    """What is done."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+    REDUCE = "REDUCE"
+    TIE = "TIE"
+
+    @property
+    def computes(self) -> bool:
+        return self in COMPUTE
+
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|TIE|F|B|I|W)(\d+)(?:\[(\d+)\])?")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that one rank does; `size` is the bytes that it sends, or that it gathers first."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}" + (f"[{self.size}]" if self.size else "")
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action that prints so.
+
+        Raises:
+            ValueError: none does.
+        """
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f"expected an action such as 2F5 or 2SEND_F5[4096], got {text!r}")
+        stage, kind, micro_batch, size = found.groups()
+        return cls(int(stage), Kind(kind), int(micro_batch), int(size or 0))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of a pipeline does in one step, in order.
+
+    Attributes:
+        name: of the kind of schedule.
+        micro_batches: of the step, m.
+        rank_of: of each stage the rank that computes it.
+        ranks: of each rank its actions.
+    """
+
+    name: str
+    micro_batches: int
+    rank_of: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, where in enumerate(self.rank_of) if where == rank]
+
+    def first(self, micro_batches: int) -> "Schedule":
+        """The same order of things for the first `micro_batches` only."""
+        return replace(self.only(lambda action: action.micro_batch < micro_batches), micro_batches=micro_batches)
+
+    def forward_only(self) -> "Schedule":
+        """What validation does: what comes from backward is left out. Nothing waits for what is left out."""
+        return self.only(lambda action: action.kind is Kind.FORWARD)
+
+    def only(self, wanted) -> "Schedule":
+        return replace(self, ranks=tuple(tuple(filter(wanted, actions)) for actions in self.ranks))
+
+    def __str__(self) -> str:
+        """One line for each rank."""
+        return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
+
+    @classmethod
+    def parse(cls, text: str, *, name: str, micro_batches: int, rank_of: Sequence[int]) -> "Schedule":
+        """The schedule that prints so. Raises ValueError where a word is no action."""
+        ranks = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
+        return cls(name, micro_batches, tuple(rank_of), ranks)
+
+
+def forwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
+    return (Action(stage, Kind.FORWARD, m) for m in micro_batches)
+
+
+def backwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
+    return (Action(stage, Kind.BACKWARD, m) for m in micro_batches)

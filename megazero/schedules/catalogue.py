@@ -1,0 +1,121 @@
+"""The schedules: who computes what, in which order. p ranks, m micro-batches, v stages (chunks) on each rank.
+
+    gpipe         all forwards, then all backwards                       Huang et al. 2018, arXiv 1811.06965
+    1f1b          one forward, one backward, after p - r forwards        Narayanan et al. 2021, arXiv 2104.04473, 2.2.1
+    interleaved   the same with v stages on each rank, v (p - 1) / v     ibid. 2.2.2
+    zb-h1         1f1b with backward split in two: the weights' part     Qi et al. 2023, arXiv 2401.10241, 2.3
+                  fills the waits at the end
+    zb-v          two stages on each rank, down the ranks and up again,  Qi et al. 2024, arXiv 2405.15362, 3
+                  backward split in two
+
+Bubbles and memory of each are in `simulate.py`'s tests, held against the papers' formulas.
+
+All take any number of micro-batches: interleaved and zb-v are made for the next number that they are regular for, and
+the micro-batches that do not exist are left out, which keeps every order intact.
+"""
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from megazero.schedules.actions import Action, Kind, Schedule, backwards, forwards
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    ranks = tuple((*forwards(r, range(m)), *backwards(r, range(m))) for r in range(p))
+    return Schedule("gpipe", m, tuple(range(p)), ranks)
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    def rank(r: int) -> Iterator[Action]:
+        ahead = min(p - 1 - r, m)
+        yield from forwards(r, range(ahead))
+        for k in range(m - ahead):
+            yield Action(r, F, ahead + k)
+            yield Action(r, B, k)
+        yield from backwards(r, range(m - ahead, m))
+
+    return Schedule("1f1b", m, tuple(range(p)), tuple(tuple(rank(r)) for r in range(p)))
+
+
+def interleaved(p: int, m: int, v: int) -> Schedule:
+    """Micro-batches go through the stages in groups of p: p through a rank's first chunk, p through its second, ..."""
+    regular = -(-m // p) * p
+    total = regular * v
+
+    def nth(r: int, k: int, kind: Kind) -> Action:
+        """The k-th forward of a rank, or its k-th backward."""
+        chunk = k // p % v
+        chunk = chunk if kind is F else v - 1 - chunk
+        return Action(chunk * p + r, kind, k // (p * v) * p + k % p)
+
+    def rank(r: int) -> Iterator[Action]:
+        ahead = min(2 * (p - 1 - r) + (v - 1) * p, total)
+        yield from (nth(r, k, F) for k in range(ahead))
+        for k in range(total - ahead):
+            yield nth(r, ahead + k, F)
+            yield nth(r, k, B)
+        yield from (nth(r, k, B) for k in range(total - ahead, total))
+
+    stages = tuple(stage % p for stage in range(p * v))
+    return Schedule("interleaved", regular, stages, tuple(tuple(rank(r)) for r in range(p))).first(m)
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """Rank r leaves the weights' part r micro-batches behind: as many more as it has fewer forwards under way."""
+
+    def rank(r: int) -> Iterator[Action]:
+        ahead = min(p - 1 - r, m)
+        yield from forwards(r, range(ahead))
+        for k in range(m):
+            if ahead + k < m:
+                yield Action(r, F, ahead + k)
+            yield Action(r, I, k)
+            if k >= r:
+                yield Action(r, W, k - r)
+        yield from (Action(r, W, k) for k in range(max(m - r, 0), m))
+
+    return Schedule("zb-h1", m, tuple(range(p)), tuple(tuple(rank(r)) for r in range(p)))
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Rank r has stages r and 2 p - 1 - r, so that the first rank has the loss too, and begins backward at once."""
+    regular = max(m, 2 * p - 1)
+
+    def rank(r: int) -> Iterator[Action]:
+        down, up = r, 2 * p - 1 - r
+        ahead = 2 * (p - r) - 1
+        done = dict.fromkeys([(s, k) for s in (down, up) for k in (F, I, W)], 0)
+
+        def do(stage: int, *kinds: Kind) -> Iterator[Action]:
+            for kind in kinds:
+                if done[stage, kind] < regular:
+                    yield Action(stage, kind, done[stage, kind])
+                    done[stage, kind] += 1
+
+        for _ in range(ahead):
+            yield from do(down, F)
+        for _ in range(r):
+            yield from (*do(up, F), *do(down, F))
+        for _ in range(p - r):
+            yield from do(up, F, I, W)
+        while done[up, F] < regular or done[down, F] < regular:
+            yield from (*do(down, F, I, W), *do(up, F, I, W))
+        for _ in range(r):
+            yield from (*do(down, I), *do(up, I))
+        for _ in range(p - r):
+            yield from do(down, I, W)
+        rest = zip_longest(range(done[up, W], regular), range(done[down, W], regular))
+        for upper, lower in rest:
+            yield from (Action(s, W, k) for s, k in ((up, upper), (down, lower)) if k is not None)
+
+    stages = (*range(p), *reversed(range(p)))
+    return Schedule("zb-v", regular, stages, tuple(tuple(rank(r)) for r in range(p))).first(m)
+
+
+def make(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+    """The schedule that a config names."""
+    if name == "interleaved":
+        return interleaved(ranks, micro_batches, chunks)
+    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v}[name](ranks, micro_batches)

@@ -1,0 +1,95 @@
+"""Holds a schedule against what every schedule has to keep, before anything runs.
+
+Each stage does each micro-batch once, in order, on the rank that has it; its backward whole, or in two parts, or not at
+all. With transfers in the lists: what is sent has been computed, what is waited for has been posted, and every message
+has a sender and a receiver. That nobody waits in a circle is found by `simulate`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from megazero.schedules.actions import Action, Kind, Schedule
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+_SENDS = {Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1), Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1)}
+_RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
+_AFTER = {
+    W: (I,),
+    Kind.SEND_FORWARD: (F,),
+    Kind.SEND_BACKWARD: (B, I),
+    Kind.REDUCE: (B, W),
+    Kind.TIE: (Kind.REDUCE,),
+}
+_SPARSE = (Kind.REDUCE, Kind.TIE)  # not done for every micro-batch
+
+
+class ScheduleError(ValueError):
+    """A schedule that would not end, or not compute the gradient. Its text has the timetable."""
+
+
+def check(schedule: Schedule) -> None:
+    """Raises ScheduleError: the lists, with the culprit marked."""
+    for rank, actions in enumerate(schedule.ranks):
+        seen: Counter[tuple[int, Kind]] = Counter()  # how many have been done, and of the sparse ones the last, plus 1
+        for place, action in enumerate(actions):
+            if reason := next(_wrong(schedule, rank, action, seen), None):
+                raise _broken(schedule, rank, place, reason)
+            seen[action.stage, action.kind] = action.micro_batch + 1
+        for stage in schedule.stages_of(rank):
+            forward, whole, parts = seen[stage, F], seen[stage, B], (seen[stage, I], seen[stage, W])
+            m = schedule.micro_batches
+            if forward != m or (whole, *parts) not in ((m, 0, 0), (0, m, m), (0, 0, 0)):
+                got = f"stage {stage} has {forward} F, {whole} B, {parts[0]} I and {parts[1]} W"
+                raise _broken(schedule, rank, len(actions), f"{got}, expected {m} F and {m} B, or {m} I and {m} W")
+    _check_messages(schedule)
+
+
+def _wrong(schedule: Schedule, rank: int, action: Action, seen: Counter[tuple[int, Kind]]) -> Iterator[str]:
+    """What is wrong with doing an action now."""
+    stage, kind, m = action.stage, action.kind, action.micro_batch
+    if stage not in schedule.stages_of(rank):
+        yield f"stage {stage} is not on rank {rank}"
+    if m < seen[stage, kind] or (m > seen[stage, kind] and kind not in _SPARSE):
+        yield f"expected micro-batch {seen[stage, kind]}"
+    if before := _AFTER.get(kind):
+        if all(seen[stage, k] <= m for k in before):
+            yield f"{' or '.join(f'{stage}{k.value}{m}' for k in before)} has not been done"
+    if kind in (B, I) and seen[stage, F] <= m:
+        yield f"{stage}F{m} has not been done"
+    if kind in _RECEIVES and _with_transfers(schedule):
+        receive, towards = _RECEIVES[kind]
+        if _remote(schedule, stage, stage + towards) and seen[stage, receive] <= m:
+            yield f"{stage}{receive.value}{m} has not been posted"
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Every message is sent and received."""
+    lists = list(enumerate(schedule.ranks))
+    posted = {(a.stage, a.kind, a.micro_batch) for _, actions in lists for a in actions}
+    for rank, actions in lists:
+        for place, action in enumerate(actions):
+            if action.kind in _SENDS:
+                receive, towards = _SENDS[action.kind]
+                if (action.stage + towards, receive, action.micro_batch) not in posted:
+                    raise _broken(schedule, rank, place, f"nobody receives it in stage {action.stage + towards}")
+            for send, (receive, towards) in _SENDS.items():
+                if action.kind is receive and (action.stage - towards, send, action.micro_batch) not in posted:
+                    raise _broken(schedule, rank, place, f"nobody sends it in stage {action.stage - towards}")
+
+
+def _with_transfers(schedule: Schedule) -> bool:
+    return any(a.kind in _SENDS for actions in schedule.ranks for a in actions)
+
+
+def _remote(schedule: Schedule, stage: int, other: int) -> bool:
+    return 0 <= other < schedule.num_stages and schedule.rank_of[other] != schedule.rank_of[stage]
+
+
+def _broken(schedule: Schedule, rank: int, place: int, reason: str) -> ScheduleError:
+    lines = []
+    for number, actions in enumerate(schedule.ranks):
+        words = [f">{a}<" if (number, i) == (rank, place) else str(a) for i, a in enumerate(actions)]
+        lines.append(f"rank {number:<3} " + " ".join(words) + (" ><" if (number, len(words)) == (rank, place) else ""))
+    actions = schedule.ranks[rank]
+    at = actions[place] if place < len(actions) else "the end"
+    return ScheduleError(f"{schedule.name} is broken at {at} of rank {rank}: {reason}\n" + "\n".join(lines))

@@ -1,0 +1,111 @@
+"""Passes over a schedule of computations that add what ranks have to say to each other, and what that costs.
+
+    add_transfers     sends behind what makes a message, receives posted one computation before they are needed
+    add_reductions    gradients go to where the optimizer state is: once a step (ZeRO stages 0 and 1), or after each
+                      micro-batch (2 and 3); and the tied weight's gradient is summed over first and last stage
+    add_bill          how many bytes each of these sends, and what forward and backward gather first (stage 3)
+
+Gathering itself belongs to the parts of the model (`zero/watch.py`); here it is only written down.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megazero.schedules.actions import Action, Kind, Schedule
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Bill:
+    """Bytes that a rank sends, by the ring formula.
+
+    Attributes:
+        message: one micro-batch's activations between two stages; their gradient is as long.
+        reduce: of each stage one reduction of its gradients.
+        gather_forward, gather_backward: of each stage what is gathered for one forward, and for one backward.
+        tie: the shared weight's gradient.
+    """
+
+    message: int
+    reduce: Sequence[int]
+    gather_forward: Sequence[int]
+    gather_backward: Sequence[int]
+    tie: int = 0
+
+    def of(self, action: Action) -> int:
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            return self.message
+        if action.kind is Kind.TIE:
+            return self.tie
+        by_stage = {F: self.gather_forward, B: self.gather_backward, I: self.gather_backward, Kind.REDUCE: self.reduce}
+        return by_stage[action.kind][action.stage] if action.kind in by_stage else 0
+
+
+def add_transfers(schedule: Schedule) -> Schedule:
+    """Nothing is sent between stages of one rank."""
+
+    def remote(stage: int, other: int) -> bool:
+        return 0 <= other < schedule.num_stages and schedule.rank_of[stage] != schedule.rank_of[other]
+
+    def receives(action: Action) -> Iterator[Action]:
+        kind, source = {
+            F: (Kind.RECEIVE_FORWARD, action.stage - 1),
+            B: (Kind.RECEIVE_BACKWARD, action.stage + 1),
+            I: (Kind.RECEIVE_BACKWARD, action.stage + 1),
+        }.get(action.kind, (None, -1))
+        if kind is not None and remote(action.stage, source):
+            yield replace(action, kind=kind)
+
+    def sends(action: Action) -> Iterator[Action]:
+        kind, target = {
+            F: (Kind.SEND_FORWARD, action.stage + 1),
+            B: (Kind.SEND_BACKWARD, action.stage - 1),
+            I: (Kind.SEND_BACKWARD, action.stage - 1),
+        }.get(action.kind, (None, -1))
+        if kind is not None and remote(action.stage, target):
+            yield replace(action, kind=kind)
+
+    def rank(actions: Sequence[Action]) -> Iterator[Action]:
+        yield from receives(actions[0]) if actions else ()
+        for here, following in zip(actions, [*actions[1:], None], strict=True):
+            if following is not None:
+                yield from receives(following)
+            yield here
+            yield from sends(here)
+
+    return replace(schedule, ranks=tuple(tuple(rank(actions)) for actions in schedule.ranks))
+
+
+def add_reductions(schedule: Schedule, *, each: bool, tied: bool) -> Schedule:
+    """Behind what a stage has to send.
+
+    Args:
+        each: after every micro-batch, not only after the last.
+        tied: the first and the last stage share a weight; where they are on one rank, there is nothing to sum.
+    """
+    last, ends = schedule.micro_batches - 1, (0, schedule.num_stages - 1)
+    tied = tied and schedule.rank_of[ends[0]] != schedule.rank_of[ends[1]]
+
+    def rank(actions: Sequence[Action]) -> Iterator[Action]:
+        waiting: list[Action] = []  # for the sends
+        ties: list[Action] = []
+        for action in actions:
+            if action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                yield from waiting
+                waiting = []
+            yield action
+            if action.kind in (B, W) and (each or action.micro_batch == last):
+                waiting.append(Action(action.stage, Kind.REDUCE, action.micro_batch))
+                if tied and action.stage in ends and action.micro_batch == last:
+                    ties.append(Action(action.stage, Kind.TIE, last))
+        yield from (*waiting, *ties)
+
+    return replace(schedule, ranks=tuple(tuple(rank(actions)) for actions in schedule.ranks))
+
+
+def add_bill(schedule: Schedule, bill: Bill) -> Schedule:
+    """The same actions with their bytes."""
+    return replace(
+        schedule, ranks=tuple(tuple(replace(a, size=bill.of(a)) for a in actions) for actions in schedule.ranks)
+    )
