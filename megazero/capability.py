@@ -124,15 +124,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 # An option that is missing here works; so does a value that is listed.
 LIMITS: tuple[Limit, ...] = (
     Limit("run.time_limit", (None,)),
-    Limit("parallel.pipeline", (1,)),
     Limit("zero.offload.optimizer", ("none",)),
     Limit("zero.offload.parameters", ("none",)),
     Limit("zero.offload.path", (None,)),
     Limit("memory.recompute", ("none",)),
     Limit("memory.partition", (False,)),
     Limit("memory.offload", (False,)),
-    Limit("pipeline.schedule", ("1f1b",)),
-    Limit("pipeline.chunks", (1,)),
     Limit("precision.kernels", ("auto", "fused", "reference")),
     Limit("checkpoint.every", (None,)),
     Limit("checkpoint.keep", (None,)),

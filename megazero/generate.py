@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.build import DTYPES, build_model, open_tokenizer
+from megazero.build import DTYPES, build_model
+from megazero.build_run import open_tokenizer
 from megazero.checkpoint.weights import FILE_NAME, load_weights
 from megazero.config_file import load
 from megazero.errors import UserError

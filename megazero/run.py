@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 from megazero import __version__
-from megazero.build import bucket_of, build_trainer, check_world, model_shape
+from megazero.build import bucket_of, check_world
+from megazero.build_run import build_trainer
 from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError
@@ -29,6 +30,7 @@ from megazero.parallel.launch import Place, local_size, world_from_environment
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.spawn import run_local
+from megazero.pipelining import model_shape
 from megazero.run_folder import RunFolder
 from megazero.trainer import Trainer
 from megazero.zero.resting import resting_table

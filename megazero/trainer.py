@@ -3,10 +3,11 @@
 The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
 batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
 
-The host does not wait for the device inside a step. What a step computed is read between the first forward and the
-first backward of the *next* step (or when the step is logged): by then the device has enough to do, so reading costs
-nothing, the exact learning rate of the next update is known, and a loss that is not finite is noticed before a second
-update could have happened (the device suppresses the first one by itself).
+The host does not wait for the device inside a step. What a step computed is read before the first backward of the
+*next* step (or when the step is logged): by then the device has enough to do, so reading costs nothing, the exact
+learning rate of the next update is known, and a loss that is not finite is noticed before a second update could have
+happened (the device suppresses the first one by itself). It is acted upon when the passes are done, which is the same
+moment on all ranks of a pipeline.
 
 A step that was not finite has changed nothing. Before the run ends, every rank computes it once more without the
 others, so that the error names the rank and the parameter with which it began.
@@ -22,6 +23,8 @@ from megazero.data.loader import BatchLoader, MicroBatch
 from megazero.errors import UserError
 from megazero.learning_rate import LearningRate
 from megazero.observe.recorder import Numbers, Recorder
+from megazero.pipeline.executor import Pipeline
+from megazero.pipeline.stage import Feed
 from megazero.validation import Score, Validation
 from megazero.zero.engine import Engine, StepResult
 
@@ -53,7 +56,9 @@ class Pace:
 
 OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
 
-Blame = Callable[[str | None, Callable[[int, str | None], UserError]], UserError]
+# Where in the flow of a step's data (first forwards, then backwards, from the loss on) something is wrong, and what.
+Fault = tuple[int, str]
+Blame = Callable[[Fault | None, Callable[[int, str | None], UserError]], UserError]
 
 
 @dataclass(frozen=True)
@@ -69,22 +74,24 @@ class Trainer:
     """Trains for `pace.steps` steps.
 
     Args:
-        engine: gradients and update.
-        losses: (micro-batch, step) -> token losses [S, B], with autograd.
+        engine: update.
+        pipeline: forward and backward passes.
+        feed: (micro-batch, step) -> what the passes need to know of it.
         loader: the micro-batches of each step.
         validation: None for none.
         recorder: observes.
         pace: when to do what.
         save: writes the final weights; called once, before the last validation or anything else can fail.
         now: told the step (from 1) and what is being done.
-        blame: finds the first rank whose own part of a step was at fault; given what is wrong with this rank's, and
+        blame: finds the rank whose own part of a step was at fault first; given what is wrong with this rank's, and
             how to say it, returns the error to raise.
     """
 
     def __init__(
         self,
         engine: Engine,
-        losses: Callable[[MicroBatch, int], Tensor],
+        pipeline: Pipeline,
+        feed: Callable[[MicroBatch, int], Feed],
         loader: BatchLoader,
         validation: Validation | None,
         recorder: Recorder,
@@ -93,12 +100,13 @@ class Trainer:
         now: Callable[[int, str], object],
         blame: Blame,
     ):
-        self.engine, self.losses, self.loader = engine, losses, loader
+        self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
         self.validation, self.recorder, self.pace, self.save, self.now = validation, recorder, pace, save, now
         self.blame = blame
         self.skipped = self.overflows = 0
         self.score: Score | None = None
         self._pending: _Pending | None = None
+        self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
 
     def run(self) -> None:
         """Trains. The last validation's result is `score`.
@@ -122,28 +130,31 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         self.now(step + 1, "data")
-        batches = self.loader.step(step)
-        self.engine.begin_step(len(batches))
-        for m, batch in enumerate(batches):
-            self.now(step + 1, "forward")
-            self.engine.forward(m)
-            losses_SB = self.losses(batch, step)
-            self._settle()
-            self.now(step + 1, "backward")
-            self.engine.backward(losses_SB, batch.valid_SB, m)
+        feeds = [self.feed(batch, step) for batch in self.loader.step(step)]
+        self.engine.begin_step()
+        self.pipeline.train(feeds, now=lambda phase: self.now(step + 1, phase), between=self._read)
+        self._settle()
         self.now(step + 1, "update")
         lr = self.pace.learning_rate.at(step - self.skipped)
         self._pending = _Pending(step, lr, self.engine.finish_step(lr))
 
+    def _read(self) -> None:
+        """Reads how the step issued last went: the host waits for it here, and nowhere else."""
+        if self._pending is not None and self._flags is None:
+            result = self._pending.result
+            self._flags = bool(result.finite.item()), bool(result.skipped.item())
+
     def _settle(self) -> None:
-        """Reads the numbers of the step issued last, if they have not been read: the host waits for it here."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        """Acts on how the step issued last went, once."""
+        self._read()
+        (pending, self._pending), (flags, self._flags) = (self._pending, None), (self._flags, None)
+        if pending is None or flags is None:
             return
-        self.overflows = 0 if pending.result.finite.item() else self.overflows + 1
+        finite, skipped = flags
+        self.overflows = 0 if finite else self.overflows + 1
         if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
             raise self._not_finite(pending)
-        self.skipped += int(pending.result.skipped.item())
+        self.skipped += skipped
         if pending.step + 1 == self.pace.steps:
             self.now(pending.step + 1, "save")
             self.save()
@@ -165,9 +176,7 @@ class Trainer:
 
     def _not_finite(self, pending: _Pending) -> UserError:
         self.now(pending.step + 1, "examination")
-        batches = self.loader.step(pending.step)
-        scale = pending.result.loss_scale
-        own = self.engine.examine(lambda m: self.losses(batches[m], pending.step), len(batches), scale)
+        own = self._own_fault(pending)
 
         def say(rank: int, fault: str | None) -> UserError:
             result = pending.result
@@ -181,3 +190,18 @@ class Trainer:
             return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=pending.step + 1)
 
         return self.blame(own, say)
+
+    def _own_fault(self, pending: _Pending) -> Fault | None:
+        """What is first not finite in this rank's part of a step, computed once more."""
+        feeds = [self.feed(batch, pending.step) for batch in self.loader.step(pending.step)]
+        faults: list[Fault] = []
+
+        def look(stage: int, micro_batch: int, output: Tensor) -> None:
+            if not torch.isfinite(output).all():
+                what = "loss" if stage == self.pipeline.num_stages - 1 else f"output of stage {stage}"
+                faults.append((stage, f"{what} of micro-batch {micro_batch}"))
+
+        found = self.engine.examine(lambda: self.pipeline.train(feeds, look=look), pending.result.loss_scale)
+        stages, last = list(self.pipeline.stages), 2 * self.pipeline.num_stages - 1
+        faults += [(last - stages[number], what) for number, what in found]
+        return min(faults, key=lambda fault: fault[0], default=None)

@@ -31,21 +31,24 @@ class Validation:
 
     Args:
         batches: gives this rank's, from the first; as many on every rank.
-        losses: token losses [S, B] of a micro-batch, without gradients or dropout.
+        losses: token losses [S, B] of all of them, without gradients or dropout; of none where the last stage is not.
         token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
         data: the axis whose ranks share the batches out among themselves.
+        pipeline: the axis on one rank of which the last stage is.
         device: of this rank.
     """
 
     def __init__(
         self,
         batches: Callable[[], Iterable[MicroBatch]],
-        losses: Callable[[MicroBatch], Tensor],
+        losses: Callable[[list[MicroBatch]], list[Tensor]],
         token_bytes: np.ndarray | None,
         data: Axis,
+        pipeline: Axis,
         device: torch.device,
     ):
         self._batches, self._losses, self._data, self._device = batches, losses, data, device
+        self._pipeline = pipeline
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
     def check(self, where: str) -> None:
@@ -63,12 +66,14 @@ class Validation:
     def score(self) -> Score:
         """One pass over the batches. The loss is nan where no token counts."""
         sums = [0.0, 0.0, 0.0]
-        for batch in self._batches():
-            sums[0] += self._losses(batch).sum(dtype=torch.float64).item()
+        batches = list(self._batches())
+        for batch, losses_SB in zip(batches, self._losses(batches), strict=False):  # of none, or of all
+            sums[0] += losses_SB.sum(dtype=torch.float64).item()
             sums[1] += int(batch.valid_SB.sum())
             if self._token_bytes is not None:
                 sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
         everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
-        nats, tokens, size = all_reduce(everyone, self._data, "validation").tolist()
+        all_reduce(all_reduce(everyone, self._data, "validation"), self._pipeline, "validation")
+        nats, tokens, size = everyone.tolist()
         loss = nats / tokens if tokens else math.nan
         return Score(loss, nats / (math.log(2) * size) if size else None)

@@ -1,13 +1,14 @@
 """The same few steps on any grid, and the logical tensors put together from all ranks."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.build import build_engine
-from megazero.config import Optimizer
+from megazero.build import DTYPES, Feed, build
+from megazero.config import Config, resolved
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
 from megazero.model.parameter import declaration_of
@@ -16,8 +17,9 @@ from megazero.model.transformer import Shape, Transformer
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Grid
 from megazero.parallel.wire import BUCKET
+from megazero.pipeline.stage import Stage
 from megazero.zero.engine import Engine, StepResult
-from megazero.zero.placement import STAGES, Precision, Spread
+from megazero.zero.placement import Precision
 from tests.model.small import GPT, LLAMA
 from tests.ranks import run_ranks
 
@@ -35,6 +37,7 @@ class Layout:
     """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank, stage.
 
     Attributes:
+        schedule, chunks: of the pipeline.
         bucket: bytes of a communication that may be under way.
         sockets: ranks talk through sockets, as if on different hosts.
     """
@@ -46,6 +49,31 @@ class Layout:
     stage: int = 0
     bucket: int = BUCKET
     sockets: bool = False
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+    def config(self, shape: Shape, precision: Precision) -> Config:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        wide = precision.gradients == torch.float32
+        options = {
+            "model": asdict(shape),
+            "parallel": {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence},
+            "pipeline": {"schedule": self.schedule, "chunks": self.chunks},
+            "zero": {"stage": self.stage, "grad_dtype": "fp32" if wide else "param"},
+            "precision": {"dtype": names[precision.parameters]},
+            "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
+            "batch": {"global": GLOBAL_BATCH, "micro": self.micro},
+        }
+        return resolved(Config.model_validate(options))
+
+    @property
+    def micro(self) -> int:
+        return GLOBAL_BATCH // (self.data * self.accumulation)
 
 
 @dataclass
@@ -65,8 +93,9 @@ def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[...
     Args:
         rank: does one rank's part, instead of `train_rank`.
     """
-    size = layout.tensor * layout.data
-    ranks = run_ranks(size, rank or train_rank, layout, SHAPES[flavour], precision, tensor=layout.tensor)
+    shape = SHAPES[flavour]
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    ranks = run_ranks(layout.size, rank or train_rank, layout, shape, precision, **axes)
     for other in ranks[1:]:
         assert other.losses == ranks[0].losses and other.norms == ranks[0].norms, "replicas differ"
     first = ranks[0]
@@ -74,51 +103,43 @@ def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[...
         first.losses,
         first.norms,
         *(
-            whole([getattr(rank, part) for rank in ranks], SHAPES[flavour], layout.tensor)
+            whole([getattr(rank, part) for rank in ranks], shape, layout.tensor)
             for part in ("initial", "gradients", "weights")
         ),
     )
 
 
-def engine_of(model: Transformer, spread: Spread, shape: Shape, precision: Precision) -> Engine:
-    return build_engine(
-        model,
-        seed=0,
-        spread=spread,
-        precision=precision,
-        device=CPU,
-        optimizer=Optimizer(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=0.5),
-        tokens_per_step=GLOBAL_BATCH * shape.seq_len,
-        ops=REFERENCE,
-    )
-
-
 class Rank:
-    """One rank of a layout, with its model and engine."""
+    """One rank of a layout, with its part of the model."""
 
     def __init__(self, grid: Grid, layout: Layout, shape: Shape, precision: Precision):
         wire = replace(grid.data.wire, bucket=layout.bucket)
         wire = replace(wire, mail=None) if layout.sockets else wire
-        self.data, self.tensor = replace(grid.data, wire=wire), replace(grid.tensor, wire=wire)
+        self.grid = Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
+        self.data, self.tensor = self.grid.data, self.grid.tensor
         self.layout, self.shape = layout, shape
-        self.model = Transformer(shape, seed=0, tensor=self.tensor, sequence=layout.sequence, ops=REFERENCE)
-        spread = Spread(self.data, self.tensor, layout.sequence, STAGES[layout.stage])
-        self.engine = engine_of(self.model, spread, shape, precision)
-        self.micro = GLOBAL_BATCH // (layout.data * layout.accumulation)
+        built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE)
+        self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
-    def losses(self, step: int, m: int) -> tuple[Tensor, Tensor]:
-        """Token losses of a micro-batch, and which of them count."""
-        data, shape = self.data, self.shape
-        rows = [index_of(data.rank, m, row, data.size, self.micro) for row in range(self.micro)]
+    @property
+    def last(self) -> Stage:
+        """The stage that has the loss, if it is here."""
+        return self.pipeline.stages[self.pipeline.num_stages - 1]
+
+    def feed(self, step: int, m: int) -> Feed:
+        """A micro-batch of a step."""
+        data, shape, micro = self.data, self.shape, self.layout.micro
+        rows = [index_of(data.rank, m, row, data.size, micro) for row in range(micro)]
         tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
         offset = self.tensor.rank * shape.seq_len // self.tensor.size if self.layout.sequence else 0
-        return self.model.losses(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset)), valid_SB
+        return Feed(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
+
+    def passes(self, step: int, **options: Any) -> None:
+        self.pipeline.train([self.feed(step, m) for m in range(self.layout.accumulation)], **options)
 
     def step(self, step: int) -> StepResult:
-        self.engine.begin_step(self.layout.accumulation)
-        for m in range(self.layout.accumulation):
-            self.engine.forward(m)
-            self.engine.backward(*self.losses(step, m), m)
+        self.engine.begin_step()
+        self.passes(step)
         return self.engine.finish_step(lr=1e-3)
 
     def weights(self) -> dict[str, Tensor]:
@@ -179,17 +200,19 @@ def whole(parts: list[dict[str, Tensor]], shape: Shape, tensor: int) -> dict[str
     declarations = {name: declaration_of(parameter) for name, parameter in model.named_parameters()}
     result = {}
     for name, declaration in declarations.items():
-        for rank, replica in enumerate(parts):
-            assert_same(name, replica[name], parts[rank % tensor][name])
+        holders = [(rank % tensor, part[name]) for rank, part in enumerate(parts) if name in part]
+        firsts = [next(value for place, value in holders if place == k) for k in range(tensor)]
+        for place, value in holders:
+            assert_same(name, value, firsts[place])
         if declaration.split:
-            result[name] = torch.cat([part[name] for part in parts[:tensor]])
+            result[name] = torch.cat(firsts)
             padding = result[name][declaration.shape[0] :]
             assert not padding.any(), f"{name}: padding is no longer zero"
             result[name] = result[name][: declaration.shape[0]]
         else:
-            result[name] = parts[0][name]
-            for part in parts[1:tensor]:
-                assert_same(name, part[name], result[name])
+            result[name] = firsts[0]
+            for value in firsts[1:]:
+                assert_same(name, value, result[name])
     return result
 
 

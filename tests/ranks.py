@@ -28,8 +28,10 @@ from megazero.parallel.rendezvous import connect
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, tensor: int = 1) -> list[Any]:
-    """`function(grid, *arguments)` on each of `size` ranks; the data axis is what `tensor` leaves."""
+def run_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, tensor: int = 1, pipeline: int = 1
+) -> list[Any]:
+    """`function(grid, *arguments)` on each of `size` ranks; the data axis is what `tensor` and `pipeline` leave."""
     if size == 1:
         return [function(single(), *arguments)]
     context = multiprocessing.get_context("fork")
@@ -38,7 +40,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, tensor: 
         processes = []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            call = (rank, size, Path(folder) / "store", tensor, function, arguments, theirs)
+            call = (rank, size, Path(folder) / "store", (tensor, pipeline), function, arguments, theirs)
             process = context.Process(target=_be, args=call, daemon=True)
             process.start()
             theirs.close()
@@ -70,13 +72,19 @@ def _results(ends: list[Connection]) -> list[Any]:
 
 
 def _be(
-    rank: int, size: int, store: Path, tensor: int, function: Callable[..., Any], arguments: tuple, end: Connection
+    rank: int,
+    size: int,
+    store: Path,
+    axes: tuple[int, int],
+    function: Callable[..., Any],
+    arguments: tuple,
+    end: Connection,
 ) -> None:
     try:
         torch.set_num_threads(1)
         place = Place(World(rank, size, rank, "local"), Board.private().seat(0), store)
         wire = connect(place, timeout=TIMEOUT, fingerprint="test")
-        grid: Grid = make_grid(tensor=tensor, pipeline=1, wire=wire, device_type="cpu")
+        grid: Grid = make_grid(tensor=axes[0], pipeline=axes[1], wire=wire, device_type="cpu")
         end.send_bytes(pickle.dumps((True, function(grid, *arguments))))  # send would share tensors' memory
         dist.barrier()  # nobody leaves while others still talk
     except BaseException:

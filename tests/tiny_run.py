@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build import bucket_of, build_trainer
+from megazero.build import bucket_of
+from megazero.build_run import build_trainer
 from megazero.config import Config
 from megazero.config_file import load
 from megazero.observe.jsonl import read_rows

@@ -5,7 +5,7 @@ It is written beside its place and moved there when it is complete and on disk, 
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,22 +17,49 @@ from megazero.errors import UserError
 from megazero.files import flush_file, flush_folder
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
+from megazero.parallel.messages import Channel, Messages
 
 FILE_NAME = "model.safetensors"
+_FIRST_CHANNEL = 1 << 14  # beyond those between stages
 
 
-def gather_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis, *, keep: bool) -> dict[str, Tensor]:
-    """The whole logical tensors, where `keep`; the other ranks of the tensor axis help and get nothing.
+def whole_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis) -> Iterator[tuple[str, Tensor]]:
+    """The whole logical tensors of what this rank has parts of; every rank of the tensor axis goes through all.
 
     Args:
         parts: (name, this rank's rows, rows of the whole without padding), the last None where every rank has it all.
-            Rows need to be there only until the next ones are asked for.
+            Rows need to be there only until the next ones are asked for, and so are the results.
     """
-    whole = {}
     for name, part, rows in parts:
-        full = part if rows is None else all_gather(part.contiguous(), tensor, "save")[:rows]
-        if keep:
-            whole[name] = full.clone()
+        yield name, part if rows is None else all_gather(part.contiguous(), tensor, "save")[:rows]
+
+
+def bring_together(
+    own: Iterable[tuple[str, Tensor]], shapes: Sequence[Mapping[str, torch.Size]], pipeline: Axis
+) -> dict[str, Tensor]:
+    """All ranks' tensors on the first rank of the pipeline; nothing on the others.
+
+    Args:
+        own: this rank's.
+        shapes: of each rank of the pipeline the tensors that it contributes, in the order of its `own`.
+    """
+    channels = [Channel(_FIRST_CHANNEL + rank, rank, 0, "save") for rank in range(pipeline.size)]
+    messages = Messages(pipeline, channels[1:] if pipeline.rank == 0 else [channels[pipeline.rank]])
+    whole: dict[str, Tensor] = {}
+    some: Tensor | None = None
+    for name, tensor in own:
+        some = tensor
+        if name not in shapes[pipeline.rank]:
+            continue
+        if pipeline.rank == 0:
+            whole[name] = tensor.clone()
+        else:
+            messages.send(channels[pipeline.rank], tensor.contiguous())
+            messages.finish()
+    assert some is not None, "every rank has some"
+    for rank in range(1, pipeline.size) if pipeline.rank == 0 else ():
+        for name, shape in shapes[rank].items():
+            whole[name] = messages.post(channels[rank], some.new_empty(shape), f"weights of {name}").wait()
     return whole
 
 

@@ -28,6 +28,7 @@ from megazero.parallel.grid import Axis
 from megazero.parallel.regions import Region
 
 Part = Callable[[Tensor, Step], Tensor]
+TIED = "tied"  # the unit of a weight that is used at both ends
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,20 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
         """Logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
-        x = tokens_SB
-        for part in self.path:
-            x = part(x, step)
+        return self.through(range(len(self.path)), tokens_SB, step)
+
+    def through(self, parts: range, x: Tensor, step: Step) -> Tensor:
+        """Some of the path's parts, one after the other, on what comes out of the part before them."""
+        for i in parts:
+            x = self.path[i](x, step)
         return x
 
     def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: Step) -> Tensor:
         """Loss of each token in nats, 0 where not valid: [S, B]."""
-        logits_SBV = self(tokens_SB, step)
+        return self.score(self(tokens_SB, step), targets_SB, valid_SB)
+
+    def score(self, logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
+        """The same from logits, which are overwritten."""
         return token_losses(logits_SBV, targets_SB, valid_SB, vocab=self.shape.vocab, tensor=self.tensor)
 
     def units(self) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
@@ -132,7 +139,7 @@ class Transformer(nn.Module):
         """
         names = {parameter: name for name, parameter in self.named_parameters()}
         tied = self._tied()
-        units = [("tied", [(names[p], p) for p in tied])]
+        units = [(TIED, [(names[p], p) for p in tied])]
         units += [
             (name, [(names[p], p) for p in m.parameters() if all(p is not t for t in tied)])
             for name, m in self._named_parts()
@@ -144,7 +151,7 @@ class Transformer(nn.Module):
         exist = {name for name, _ in self.units()}
         ends = ("embedding", "head")
         return [
-            (["tied"] if self._tied() and name in ends else []) + [name] * (name in exist)
+            ([TIED] if self._tied() and name in ends else []) + [name] * (name in exist)
             for name, _ in self._named_parts()
         ]
 

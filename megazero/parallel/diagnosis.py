@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megazero.errors import UserError
-from megazero.parallel.board import P2P, DONE, EMPTY, FAILED, RUNNING, STUCK, Operation, Standing
+from megazero.parallel.board import DONE, EMPTY, FAILED, P2P, RUNNING, STUCK, Operation, Standing
 
 
 def death(standing: Standing, exit_code: int) -> UserError:
@@ -72,7 +72,9 @@ def _waits_in(standing: Standing) -> Operation | None:
 
 def _missing(standings: Sequence[Standing], rank: int, operation: Operation) -> bool:
     """Whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
-    return operation.axis == P2P or rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
+    return (
+        operation.axis == P2P or rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
+    )
 
 
 def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:

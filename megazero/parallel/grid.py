@@ -116,5 +116,7 @@ def _ends(pipeline: Axis) -> Axis:
     ranks = [pipeline.ranks[0], pipeline.ranks[last]]
     group = pipeline.group
     if last > 1:
-        group = dist.new_group(ranks, timeout=pipeline.wire.timeout, use_local_synchronization=True)
+        made = dist.new_group(ranks, timeout=pipeline.wire.timeout, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+        group = made
     return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], group, pipeline.wire)

@@ -72,9 +72,7 @@ class Carrier(Protocol):
         """(waits and gives the message, whether it has come)."""
         ...
 
-    def finish(self) -> None:
-        """What was sent may be written over, or will not be looked at again."""
-        ...
+    def finish(self) -> None: ...
 
 
 class Messages:
@@ -86,11 +84,11 @@ class Messages:
 
     def __init__(self, axis: Axis, channels: list[Channel]):
         self._axis = axis
-        self._numbers = dict.fromkeys([(c.index, end) for c in channels for end in ("sent", "posted")], 0)
         self._carrier = _carrier(axis, channels)
 
     def send(self, channel: Channel, x: Tensor) -> None:
-        """The next message of a channel. x is contiguous, and nobody writes to it any more."""
+        """The next message of a channel. x is contiguous, and nobody writes to it until `finish`."""
+        assert x.is_contiguous(), f"a strided view: {tuple(x.shape)}, strides {x.stride()}"
         number = self._number(channel, "sent")
         self._axis.wire.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
         self._carrier.send(channel, number, x)
@@ -105,13 +103,19 @@ class Messages:
         return Receipt(self._axis, channel.source, what, finish, came)
 
     def finish(self) -> None:
-        """At the end of a step: what was sent is no longer kept."""
-        self._carrier.finish()
+        """Returns when nothing that was sent is kept any more.
+
+        Raises:
+            CollectiveError: somebody does not take it within the axis' timeout, or the connection broke.
+        """
+        try:
+            self._carrier.finish()
+        except (RuntimeError, TimeoutError) as error:
+            raise CollectiveError(P2P, str(error)) from None
 
     def _number(self, channel: Channel, end: str) -> int:
-        number = self._numbers[channel.index, end]
-        self._numbers[channel.index, end] = number + 1
-        return number
+        """Counted by the wire, so that no two messages of a run ever have one name."""
+        return self._axis.wire.reserve(f"{self._axis.name} {channel.index} {end}", 1)
 
 
 def _carrier(axis: Axis, channels: list[Channel]) -> Carrier:
@@ -129,8 +133,10 @@ class _Parcels:
     def __init__(self, axis: Axis, mail: Mail):
         self._axis, self._mail = axis, mail
         self._outgoing: deque[tuple[int, Tensor]] = deque()
+        self._last = axis.rank  # whom something was sent to
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
+        self._last = channel.target
         self._outgoing.extend(_pieces(channel, number, x))
         if self not in self._mail.rounds:
             self._mail.rounds.append(self)
@@ -154,7 +160,11 @@ class _Parcels:
         return finish, parcel.came
 
     def finish(self) -> None:
-        """What has not found room yet is kept: it goes whenever this rank waits."""
+        self._mail.wait_until(self._all_gone, self._axis.ranks[self._last])
+
+    def _all_gone(self) -> bool:
+        self.take_in()
+        return not self._outgoing
 
 
 class _Expected:

@@ -88,6 +88,11 @@ class ModelShape:
         attention = 12 * self.layers * self.heads * self.head_dim * self.seq_len
         return 6 * self.matmul_parameters() + attention
 
+    def head_in_blocks(self) -> float:
+        """What the output projection costs, in blocks (forward, and backward alike)."""
+        block = 2 * self._block_matrices() + 4 * self.seq_len * self.heads * self.head_dim
+        return 2 * self.vocab * self.hidden / block
+
     def _block_matrices(self) -> int:
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width
         return attention + (self.num_mlp_inputs + 1) * self.hidden * self.ffn

@@ -29,10 +29,11 @@ class ScheduleError(ValueError):
 
 def check(schedule: Schedule) -> None:
     """Raises ScheduleError: the lists, with the culprit marked."""
+    with_transfers = any(a.kind in _SENDS for actions in schedule.ranks for a in actions)
     for rank, actions in enumerate(schedule.ranks):
         seen: Counter[tuple[int, Kind]] = Counter()  # how many have been done, and of the sparse ones the last, plus 1
         for place, action in enumerate(actions):
-            if reason := next(_wrong(schedule, rank, action, seen), None):
+            if reason := next(_wrong(schedule, rank, action, seen, with_transfers), None):
                 raise _broken(schedule, rank, place, reason)
             seen[action.stage, action.kind] = action.micro_batch + 1
         for stage in schedule.stages_of(rank):
@@ -44,19 +45,20 @@ def check(schedule: Schedule) -> None:
     _check_messages(schedule)
 
 
-def _wrong(schedule: Schedule, rank: int, action: Action, seen: Counter[tuple[int, Kind]]) -> Iterator[str]:
+def _wrong(
+    schedule: Schedule, rank: int, action: Action, seen: Counter[tuple[int, Kind]], with_transfers: bool
+) -> Iterator[str]:
     """What is wrong with doing an action now."""
     stage, kind, m = action.stage, action.kind, action.micro_batch
-    if stage not in schedule.stages_of(rank):
+    if not (stage < schedule.num_stages and schedule.rank_of[stage] == rank):
         yield f"stage {stage} is not on rank {rank}"
     if m < seen[stage, kind] or (m > seen[stage, kind] and kind not in _SPARSE):
         yield f"expected micro-batch {seen[stage, kind]}"
-    if before := _AFTER.get(kind):
-        if all(seen[stage, k] <= m for k in before):
-            yield f"{' or '.join(f'{stage}{k.value}{m}' for k in before)} has not been done"
+    if (before := _AFTER.get(kind)) and all(seen[stage, k] <= m for k in before):
+        yield f"{' or '.join(f'{stage}{k.value}{m}' for k in before)} has not been done"
     if kind in (B, I) and seen[stage, F] <= m:
         yield f"{stage}F{m} has not been done"
-    if kind in _RECEIVES and _with_transfers(schedule):
+    if kind in _RECEIVES and with_transfers:
         receive, towards = _RECEIVES[kind]
         if _remote(schedule, stage, stage + towards) and seen[stage, receive] <= m:
             yield f"{stage}{receive.value}{m} has not been posted"
@@ -75,10 +77,6 @@ def _check_messages(schedule: Schedule) -> None:
             for send, (receive, towards) in _SENDS.items():
                 if action.kind is receive and (action.stage - towards, send, action.micro_batch) not in posted:
                     raise _broken(schedule, rank, place, f"nobody sends it in stage {action.stage - towards}")
-
-
-def _with_transfers(schedule: Schedule) -> bool:
-    return any(a.kind in _SENDS for actions in schedule.ranks for a in actions)
 
 
 def _remote(schedule: Schedule, stage: int, other: int) -> bool:

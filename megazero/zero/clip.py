@@ -3,9 +3,12 @@
 The norm counts each logical parameter once. Squares are summed in fp64 for each unit and each data rank's shard of it,
 and these sums are added in rank order, then in unit order, whether a rank holds one shard or all of them: fp32 sums
 over 1, 2 or 4 shards of a million elements differ by 1.7e-5, enough to break equality between stages through the clip.
+Units on other ranks of the pipeline have their place in the same order.
 
 Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,12 +21,17 @@ from megazero.zero.unit import Unit
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(units: list[Unit], spread: Spread, ops: Operations) -> Tensor:
-    """Sum of squared reduced gradients of each unit over the whole model: fp64 [units], the same on every rank.
+def unit_squares(places: Mapping[Unit, int], num_units: int, spread: Spread, ops: Operations) -> Tensor:
+    """Sum of squared reduced gradients of each unit of the whole model: fp64 [num_units], the same on every rank.
+
+    Args:
+        places: of each unit that this rank counts its place among all of the model.
+        num_units: of the model.
 
     The tail of a unit is whole on every rank of the tensor axis; the first one counts it. On the others it counts
     nothing times, which is nothing unless it is not finite there.
     """
+    units = list(places)
     sharded = spread.stage.optimizer is Placement.SHARD
     parts = 1 if sharded else spread.data.size
     squares = torch.stack(
@@ -34,7 +42,9 @@ def unit_squares(units: list[Unit], spread: Spread, ops: Operations) -> Tensor:
         total = total + shard
     if sharded:
         total = all_reduce(total, spread.data, "norm")
-    return all_reduce(total, spread.tensor, "norm")
+    everywhere = total.new_zeros(num_units)
+    everywhere[list(places.values())] = all_reduce(total, spread.tensor, "norm")
+    return all_reduce(everywhere, spread.pipeline, "norm")
 
 
 def _squares(units: list[Unit], part: int, parts: int, ops: Operations, *, with_tail: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The life of a step: begin, forward and backward of each micro-batch, finish.
+"""The life of a step: begin, the passes of each micro-batch, finish.
 
 The loss of a step is the sum over the valid tokens of the global batch divided by their count. The count is known
 only when the last micro-batch has been seen, and nobody waits for it: backward runs on sum / (global batch x sequence
@@ -8,7 +8,9 @@ valid token is skipped: it consumes its batch and changes nothing.
 The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduction.py`), and
 the updated parameters come from there (`presence.py`). Under sequence parallelism a rank of the tensor axis has
 seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one all-reduce of each
-reduced tail completes them.
+reduced tail completes them. The ranks of the pipeline have other stages of the model, the last of them the loss; a
+weight that the first and the last stage share has a copy on both, of which each has seen its own use: `tie` sums
+them, so that both copies are updated alike, and the norm counts the first.
 
 Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there;
 the host reads it later (`StepResult`). Once loss or norm were not finite the flag stays up, so no later update can
@@ -25,6 +27,7 @@ from megazero.kernels.operations import Operations
 from megazero.parallel.collectives import all_reduce, start_all_reduce
 from megazero.zero.clip import clip_factor, unit_squares
 from megazero.zero.optimizer import AdamW
+from megazero.zero.passes import Passes
 from megazero.zero.placement import Spread
 from megazero.zero.presence import Presence
 from megazero.zero.reduction import Reduction
@@ -60,18 +63,25 @@ class Engine:
     """Parameters, gradients and update of one rank's units.
 
     Args:
-        units: in forward order.
+        stages: the names of the units that each stage of this rank uses, in forward order.
+        units: all of them, in forward order.
+        order: the names of all units of the model, in forward order.
         optimizer: over the same units.
         clip: the largest global gradient norm let through; 0 for no clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
         spread: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use.
+
+    Attributes:
+        passes: of each stage of this rank.
     """
 
     def __init__(
         self,
+        stages: list[list[str]],
         units: list[Unit],
+        order: list[str],
         optimizer: AdamW,
         *,
         clip: float,
@@ -85,42 +95,62 @@ class Engine:
         device = units[0].parameters.device
         self.presence = Presence(spread.data, device)
         self.loss_scale = LossScale(device, dynamic=scaling)
-        self._reduction = Reduction(units, spread, device)
-        self._micro_batches = 1
+        self._units = {unit.layout.name: unit for unit in units}
+        self.passes = list(self._passes(stages, device))
+        # Of a unit on both ends the first is counted, and the other is its copy.
+        copies = {unit for unit in units if unit.shared and spread.ends.rank == 1}
+        self._places = {unit: order.index(unit.layout.name) for unit in units if unit not in copies}
+        self._num_units = len(order)
         # Sum of losses and count of valid tokens: one tensor, so that both are summed over ranks at once. Counts are
         # exact in fp64 up to 2^53.
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
-    def watch(self, parts: Sequence[Part], names: Sequence[list[str]]) -> list[Part]:
-        """The parts of a model, each with what has to be done around it; `names` of the units that each uses."""
-        units = {unit.layout.name: unit for unit in self.units}
-        return watch(parts, [[units[name] for name in of_part] for of_part in names], self.presence)
+    def _passes(self, stages: list[list[str]], device: torch.device) -> Iterator[Passes]:
+        """Gradients of a unit that several stages use are complete in the first of them, whose backward comes last."""
+        taken: set[str] = set()
+        for names in stages:
+            own = [self._units[name] for name in names if name not in taken]
+            taken.update(names)
+            yield Passes([self._units[name] for name in names], Reduction(own, self.spread, device), self.presence)
 
-    def begin_step(self, micro_batches: int = 1) -> None:
-        """A step of this many micro-batches begins."""
-        self._micro_batches = micro_batches
+    def watch(self, parts: Sequence[Part], names: Sequence[list[str]], *, keep_last: bool) -> list[Part]:
+        """The parts of one stage, each with what has to be done around it.
+
+        Args:
+            names: of the units that each uses.
+            keep_last: the last one's backward follows its forward, so its parameters stay.
+        """
+        return watch(parts, [[self._units[name] for name in of_part] for of_part in names], self.presence, keep_last)
+
+    def begin_step(self) -> None:
+        """What was gathered before is past."""
         self._totals.zero_()
-        self._reduction.begin_step()
-
-    def forward(self, micro_batch: int) -> None:
-        """What is computed from here on, until the next call, belongs to this micro-batch (counted from 0)."""
+        for passes in self.passes:
+            passes.clear()
         for unit in self.units:
-            unit.visits.forward = micro_batch
+            unit.visits.clear()
+            unit.forget_gradients()
 
-    def backward(self, losses_SB: Tensor, valid_SB: Tensor, micro_batch: int = 0) -> None:
-        """Adds one micro-batch: its token losses (0 where not valid) go into the step's loss and gradients."""
+    def loss(self, losses_SB: Tensor, valid_SB: Tensor) -> Tensor:
+        """Adds one micro-batch's token losses (0 where not valid) to the step's; what its backward begins at."""
         self._totals[0] += losses_SB.detach().sum(dtype=torch.float64)
         self._totals[1] += valid_SB.sum()
-        self._reduction.begin_backward(micro_batch, last=micro_batch == self._micro_batches - 1)
-        self._run_backward(losses_SB)
+        return self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step)
+
+    def tie(self) -> None:
+        """Sums the reduced gradients of what the first and the last stage share, once a step."""
+        for unit in self.units:
+            if unit.shared:
+                all_reduce(unit.own_gradients, self.spread.ends, "tied")
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
         spread = self.spread
         self._complete_tails()
-        squares = unit_squares(self.units, spread, self.ops)
-        loss_sum, valid = all_reduce(self._totals, spread.data, "loss").unbind()
+        squares = unit_squares(self._places, self._num_units, spread, self.ops)
+        totals = all_reduce(all_reduce(self._totals, spread.data, "loss"), spread.pipeline, "loss")
+        loss_sum, valid = totals.unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
         norm = squares.sum().sqrt() * factor
@@ -137,27 +167,32 @@ class Engine:
             self.presence.publish(unit)
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
 
-    def examine(self, losses: Callable[[int], Tensor], micro_batches: int, loss_scale: Tensor) -> str | None:
-        """Computes a step again, without reducing or updating anything: what of this rank's is not finite, if anything.
+    def examine(self, compute: Callable[[], None], loss_scale: Tensor) -> list[tuple[int, str]]:
+        """Computes a step again, without reducing or updating anything: what of this rank's gradients is not finite.
 
-        A step that was not finite has changed nothing, so it can be repeated bit for bit, and now each rank's own loss
-        and gradients can be looked at before they are added to those of others. Every rank has to call this.
+        A step that was not finite has changed nothing, so it can be repeated bit for bit, and now each rank's own
+        gradients can be looked at before they are added to those of others. Every rank has to call this.
 
         Args:
-            losses: micro-batch -> token losses [S, B].
+            compute: all passes of the step.
             loss_scale: that the step had.
+
+        Returns:
+            (which of this rank's stages, what), in the order in which it was found.
         """
-        faults: list[str] = []
+        faults: list[tuple[int, str]] = []
         self.loss_scale.scale.copy_(loss_scale)
-        self.begin_step(micro_batches)
-        for m in range(micro_batches):
-            self.forward(m)
-            losses_SB = losses(m)
-            if not torch.isfinite(losses_SB).all():
-                faults.append(f"loss of micro-batch {m}")
-            self._reduction.begin_backward(m, last=False, inspect=lambda unit: faults.extend(_not_finite(unit)))
-            self._run_backward(losses_SB)
-        return faults[0] if faults else None
+        self.begin_step()
+        for number, passes in enumerate(self.passes):
+            passes.reduction.inspect = lambda unit, number=number: faults.extend(
+                (number, fault) for fault in _not_finite(unit)
+            )
+        try:
+            compute()
+        finally:
+            for passes in self.passes:
+                passes.reduction.inspect = None
+        return faults
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(full name, values of this rank's part) of every parameter, in unit order; gathered if need be.
@@ -170,11 +205,6 @@ class Engine:
             for interval in unit.layout.intervals:
                 yield interval.name, unit.parameter(interval.name)
             self.presence.release([unit])
-
-    def _run_backward(self, losses_SB: Tensor) -> None:
-        self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step).backward()
-        self._reduction.end_backward()
-        self.presence.release_all(self.units)
 
     def _complete_tails(self) -> None:
         if not self.spread.sequence:

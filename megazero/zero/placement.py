@@ -14,7 +14,7 @@ micro-batch. Gradients go to where the optimizer state is; updated parameters co
 gathered wherever they are used. A rank's shard is one of `size` equal intervals of a unit's flat buffer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -74,12 +74,16 @@ class Spread:
         tensor: ranks with other parts of the matrices.
         sequence: gradients of what is whole over the tensor axis are partial there.
         stage: what rests sharded over the data axis.
+        pipeline: ranks with other stages of the model.
+        ends: the first and the last of these, which may share a weight.
     """
 
     data: Axis
     tensor: Axis
     sequence: bool
     stage: Stage = STAGES[0]
+    pipeline: Axis = field(default_factory=lambda: Axis("pipeline"))
+    ends: Axis = field(default_factory=lambda: Axis("ends"))
 
 
 def held(numel: int, placement: Placement, axis: Axis) -> slice:

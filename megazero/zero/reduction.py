@@ -20,7 +20,11 @@ _UNDER_WAY = 1  # reductions that may be begun and not finished
 
 
 class Reduction:
-    """The gradients of all units, through the micro-batches of a step."""
+    """The gradients of one stage's units, through the micro-batches of a step.
+
+    Args:
+        units: in forward order.
+    """
 
     def __init__(self, units: list[Unit], spread: Spread, device: torch.device):
         self._units, self._spread = units, spread
@@ -29,38 +33,35 @@ class Reduction:
         self._next = -1  # the unit whose reduction begins next; -1: none in this backward
         self._under_way: deque[tuple[Unit, Pending]] = deque()
         self._reduced: set[Unit] = set()  # in this step
-        self._inspect: Callable[[Unit], object] | None = None
+        # Called with each unit that has all its own gradients, which are then not reduced but dropped.
+        self.inspect: Callable[[Unit], object] | None = None
         for index, unit in enumerate(units):
             unit.visits.on_complete = lambda index=index: self._complete(index)
 
-    def begin_step(self) -> None:
+    def clear(self) -> None:
         """What was gathered before is past."""
         self._reduced.clear()
-        for unit in self._units:
-            unit.visits.clear()
-            unit.forget_gradients()
+        self._next = -1
 
-    def begin_backward(self, micro_batch: int, *, last: bool, inspect: Callable[[Unit], object] | None = None) -> None:
+    def begin_backward(self, *, reduce: bool) -> None:
         """The gradients of a micro-batch come now.
 
         Args:
-            last: of the step.
-            inspect: called with each unit that has all its own gradients, which are then not reduced but dropped.
+            reduce: they, and those that have gathered before, are reduced as units become complete.
         """
-        self._inspect = inspect
-        each_time = self._spread.stage.gradients is Placement.SHARD or inspect is not None
-        self._next = len(self._units) - 1 if each_time or last else -1
+        self._next = len(self._units) - 1 if reduce else -1
         self._ready = [False] * len(self._units)
-        for unit in self._units:
-            unit.visits.backward = micro_batch
 
     def end_backward(self) -> None:
-        """Closes what is left, and finishes what is under way."""
+        """Closes what backward never reached."""
         self._ready = [True] * len(self._units)
         self._begin_ready()
-        self._finish(0)
         for unit in self._units:
             unit.visits.end()
+
+    def finish(self) -> None:
+        """Waits for what is under way."""
+        self._finish(0)
 
     def _complete(self, index: int) -> None:
         self._ready[index] = True
@@ -90,8 +91,8 @@ class Reduction:
         data = self._spread.data
         partial = unit.partial
         assert partial is not None
-        if self._inspect is not None:
-            self._inspect(unit)
+        if self.inspect is not None:
+            self.inspect(unit)
             return done(partial)
         accumulate = unit in self._reduced
         self._reduced.add(unit)

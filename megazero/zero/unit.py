@@ -34,6 +34,7 @@ class Unit:
         precision: dtypes.
         device: of everything.
         pools: for whole parameters and whole gradients.
+        shared: the first and the last stage of a pipeline both have it, on different ranks.
 
     Attributes:
         numel: elements of the whole flat buffer with its padding, which is zero and stays so.
@@ -49,8 +50,11 @@ class Unit:
         precision: Precision,
         device: torch.device,
         pools: tuple[Pool, Pool],
+        *,
+        shared: bool = False,
     ):
         self.layout, self._pools = layout, pools
+        self.shared = shared
         stage, data, ledger = spread.stage, spread.data, spread.data.wire.ledger
         self.numel = aligned(max(layout.numel, layout.decayed), data.size)
         self.shard = held(self.numel, stage.optimizer, data)

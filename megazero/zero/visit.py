@@ -3,17 +3,18 @@
 Each use of a parameter in forward is announced, each announced use delivers one gradient in backward, and when as many
 have been delivered as were announced, for all parameters of a unit and one micro-batch, the unit's gradients are
 complete. Nothing simpler tells: a unit with integer input (the embedding) gets no gradient of its input, a tied
-weight's two gradients come at the beginning and at the end of backward, and where the weight pass is split off none
-comes in the input pass.
+weight's two gradients come at the beginning and at the end of backward, and where the weights' part of backward is
+split off none comes in the other.
 
 The phases of a unit and a micro-batch are kept, so that a gradient that comes too late or too early is an error with
 the name of the parameter and not a wrong sum.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -43,6 +44,7 @@ class Visits:
     Attributes:
         forward, backward: the micro-batches whose uses are announced and whose gradients are delivered now.
         on_complete: called when the last gradient of a visit has arrived.
+        noted: where deliveries are put instead of being made, while backward computes the gradient of the input only.
     """
 
     def __init__(self, unit: str):
@@ -50,6 +52,7 @@ class Visits:
         self._visits: dict[int, Visit] = {}
         self.forward = self.backward = 0
         self.on_complete: Callable[[], object] = lambda: None
+        self.noted: deque[Callable[[], None]] | None = None
 
     def expect(self, parameter: str) -> None:
         """A use of a parameter in forward, or in a forward that is computed again."""
@@ -111,16 +114,38 @@ class GradientView:
         self._unit.visits.expect(self._name)
 
     def add(self, gradient: Tensor) -> None:
+        self._make(self._add, gradient)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        self._make(self._add_product, left, right)
+
+    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        self._make(self._add_rows, rows, values)
+
+    def close(self) -> None:
+        """Nothing has been delivered: the gradient is zero."""
+        if self.fresh:
+            self.view.zero_()
+            self.fresh = False
+
+    def _make(self, delivery: Callable[..., None], *tensors: Tensor) -> None:
+        noted = self._unit.visits.noted
+        if noted is None:
+            delivery(*tensors)
+        else:
+            noted.append(partial(delivery, *(tensor.detach() for tensor in tensors)))  # else they hold the graph
+
+    def _add(self, gradient: Tensor) -> None:
         if self._first():
             self.view.copy_(gradient)
         else:
             self.view += gradient
         self._unit.visits.delivered(self._name)
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
+    def _add_product(self, left: Tensor, right: Tensor) -> None:
         self._unit.open_gradients()
         if left.dtype != self.view.dtype:
-            self.add(left @ right)
+            self._add(left @ right)
             return
         if self._first():
             torch.mm(left, right, out=self.view)
@@ -128,17 +153,11 @@ class GradientView:
             self.view.addmm_(left, right)
         self._unit.visits.delivered(self._name)
 
-    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+    def _add_rows(self, rows: Tensor, values: Tensor) -> None:
         if self._first():
             self.view.zero_()
         self.view.index_add_(0, rows, values.to(self.view.dtype))
         self._unit.visits.delivered(self._name)
-
-    def close(self) -> None:
-        """Nothing has been delivered: the gradient is zero."""
-        if self.fresh:
-            self.view.zero_()
-            self.fresh = False
 
     def _first(self) -> bool:
         """Whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""

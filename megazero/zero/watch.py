@@ -1,7 +1,7 @@
 """The events of a unit's life in a step, wired around the parts of a model that knows nothing of them.
 
     pre_forward    a part is about to run: its units' parameters are there, the next part's are on their way
-    post_forward   it has run: sharded parameters are released (the last part keeps them, its backward comes next)
+    post_forward   it has run: sharded parameters are released (but by the model's last part: its backward comes next)
     pre_backward   its gradient has arrived: what its backward needs is there, what the part before needs on its way
     post_backward  two moments: the last gradient of a unit has been delivered (`visit.py`), which begins its reduction,
                    and the whole part's backward has run, after which its parameters are released
@@ -104,6 +104,7 @@ class Watched:
         self.part, self.units, self._presence = part, units, presence
         self.before: Watched | None = None
         self.after: Watched | None = None
+        self.keep = False
         self._call: _Call | None = None
 
     def __call__(self, x: Tensor, *circumstances: Any) -> Tensor:
@@ -122,7 +123,7 @@ class Watched:
             x = _Boundary.apply(x, call.post_backward)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
             y = self.part(x, *circumstances)
-        if self.after is not None:
+        if not self.keep:
             self._release(next_ones)
         return _Boundary.apply(y, call.pre_backward)
 
@@ -130,9 +131,10 @@ class Watched:
         self._presence.release([unit for unit in self.units if unit not in next_ones])
 
 
-def watch(parts: Sequence[Part], units: Sequence[list[Unit]], presence: Presence) -> list[Part]:
-    """The same parts, each with the units that it uses."""
+def watch(parts: Sequence[Part], units: Sequence[list[Unit]], presence: Presence, keep_last: bool) -> list[Part]:
+    """The same parts, each with the units that it uses; the last one's stay after a forward that has a backward."""
     watched = [Watched(part, of_part, presence) for part, of_part in zip(parts, units, strict=True)]
     for first, second in pairwise(watched):
         first.after, second.before = second, first
+    watched[-1].keep = keep_last
     return list(watched)

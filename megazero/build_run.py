@@ -1,0 +1,183 @@
+"""From a config to a run: trainer, data, validation, sinks, and what is written at the end."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megazero.build import DTYPES, Built, build, feeds_of
+from megazero.checkpoint.weights import bring_together, save_weights, whole_weights
+from megazero.config import Config
+from megazero.config_file import flatten
+from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.tokenizer import Tokenizer
+from megazero.errors import UserError
+from megazero.kernels.choice import choose
+from megazero.learning_rate import LearningRate
+from megazero.model.parameter import declaration_of
+from megazero.observe.console import ConsoleSink
+from megazero.observe.jsonl import JsonlSink
+from megazero.observe.profile import Profile
+from megazero.observe.recorder import Recorder, Work
+from megazero.observe.sinks import Sink, Sinks
+from megazero.observe.tensorboard_sink import TensorboardSink
+from megazero.observe.wandb_sink import WandbSink
+from megazero.parallel.agreement import FailedElsewhere, agree
+from megazero.parallel.collectives import gather_bytes
+from megazero.parallel.grid import Grid
+from megazero.pipelining import model_shape
+from megazero.plan.hardware import peak_flops
+from megazero.run_folder import RunFolder
+from megazero.trainer import Fault, Pace, Trainer
+from megazero.validation import Validation
+
+_PROFILED_STEPS = 3
+
+
+def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunFolder) -> Trainer:
+    """Everything that one rank of a training run needs, in the order in which it depends on each other.
+
+    Only the first rank of the world writes: rows, profiles, weights. It asks nothing of the other ranks, so each may
+    fail on its own; whoever calls it lets them agree.
+
+    Raises:
+        UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
+            114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
+    """
+    dtype = DTYPES[config.precision.dtype]
+    name = config.data.tokenizer
+    tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
+    train, valid = open_datasets(
+        config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
+    )
+    ops = choose(config.precision.kernels, device, dtype)
+    built = build(config, grid, device, ops)
+    engine, pipeline = built.engine, built.pipeline
+    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
+    flops = model_shape(config).flops_per_token()
+    work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
+    first = grid.world.rank == 0
+    wire = grid.world.wire
+    return Trainer(
+        engine,
+        pipeline,
+        lambda batch, step: feed(batch, step, True),
+        BatchLoader(
+            train,
+            seed=config.run.seed,
+            global_batch=config.batch.global_,
+            micro_batch=config.batch.micro,
+            data_rank=grid.data.rank,
+            num_data=grid.data.size,
+        ),
+        _validation(
+            config, valid, lambda many: pipeline.evaluate([feed(b, 0, False) for b in many]), tokenizer, grid, device
+        ),
+        Recorder(_sinks(config, folder, first), _profile(config, folder, first), work, wire.ledger),
+        Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        lambda: _save(built, grid, device, folder, config.run.steps),
+        wire.seat.now,
+        lambda own, say: _blame(own, say, grid, device),
+    )
+
+
+def _save(built: Built, grid: Grid, device: torch.device, folder: RunFolder, steps: int) -> None:
+    """The whole weights, written by the first rank; all know how it went."""
+    write = grid.world.rank == 0
+    declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
+    rows = {name: d.shape[0] if d.split else None for name, d in declarations.items()}
+    own = whole_weights(((n, part, rows[n]) for n, part in built.engine.named_parameters()), grid.tensor)
+    if grid.data.rank == 0 and grid.tensor.rank == 0:
+        shapes = [{n: torch.Size(declarations[n].shape) for n in names} for names in _names_by_rank(built)]
+        whole = bring_together(own, shapes, grid.pipeline)
+    else:
+        whole = {}
+        for _ in own:  # the others gather with those
+            pass
+    agree(grid.world, device, lambda: save_weights(folder.checkpoint(steps), whole, steps) if write else None)
+
+
+def _names_by_rank(built: Built) -> list[list[str]]:
+    """Of each rank of the pipeline the parameters that it has; one that two ranks have is the first one's."""
+    on_path, members = built.model.units_on_path(), dict(built.model.units())
+    taken: set[str] = set()
+    found = []
+    for rank in range(built.layers.ranks):
+        used = {u for parts in built.layers.of_rank(rank).values() for i in parts for u in on_path[i]} - taken
+        taken |= used
+        found.append([name for unit, named in members.items() if unit in used for name, _ in named])
+    return found
+
+
+def _blame(
+    own: Fault | None, say: Callable[[int, str | None], UserError], grid: Grid, device: torch.device
+) -> UserError:
+    """The error of the rank that has found something in its own part of a step first; of rank 0 if none has."""
+    found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid.world, "agree", device)]
+    faulty = [rank for rank, fault in enumerate(found) if fault]
+    rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
+    return say(rank, own[1] if own else None) if rank == grid.world.rank else FailedElsewhere(rank, 301)
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype) if device.type == "cuda" else None
+
+
+def open_tokenizer(path: str, vocab: int) -> Tokenizer:
+    """The tokenizer of a model of `vocab` ids.
+
+    Raises:
+        UserError: 112, it has more pieces than that; 209, it cannot be read.
+    """
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
+        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
+    return tokenizer
+
+
+def _learning_rate(config: Config) -> LearningRate:
+    s = config.schedule
+    assert s.cooldown is not None, "a resolved config"
+    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, config.run.steps, s.decay, s.cooldown)
+
+
+def _validation(
+    config: Config,
+    dataset: WindowDataset | None,
+    losses: Callable[[list[MicroBatch]], list[Tensor]],
+    tokenizer: Tokenizer | None,
+    grid: Grid,
+    device: torch.device,
+) -> Validation | None:
+    if dataset is None:
+        return None
+    micro, samples = config.batch.micro, config.data.valid_samples
+    token_bytes = None if tokenizer is None else tokenizer.token_bytes()
+
+    def batches() -> Iterator[MicroBatch]:
+        return validation_batches(dataset, micro, samples, data_rank=grid.data.rank, num_data=grid.data.size)
+
+    validation = Validation(batches, losses, token_bytes, grid.data, grid.pipeline, device)
+    validation.check(str(dataset.stream.dataset.bin_path))
+    return validation
+
+
+def _sinks(config: Config, folder: RunFolder, first: bool) -> Sinks:
+    if not first:
+        return Sinks([])
+    sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
+    if config.observe.tensorboard:
+        sinks.append(TensorboardSink(folder.path / "tensorboard"))
+    if config.observe.wandb is not None:
+        sinks.append(WandbSink(config.observe.wandb, folder.path.name, flatten(config), folder.path))
+    return Sinks(sinks)
+
+
+def _profile(config: Config, folder: RunFolder, first: bool) -> Profile:
+    if config.observe.profile is None or not first:
+        return Profile(1, 0, folder.profile)
+    folder.profile.mkdir(exist_ok=True)
+    return Profile(config.observe.profile, _PROFILED_STEPS, folder.profile)

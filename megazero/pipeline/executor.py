@@ -1,0 +1,159 @@
+"""Does what a schedule says: one function for each kind of action, and a table of them.
+
+The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 ...) and in many on many.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.pipeline.stage import Feed, Stage
+from megazero.pipeline.transport import Transport
+from megazero.schedules.actions import Action, Kind, Schedule
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward (input)",
+    Kind.BACKWARD_WEIGHT: "backward (weight)",
+    Kind.REDUCE: "reduction",
+    Kind.TIE: "tied sum",
+}
+_BEGIN_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+class Pipeline:
+    """The stages of one rank, and the steps of a schedule.
+
+    Args:
+        stages: of this rank, by their index.
+        num_stages: of all ranks.
+        rank: on the pipeline axis.
+        schedule: number of micro-batches -> what all ranks do in a step.
+        transport: between stages.
+        shape: of a micro-batch's residual stream on this rank.
+        tie: sums the shared weight's gradient over first and last stage.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        num_stages: int,
+        rank: int,
+        schedule: Callable[[int], Schedule],
+        transport: Transport,
+        shape: Callable[[Feed], Sequence[int]],
+        tie: Callable[[], None],
+    ):
+        self.stages, self.num_stages = stages, num_stages
+        self._rank, self._schedule, self._transport, self._shape, self._tie = rank, schedule, transport, shape, tie
+        self._training: dict[int, Schedule] = {}
+        self._evaluation: dict[int, Schedule] = {}
+        self._feeds: Sequence[Feed] = ()
+        self._reduced: frozenset[tuple[int, int]] = frozenset()
+        self._look: Callable[[int, int, Tensor], object] | None = None
+        self._losses: list[Tensor] = []
+        self._do: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_FORWARD: transport.send,
+            Kind.SEND_BACKWARD: transport.send,
+            Kind.RECEIVE_FORWARD: self._post,
+            Kind.RECEIVE_BACKWARD: self._post,
+            Kind.REDUCE: lambda action: self.stages[action.stage].finish_reduction(),
+            Kind.TIE: lambda action: self._tie(),
+        }
+
+    def train(
+        self,
+        feeds: Sequence[Feed],
+        *,
+        now: Callable[[str], object] = lambda phase: None,
+        between: Callable[[], object] = lambda: None,
+        look: Callable[[int, int, Tensor], object] | None = None,
+    ) -> None:
+        """Forward and backward of every micro-batch; gradients are left where the engine updates from.
+
+        Args:
+            feeds: of the micro-batches, in order.
+            now: told what is being done.
+            between: called once, before the first backward.
+            look: shown (stage, micro-batch, output) of every forward.
+        """
+        self._look = look
+        self._run(self._lowered(self._training, len(feeds), lambda schedule: schedule), feeds, now, between)
+
+    @torch.no_grad()
+    def evaluate(self, feeds: Sequence[Feed]) -> list[Tensor]:
+        """Token losses of every micro-batch where the last stage is, nothing elsewhere."""
+        if feeds:
+            self._look = None
+            schedule = self._lowered(self._evaluation, len(feeds), Schedule.forward_only)
+            self._run(schedule, feeds, lambda phase: None, lambda: None)
+        losses, self._losses = self._losses, []
+        return losses
+
+    def _run(
+        self,
+        schedule: Schedule,
+        feeds: Sequence[Feed],
+        now: Callable[[str], object],
+        between: Callable[[], object],
+    ) -> None:
+        actions = schedule.ranks[self._rank]
+        self._feeds = feeds
+        for stage in self.stages.values():
+            stage.clear()
+        self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
+        begun = False
+        for action in actions:
+            if action.kind in _WORDS:
+                place = f" in stage {action.stage}" if self.num_stages > 1 else ""
+                now(f"{_WORDS[action.kind]} of micro-batch {action.micro_batch}{place}")
+            if not begun and action.kind in _BEGIN_BACKWARD:
+                begun = True
+                between()
+            self._do[action.kind](action)
+        self._transport.finish()
+        self._feeds = ()
+
+    def _lowered(
+        self, known: dict[int, Schedule], micro_batches: int, choose: Callable[[Schedule], Schedule]
+    ) -> Schedule:
+        if micro_batches not in known:
+            known[micro_batches] = choose(self._schedule(micro_batches))
+        return known[micro_batches]
+
+    def _forward(self, action: Action) -> None:
+        index, m = action.stage, action.micro_batch
+        stage = self.stages[index]
+        x = self._transport.take(F, index, m) if index > 0 else None
+        y = stage.forward(m, x, self._feeds[m])
+        if self._look is not None:
+            self._look(index, m, y)
+        if stage.loss is None:
+            self._transport.put(F, index + 1, m, y)
+        elif not torch.is_grad_enabled():
+            self._losses.append(y)
+
+    def _backward(self, action: Action) -> None:
+        index, m = action.stage, action.micro_batch
+        stage = self.stages[index]
+        gradient = self._transport.take(B, index, m) if stage.loss is None else None
+        if action.kind is B:
+            gradient = stage.backward(m, gradient, reduce=(index, m) in self._reduced)
+        else:
+            gradient = stage.backward_input(m, gradient)
+        if gradient is not None:
+            self._transport.put(B, index - 1, m, gradient)
+
+    def _backward_weight(self, action: Action) -> None:
+        index, m = action.stage, action.micro_batch
+        self.stages[index].backward_weight(m, reduce=(index, m) in self._reduced)
+
+    def _post(self, action: Action) -> None:
+        self._transport.post(action, self._shape(self._feeds[action.micro_batch]))

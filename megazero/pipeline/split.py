@@ -1,0 +1,36 @@
+"""Where the model is cut: which blocks belong to which stage.
+
+Blocks are alike, the ends are not: the first stage has the embedding too, the last the final norm and the output
+projection, which costs about as much as V / (12 h) blocks. Every stage has at least one block, and each further block
+goes to the rank that has least to do, there to the stage that has least. For blocks of equal cost that makes the
+busiest rank's work as small as it can be.
+"""
+
+from collections.abc import Sequence
+
+
+def split(blocks: int, rank_of: Sequence[int], *, embedding: float, head: float) -> list[range]:
+    """Of each stage the parts of the model's path that it runs: 0 is the embedding, 1 to `blocks`, then the head.
+
+    Args:
+        blocks: of the model; at least one for each stage.
+        rank_of: of each stage the rank that computes it.
+        embedding, head: what they cost, in blocks.
+    """
+    stages = range(len(rank_of))
+    assert blocks >= len(stages), f"{blocks} blocks in {len(stages)} stages: held by the config"
+    costs = [1.0 for _ in stages]
+    costs[0] += embedding
+    costs[-1] += head
+    counts = [1 for _ in stages]
+    for _ in range(blocks - len(stages)):
+        work = [sum(costs[k] for k in stages if rank_of[k] == rank) for rank in rank_of]
+        # Of equals the last: earlier stages hold more micro-batches.
+        stage = min(reversed(stages), key=lambda k: (round(work[k], 6), round(costs[k], 6)))
+        costs[stage] += 1
+        counts[stage] += 1
+    firsts = [1 + sum(counts[:k]) for k in stages]
+    cuts = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    cuts[0] = range(cuts[0].stop)
+    cuts[-1] = range(cuts[-1].start, blocks + 2)
+    return cuts

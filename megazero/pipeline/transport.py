@@ -1,0 +1,77 @@
+"""What goes from stage to stage: activations down, their gradients up.
+
+Every message has the shape of one micro-batch's residual stream, which both sides know. Two stages of one rank hand
+their tensors over as they are.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megazero.parallel.grid import Axis
+from megazero.parallel.messages import Channel, Messages, Receipt
+from megazero.schedules.actions import Action, Kind
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+# Of each transfer: what it carries, and how far the other side's stage is.
+_SENDS = {Kind.SEND_FORWARD: (F, 1), Kind.SEND_BACKWARD: (B, -1)}
+_RECEIVES = {Kind.RECEIVE_FORWARD: (F, -1), Kind.RECEIVE_BACKWARD: (B, 1)}
+_NAMES = {F: "activations", B: "gradients"}
+
+
+class Transport:
+    """The tensors between this rank's stages and others.
+
+    Args:
+        pipeline: the axis.
+        rank_of: of each stage its rank.
+        dtype, device: of every message.
+    """
+
+    def __init__(self, pipeline: Axis, rank_of: Sequence[int], dtype: torch.dtype, device: torch.device):
+        self._dtype, self._device = dtype, device
+        self._channels: dict[tuple[Kind, int], Channel] = {}  # by what goes there, and the stage where it arrives
+        for stage in range(1, len(rank_of)):
+            low, high = rank_of[stage - 1], rank_of[stage]
+            if low != high and pipeline.rank in (low, high):
+                self._channels[F, stage] = Channel(2 * stage, low, high, _NAMES[F])
+                self._channels[B, stage - 1] = Channel(2 * stage + 1, high, low, _NAMES[B])
+        self._pipeline = pipeline
+        self._here: dict[tuple[Kind, int, int], Tensor] = {}
+        self._coming: dict[tuple[Kind, int, int], Receipt] = {}
+
+    @cached_property
+    def _messages(self) -> Messages:
+        """Opened when the first is sent or posted: building a model asks nothing of other ranks."""
+        return Messages(self._pipeline, list(self._channels.values()))
+
+    def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
+        """What a stage needs (its input for FORWARD, its output's gradient for BACKWARD) has been computed here."""
+        self._here[kind, stage, micro_batch] = x
+
+    def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
+        """What a stage of this rank needs; waits for it. Raises CollectiveError: it does not come."""
+        key = kind, stage, micro_batch
+        return self._coming.pop(key).wait() if key in self._coming else self._here.pop(key)
+
+    def send(self, action: Action) -> None:
+        """What was put for another rank's stage goes there."""
+        kind, towards = _SENDS[action.kind]
+        stage = action.stage + towards
+        self._messages.send(self._channels[kind, stage], self._here.pop((kind, stage, action.micro_batch)).contiguous())
+
+    def post(self, action: Action, shape: Sequence[int]) -> None:
+        """What comes from another rank's stage has a place to come to."""
+        kind, towards = _RECEIVES[action.kind]
+        what = f"{_NAMES[kind]} of micro-batch {action.micro_batch} from stage {action.stage + towards}"
+        into = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+        receipt = self._messages.post(self._channels[kind, action.stage], into, what)
+        self._coming[kind, action.stage, action.micro_batch] = receipt
+
+    def finish(self) -> None:
+        """At the end of a step. Nothing is left over."""
+        assert not self._here and not self._coming, f"nobody took {[*self._here, *self._coming]}"
+        if self._channels:
+            self._messages.finish()
