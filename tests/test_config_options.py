@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -106,7 +107,7 @@ ROWS: dict[str, Works | Refused] = {
     "model.norm_eps": Works("0.1", losses),
     "model.rope_theta": Works("3.0", losses, ROTARY),
     # parallel.tensor: test_tensor
-    "parallel.pipeline": Refused("2"),
+    # parallel.pipeline, pipeline.schedule, pipeline.chunks: test_pipeline
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
     # parallel.timeout: tests/parallel/test_faults.py
     # zero.stage: test_stages
@@ -118,8 +119,6 @@ ROWS: dict[str, Works | Refused] = {
     "memory.recompute": Refused("full"),
     "memory.partition": Refused("true", ("memory.recompute=full",)),
     "memory.offload": Refused("true", ("memory.recompute=full", "memory.partition=true")),
-    "pipeline.schedule": Refused("gpipe"),
-    "pipeline.chunks": Refused("2", ("pipeline.schedule=interleaved",)),
     "precision.dtype": Works("fp64", losses),
     # precision.kernels: test_kernels
     "optimizer.lr": Works("0.01", losses),
@@ -149,6 +148,9 @@ ROWS: dict[str, Works | Refused] = {
     "observe.profile": Works("2", files),
 }
 OTHERWISE = {
+    "parallel.pipeline",
+    "pipeline.schedule",
+    "pipeline.chunks",
     "zero.stage",
     "parallel.tensor",
     "parallel.sequence",
@@ -241,6 +243,36 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path):
     found = read_rows(tmp_path / "run/metrics.jsonl")
     assert difference([row["loss"] for row in found], [row["loss"] for row in rows]) <= LOSS_FP32
     assert all(row["comm_bytes"] > 0 for row in found) and not any(row["comm_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("options", [("1f1b", 1, 2), ("interleaved", 2, 2), ("zb-v", 2, 3)], ids=lambda o: o[0])
+def test_pipeline(tiny_data: TinyData, tmp_path: Path, options: tuple[str, int, int]):
+    """Stages on ranks of their own train the model of one process, bit for bit where no weight is shared."""
+    schedule, chunks, stage = options
+    common = ("model.layers=4", "model.tie_embeddings=false", "model.dropout=0.1", "data.valid=0.1")
+    alone = train(tiny_data.load(tmp_path / "alone", *common))
+    cut = ("parallel.pipeline=2", f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}", f"zero.stage={stage}")
+    where = f"run.dir={tmp_path / 'run'}"
+    done = command("train.py", "--config", tiny_data.config, where, "--nproc", "4", "batch.micro=1", *common, *cut)
+    assert (done.returncode, done.stderr) == (0, "") and "on 4 cpu ranks (pipeline 2 x data 2)" in done.stdout
+    done = command("train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'two'}", *common, *cut)
+    assert (done.returncode, done.stderr) == (0, "")
+    ledger = json.loads((tmp_path / "two/ledger.json").read_text())
+    boundaries = 2 * chunks - 1 - (schedule == "zb-v")
+    sent = [ledger[rank]["traffic"]["pipeline"] for rank in (0, 1)]
+    assert sum(one.get("gradients", {"ops": 0})["ops"] for one in sent) == boundaries * 4 * 2  # steps, micro-batches
+    for run, bitwise in (("two", True), ("run", False)):
+        rows = read_rows(tmp_path / run / "metrics.jsonl")
+        with safe_open(tmp_path / run / "checkpoints/step_00000004/model.safetensors", framework="pt") as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if bitwise:
+            assert all(torch.equal(saved[name], value) for name, value in alone.weights().items())
+            assert all([row.get(k) for row in rows] == alone.column(k) for k in ("loss", "grad_norm", "lr"))
+            assert rows[-1]["valid_loss"] == alone.rows[-1]["valid_loss"]
+        else:
+            different = weight_differences(saved, alone.weights(), heads=4, kv_heads=4)
+            assert max(different.values()) <= WEIGHTS_FP32
+            assert difference([row["loss"] for row in rows], alone.column("loss")) <= LOSS_FP32
 
 
 def test_stages(tiny_data: TinyData, tmp_path: Path):

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from megazero.build import build_model, model_shape
+from megazero.build import build_model
 from megazero.config_file import CONFIGS, flatten, load, refuse_unbuilt
 from megazero.errors import FaultList
+from megazero.pipelining import model_shape
 
 # layers, hidden, vocabulary, sequence; sources in each file. The count is 12 L h^2 + 13 L h + (V + s) h + 2 h.
 GPT: Mapping[str, tuple[int, int, int, int]] = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.build import Feed
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.data.loader import MicroBatch
 from megazero.errors import UserError
 from megazero.learning_rate import LearningRate
 from megazero.observe.jsonl import read_rows
@@ -18,7 +18,7 @@ from megazero.trainer import Pace, Trainer
 from tests.tiny_run import TinyData, built, train
 from tests.tolerances import GRADIENT_FP32, GRADIENT_FP64, LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
 
-Losses = Callable[[MicroBatch, int], Tensor]
+Run = Callable[[Tensor | None, Feed], Tensor]
 
 
 def state(trainer: Trainer) -> list[Tensor]:
@@ -71,17 +71,17 @@ def test_tokens_of_the_masked_comparison_are_uneven(tiny_data: TinyData, tmp_pat
     assert len(counts) == 4 and len(set(counts)) > 1
 
 
-def _nan_weight(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int) -> Tensor:
+def _nan_weight(trainer: Trainer, run: Run, x: Tensor | None, feed: Feed) -> Tensor:
     trainer.engine.units[2].parameters[7] = torch.nan
-    return losses(batch, step)
+    return run(x, feed)
 
 
-def _infinite_loss(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int) -> Tensor:
-    return losses(batch, step) * torch.inf
+def _infinite_loss(trainer: Trainer, run: Run, x: Tensor | None, feed: Feed) -> Tensor:
+    return run(x, feed) * torch.inf
 
 
-def _nan_gradient(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int) -> Tensor:
-    found = losses(batch, step)
+def _nan_gradient(trainer: Trainer, run: Run, x: Tensor | None, feed: Feed) -> Tensor:
+    found = run(x, feed)
     found.register_hook(lambda gradient: gradient * torch.nan)
     return found
 
@@ -92,16 +92,17 @@ def _nan_gradient(trainer: Trainer, losses: Losses, batch: MicroBatch, step: int
 def test_step_that_is_not_finite_changes_nothing(tiny_data: TinyData, tmp_path: Path, poison, every: int, dtype: str):
     options = (f"observe.every={every}", "batch.micro=4", f"precision.dtype={dtype}", "run.steps=6", "data.valid=null")
     trainer, folder = built(tiny_data.load(tmp_path, *options))
-    honest, before = trainer.losses, []
+    stage = trainer.pipeline.stages[0]
+    honest, before = stage.run, []
 
-    def losses(batch: MicroBatch, step: int) -> Tensor:
-        if step != 2:
-            return honest(batch, step)
-        found = poison(trainer, honest, batch, step)
+    def run(x: Tensor | None, feed: Feed) -> Tensor:
+        if feed.now.step != 2:
+            return honest(x, feed)
+        found = poison(trainer, honest, x, feed)
         before[:] = state(trainer)
         return found
 
-    trainer.losses = losses
+    stage.run = run
     with pytest.raises(UserError, match=r"^MZ-301 rank=0 step=3: .*this step did not update") as caught:
         trainer.run()
     trainer.close()
@@ -135,13 +136,14 @@ def test_bad_gradient_is_named_by_its_parameter(tiny_data: TinyData, tmp_path: P
 
 def test_a_fault_that_does_not_come_again_is_said_to_be_the_machines(tiny_data: TinyData, tmp_path: Path):
     trainer, _ = built(tiny_data.load(tmp_path))
-    honest, calls = trainer.losses, []
+    stage = trainer.pipeline.stages[0]
+    honest, calls = stage.run, []
 
-    def once(batch: MicroBatch, step: int) -> Tensor:
-        calls.append(step)
-        return honest(batch, step) * (torch.nan if len(calls) == 3 else 1.0)
+    def once(x: Tensor | None, feed: Feed) -> Tensor:
+        calls.append(feed)
+        return honest(x, feed) * (torch.nan if len(calls) == 3 else 1.0)
 
-    trainer.losses = once
+    stage.run = once
     with pytest.raises(UserError, match=r"MZ-301 rank=0 step=2: .*; not again when computed anew: a fault of the mach"):
         trainer.run()
     trainer.close()
@@ -157,14 +159,15 @@ def test_step_without_a_valid_token_is_skipped(tiny_data: TinyData, tmp_path: Pa
     options = (f"data.train={tmp_path / 'set'}", "data.valid=null", "data.mask_eod=true", "batch.global=1")
     options += ("batch.micro=1", "run.steps=16", "schedule.warmup=4")
     trainer, folder = built(tiny_data.load(tmp_path / "run", *options))
-    honest, states, valid = trainer.losses, [], []
+    stage = trainer.pipeline.stages[0]
+    honest, states, valid = stage.run, [], []
 
-    def losses(batch: MicroBatch, step: int) -> Tensor:
+    def run(x: Tensor | None, feed: Feed) -> Tensor:
         states.append(state(trainer))
-        valid.append(int(batch.valid_SB.sum()))
-        return honest(batch, step)
+        valid.append(int(feed.valid_SB.sum()))
+        return honest(x, feed)
 
-    trainer.losses = losses
+    stage.run = run
     trainer.run()
     trainer.close()
     states.append(state(trainer))

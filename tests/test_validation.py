@@ -10,11 +10,17 @@ import torch
 from megazero.data.loader import MicroBatch, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
-from megazero.parallel.grid import Axis
+from megazero.parallel.grid import single
 from megazero.validation import Score, Validation
 from tests.tiny_run import VOCAB, TinyData, built
 
 CPU = torch.device("cpu")
+
+
+def validation(given: list[MicroBatch], losses, token_bytes: np.ndarray | None) -> Validation:
+    """Of one process, with losses of one batch at a time."""
+    grid = single()
+    return validation(given, lambda many: [losses(b) for b in many], token_bytes, grid.data, grid.pipeline, CPU)
 
 
 def batches(tiny_data: TinyData, micro: int, limit: int | None, mask_eod: bool = False) -> list[MicroBatch]:
@@ -28,7 +34,7 @@ def test_uniform_model_costs_log_vocab(tiny_data: TinyData, mask_eod: bool):
     tokens = Tokenizer(tiny_data.tokenizer)
     given = batches(tiny_data, 3, 25, mask_eod)
     assert [batch.tokens_SB.shape[1] for batch in given] == [3] * 8 + [1]
-    uniform = Validation(lambda: given, lambda b: b.valid_SB * math.log(VOCAB), tokens.token_bytes(), Axis("data"), CPU)
+    uniform = validation(given, lambda b: b.valid_SB * math.log(VOCAB), tokens.token_bytes())
     score = uniform.score()
     targets = torch.cat([batch.targets_SB[batch.valid_SB] for batch in given])
     assert len(targets) < 25 * 32 if mask_eod else len(targets) == 25 * 32
@@ -41,25 +47,21 @@ def test_bytes_are_those_of_the_text(tiny_data: TinyData):
     """Bits per byte divide by the text that was scored, so they compare across tokenizers."""
     tokenizer, given = Tokenizer(tiny_data.tokenizer), batches(tiny_data, 1, 3)
     text = "".join(tokenizer.decode(batch.targets_SB[:, 0].tolist()) for batch in given)
-    one_bit_per_token = Validation(
-        lambda: given, lambda b: b.valid_SB * math.log(2), tokenizer.token_bytes(), Axis("data"), CPU
-    )
+    one_bit_per_token = validation(given, lambda b: b.valid_SB * math.log(2), tokenizer.token_bytes())
     expected = 3 * 32 / len(text.encode())
     assert one_bit_per_token.score().bits_per_byte == pytest.approx(expected, rel=1e-6)
 
 
 def test_mean_is_over_tokens_not_over_batches(tiny_data: TinyData):
     given = batches(tiny_data, 2, 3)  # two windows, then one
-    by_size = Validation(lambda: given, lambda b: b.valid_SB.double() * b.valid_SB.shape[1], None, Axis("data"), CPU)
+    by_size = validation(given, lambda b: b.valid_SB.double() * b.valid_SB.shape[1], None)
     assert by_size.score() == Score((2 * 2 + 1 * 1) / 3, None)
 
 
 def test_nothing_to_score_is_nan(tiny_data: TinyData):
     given = batches(tiny_data, 1, 1)
     given[0].valid_SB.zero_()
-    score = Validation(
-        lambda: given, lambda b: torch.zeros(b.valid_SB.shape), np.ones(VOCAB, np.int64), Axis("data"), CPU
-    ).score()
+    score = validation(given, lambda b: torch.zeros(b.valid_SB.shape), np.ones(VOCAB, np.int64)).score()
     assert math.isnan(score.loss) and score.bits_per_byte is None
 
 
@@ -84,6 +86,6 @@ def test_ids_that_the_tokenizer_does_not_have_are_found_before_training(tiny_dat
     given = batches(tiny_data, 2, 4)
     largest = max(int(batch.targets_SB.max()) for batch in given)
     ones = np.ones(largest + 1, np.int64)
-    Validation(lambda: given, lambda b: b.valid_SB * 1.0, ones, Axis("data"), CPU).check("valid.bin")
+    validation(given, lambda b: b.valid_SB * 1.0, ones).check("valid.bin")
     with pytest.raises(UserError, match=f"MZ-112 valid.bin: token {largest} .*{largest} pieces"):
-        Validation(lambda: given, lambda b: b.valid_SB * 1.0, ones[:-1], Axis("data"), CPU).check("valid.bin")
+        validation(given, lambda b: b.valid_SB * 1.0, ones[:-1]).check("valid.bin")

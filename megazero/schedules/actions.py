@@ -16,7 +16,7 @@ What one stage computes comes in the order of micro-batches, so what goes from o
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -99,9 +99,10 @@ class Schedule:
 
     def forward_only(self) -> "Schedule":
         """What validation does: what comes from backward is left out. Nothing waits for what is left out."""
-        return self.only(lambda action: action.kind is Kind.FORWARD)
+        kept = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        return self.only(lambda action: action.kind in kept)
 
-    def only(self, wanted) -> "Schedule":
+    def only(self, wanted: Callable[[Action], bool]) -> "Schedule":
         return replace(self, ranks=tuple(tuple(filter(wanted, actions)) for actions in self.ranks))
 
     def __str__(self) -> str:

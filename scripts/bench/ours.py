@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from megazero.build import build_model, engine_of, model_losses
+from megazero.build import Feed, build, build_model, feeds_of
 from megazero.config import Config, Optimizer
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
@@ -39,25 +39,24 @@ def grid_of(rank: int, size: int, store: str, tensor: int = 1) -> Grid:
 
 def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.device = CPU) -> Callable[[], float]:
     """One training step of the engine on one rank of a grid; returns the step's loss."""
-    transformer = build_model(config, ops, grid.tensor)
     adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
-    engine = engine_of(config.model_copy(update={"optimizer": adam}), transformer, grid, device, ops)
-    losses = model_losses(transformer, device, config.parallel.sequence)
+    built = build(config.model_copy(update={"optimizer": adam}), grid, device, ops)
+    feed_of = feeds_of(grid.tensor, device, config.parallel.sequence)
     micro = config.batch.micro
     accumulation = config.batch.global_ // (micro * grid.data.size)
     batches = random_batches(micro, grid.data.rank, config.model.vocab, config.model.seq_len)
     step_number = iter(range(1 << 30))
 
+    def feed(now: int) -> Feed:
+        tokens_SB, targets_SB = next(batches)
+        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
+        return feed_of(MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(micro)), now, True)
+
     def step() -> float:
         now = next(step_number)
-        engine.begin_step(accumulation)
-        for m in range(accumulation):
-            engine.forward(m)
-            tokens_SB, targets_SB = next(batches)
-            valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
-            batch = MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(micro))
-            engine.backward(losses(batch, now, True), valid_SB, m)
-        return engine.finish_step(LR).loss.item()
+        built.engine.begin_step()
+        built.pipeline.train([feed(now) for _ in range(accumulation)])
+        return built.engine.finish_step(LR).loss.item()
 
     return step
 

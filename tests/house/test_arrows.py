@@ -38,11 +38,14 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "observe": {"parallel"},
     # the roof
     "validation": {"data", "parallel"},
-    "trainer": {"zero", "data", "observe", "checkpoint", "learning_rate", "parallel", "validation"},
+    "trainer": {"zero", "pipeline", "data", "observe", "checkpoint", "learning_rate", "parallel", "validation"},
+    "pipelining": {"config", "pipeline.split", "plan", "schedules"},
     "explain": {"config", "config_file", "capability", "plan"},
-    "generate": {"build", "model", "data", "checkpoint", "config", "config_file", "run_folder"},
-    "run": {"build", "trainer", "checkpoint", "observe", "parallel", "zero", "config", "config_file", "run_folder"},
+    "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "run_folder"},
+    "run": {"build", "build_run", "pipelining", "trainer", "checkpoint", "observe", "parallel", "zero"}
+    | {"config", "config_file", "run_folder"},
     "build": EVERYTHING,
+    "build_run": EVERYTHING,
     "__main__": EVERYTHING,
 }
 OUTSIDE = {"train", "tests", *FOLDERS} - {"megazero"}  # commands use the package, never the other way round

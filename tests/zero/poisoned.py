@@ -4,34 +4,37 @@ python -m tests.zero.poisoned RANK STEP CONFIG ...: STEP counts from 1; what fol
 """
 
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megazero.build
+import megazero.build_run
+from megazero.build import Built, Feed
 from megazero.config_file import load
-from megazero.data.loader import MicroBatch
 from megazero.errors import UserError
 from megazero.run import launch
 
-honest = megazero.build.model_losses
+honest = megazero.build_run.build
 
 
 def main() -> int:
     bad_rank, first, config = int(sys.argv[1]), int(sys.argv[2]), load(sys.argv[3], sys.argv[4:])
 
-    def poisoned(*arguments) -> Callable[[MicroBatch, int, bool], Tensor]:
-        losses = honest(*arguments)
+    def poisoned(*arguments) -> Built:
+        built = honest(*arguments)
+        stage = built.pipeline.stages.get(built.pipeline.num_stages - 1)
+        if stage is not None and dist.get_rank() == bad_rank:
+            run = stage.run
 
-        def compute(batch: MicroBatch, step: int, training: bool) -> Tensor:
-            bad = training and dist.get_rank() == bad_rank and step + 1 >= first
-            return losses(batch, step, training) * (torch.inf if bad else 1.0)
+            def compute(x: Tensor | None, feed: Feed) -> Tensor:
+                bad = feed.now.training and feed.now.step + 1 >= first
+                return run(x, feed) * (torch.inf if bad else 1.0)
 
-        return compute
+            stage.run = compute
+        return built
 
-    megazero.build.model_losses = poisoned
+    megazero.build_run.build = poisoned
     try:
         return launch(config, "poisoned", 2)
     except UserError as error:

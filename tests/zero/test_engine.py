@@ -37,6 +37,7 @@ def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str
     adam = Optimizer(betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip)
     return model, build_engine(
         model,
+        [range(len(model.path))],
         seed=0,
         spread=ALONE,
         precision=Precision(dtype, dtype),
@@ -63,10 +64,12 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
     for step in range(5):
         micro_batches = [batch(shape, 2, seed=2 * step + micro) for micro in range(2)]
         micro_batches[0][2][3:9] = False
-        engine.begin_step(2)
+        engine.begin_step()
         for micro, (tokens, targets, valid) in enumerate(micro_batches):
-            engine.forward(micro)
-            engine.backward(model.losses(tokens, targets, valid, step_of(2, micro)), valid, micro)
+            engine.passes[0].forward(micro)
+            loss = engine.loss(model.losses(tokens, targets, valid, step_of(2, micro)), valid)
+            engine.passes[0].backward(micro, loss.backward, reduce=micro == 1)
+        engine.passes[0].finish_reduction()
         result = engine.finish_step(LR)
 
         theirs.zero_grad()
@@ -98,7 +101,10 @@ def one_step(model, engine: Engine, seed: int, *, valid: bool = True, poison: st
     tokens, targets, mask = batch(model.shape, 2, seed=seed)
     mask &= valid
     engine.begin_step()
-    engine.backward(model.losses(tokens, targets, mask, step_of(2, seed)), mask)
+    engine.passes[0].forward(0)
+    loss = engine.loss(model.losses(tokens, targets, mask, step_of(2, seed)), mask)
+    engine.passes[0].backward(0, loss.backward, reduce=True)
+    engine.passes[0].finish_reduction()
     if poison is not None:
         unit = next(unit for unit in engine.units if unit.layout.name == poison)
         unit.gradients[-1] = torch.inf

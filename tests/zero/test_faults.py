@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.build import Feed
 from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import Grid
 from megazero.zero.placement import Precision
@@ -37,7 +38,8 @@ def skipped(rank: Rank) -> None:
     """No rank reduces the gradients of one unit."""
     from megazero.parallel.collectives import done
 
-    reduction, start = rank.engine._reduction, rank.engine._reduction._start
+    reduction = rank.engine.passes[0].reduction
+    start = reduction._start
 
     def start_some(unit):
         if NAME not in unit.views:
@@ -50,9 +52,9 @@ def skipped(rank: Rank) -> None:
 
 def late(rank: Rank) -> None:
     """One rank computes with the samples of the step before."""
-    honest = rank.losses
+    honest = rank.feed
     if rank.data.rank == 1:
-        rank.losses = lambda step, m: honest(max(step - 1, 0), m)
+        rank.feed = lambda step, m: honest(max(step - 1, 0), m)
 
 
 def with_fault(grid: Grid, layout: Layout, shape, precision: Precision, plant: Callable[[Rank], None]) -> Trained:
@@ -102,25 +104,32 @@ def poisoned(
     rank.step(0)
     rank.engine.presence.need(rank.engine.units)
     rank.engine.presence.release(rank.engine.units)
-    before, honest = everything(rank), rank.losses
+    before, honest = everything(rank), rank.last.run
+    bad_feed = rank.feed(1, layout.accumulation - 1)
 
-    def losses(step: int, m: int):
-        losses_SB, valid_SB = honest(step, m)
-        if grid.world.rank == bad and m == layout.accumulation - 1:
+    def run(x, feed: Feed):
+        losses_SB = honest(x, feed)
+        if grid.world.rank == bad and torch.equal(feed.now.sample_ids_B, bad_feed.now.sample_ids_B):
             if what == "loss":
                 losses_SB = losses_SB * torch.nan
             else:
                 losses_SB.register_hook(lambda gradient: gradient * torch.inf)
-        return losses_SB, valid_SB
+        return losses_SB
 
-    rank.losses = losses
+    rank.last.run = run
     second = rank.step(1)
-    rank.losses = honest
+    rank.last.run = honest
     third = rank.step(2)
     rank.engine.presence.need(rank.engine.units)
     rank.engine.presence.release(rank.engine.units)
-    rank.losses = losses
-    found = rank.engine.examine(lambda m: rank.losses(1, m)[0], layout.accumulation, second.loss_scale)
+    rank.last.run = run
+    outputs: list[str] = []
+
+    def look(stage: int, m: int, losses_SB: torch.Tensor) -> None:
+        outputs.extend([] if losses_SB.isfinite().all() else [f"loss of micro-batch {m}"])
+
+    gradients = rank.engine.examine(lambda: rank.passes(1, look=look), second.loss_scale)
+    found = next(iter([*outputs, *(fault for _, fault in gradients)]), None)
     same = all(torch.equal(a, b) for a, b in zip(before, everything(rank), strict=True))
     return bool(second.skipped) and not bool(second.finite), bool(third.skipped), same, found
 
@@ -167,14 +176,9 @@ def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
 def unreached(grid: Grid, stage: int) -> list[float]:
     """On rank 1 the loss does not depend on anything: its backward reaches no unit. (Stage 3 could not gather.)"""
     rank = Rank(grid, Layout(1, 2, False, 1, stage), SHAPES["gpt"], FP64)
-    honest = rank.losses
+    honest = rank.last.run
     if grid.world.rank == 1:
-
-        def losses(step: int, m: int):
-            losses_SB, valid_SB = honest(step, m)
-            return torch.zeros_like(losses_SB).requires_grad_(), valid_SB
-
-        rank.losses = losses
+        rank.last.run = lambda x, feed: torch.zeros_like(honest(x, feed)).requires_grad_()
     return [float(rank.step(step).grad_norm) for step in range(2)]
 
 

@@ -48,7 +48,8 @@ def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry
 def built(shape, dtype=torch.float64):
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
     spread = Spread(Axis("data"), Axis("tensor"), sequence=False)
-    return model, build_units(model, seed=0, spread=spread, precision=Precision(dtype, dtype), device=CPU)
+    names = [name for name, _ in model.units()]
+    return model, build_units(model, names, seed=0, spread=spread, precision=Precision(dtype, dtype), device=CPU)
 
 
 def test_the_model_lives_in_the_units_memory() -> None:
