@@ -4,7 +4,7 @@ With config.py, pipelining.py and build_run.py this is the only file that sees t
 the plain values it uses, so the order of construction can be read here from top to bottom.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from megazero.config import Config, Optimizer
 from megazero.data.loader import MicroBatch
 from megazero.errors import UserError
 from megazero.kernels.operations import REFERENCE, Operations
-from megazero.model.parameter import declaration_of
+from megazero.model.parameter import Declaration, declaration_of
 from megazero.model.step import Step
 from megazero.model.transformer import TIED, Shape, Transformer
 from megazero.parallel.grid import Axis, Grid, data_size
@@ -24,7 +24,7 @@ from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
 from megazero.pipelining import Layers, layers_of, lowered
 from megazero.zero.engine import Engine
-from megazero.zero.layout import Entry, lay_out
+from megazero.zero.layout import Entry, UnitLayout, lay_out
 from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import STAGES, Placement, Precision, Spread
 from megazero.zero.unit import Unit
@@ -99,13 +99,17 @@ def build_units(
         if name not in names:
             continue
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
-        entries = [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()]
         shared = name == TIED and spread.ends.size > 1
-        unit = Unit(lay_out(name, entries), spread, precision, device, (whole, partial), shared=shared)
+        unit = Unit(layout_of(name, declarations), spread, precision, device, (whole, partial), shared=shared)
         unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         unit.adopt(dict(members))
         units.append(unit)
     return units
+
+
+def layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
+    """Where the parameters of a unit lie."""
+    return lay_out(unit, [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()])
 
 
 def build_engine(

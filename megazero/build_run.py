@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megazero.build import DTYPES, Built, build, feeds_of
+from megazero.build import DTYPES, Built, build, feeds_of, layout_of
 from megazero.checkpoint.weights import bring_together, save_weights, whole_weights
 from megazero.config import Config
 from megazero.config_file import flatten
@@ -100,14 +100,18 @@ def _save(built: Built, grid: Grid, device: torch.device, folder: RunFolder, ste
 
 
 def _names_by_rank(built: Built) -> list[list[str]]:
-    """Of each rank of the pipeline the parameters that it has; one that two ranks have is the first one's."""
-    on_path, members = built.model.units_on_path(), dict(built.model.units())
+    """Of each rank of the pipeline the parameters that it has, as they lie in its units.
+
+    One that two ranks have is the first one's.
+    """
+    on_path = built.model.units_on_path()
+    layouts = {unit: layout_of(unit, {n: declaration_of(p) for n, p in named}) for unit, named in built.model.units()}
     taken: set[str] = set()
     found = []
     for rank in range(built.layers.ranks):
         used = {u for parts in built.layers.of_rank(rank).values() for i in parts for u in on_path[i]} - taken
         taken |= used
-        found.append([name for unit, named in members.items() if unit in used for name, _ in named])
+        found.append([i.name for unit, layout in layouts.items() if unit in used for i in layout.intervals])
     return found
 
 
