@@ -3,6 +3,8 @@
     train      trains a config
     explain    shows every option, its type, default, meaning, and what it goes together with
     generate   continues a prompt with a run's weights
+    certify    compares every layout of a config with one process
+    schedule   shows what every rank of a pipeline does in a step, and draws it
 
 Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
 user can mend is one line on stderr; a traceback is a fault of ours. Configs are checked before torch is imported, so
@@ -79,6 +81,23 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _certify(options: argparse.Namespace) -> int:
+    from megazero.config_file import load, refuse_unbuilt
+
+    config = load(options.config, options.overrides)
+    refuse_unbuilt(config)
+    from megazero.certify import as_json, certify, layouts_of, sample_of, table
+
+    layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
+    rows = []
+    for row in certify(config, layouts, options.steps):
+        rows.append(row)
+        print(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}", file=sys.stderr, flush=True)
+    answer = as_json(rows, config, options.steps)
+    _answer(json.dumps(answer, indent=1) if options.json else table(rows, config, options.steps))
+    return 1 if any(row.fault for row in rows) else 0
+
+
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
 
@@ -133,6 +152,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=_at_least(0, int), default=0)
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
+    certify = verbs.add_parser("certify", help="compare every layout with one process")
+    certify.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    certify.add_argument("--max-ranks", type=_at_least(1, int), default=8, help="ranks of the largest layout")
+    certify.add_argument("--layouts", type=_at_least(1, int), default=160, help="of more, a sample of about as many")
+    certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help="to compare", metavar="1-20")
+    certify.add_argument("--json", action="store_true")
+    certify.add_argument("overrides", nargs="*", metavar="section.key=value")
+    certify.set_defaults(run=_certify)
     for verb in (verb for verb, built in capability.VERBS.items() if not built):
         verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
     return parser

@@ -142,7 +142,7 @@ VERBS: dict[str, bool] = {
     "train": True,
     "explain": True,
     "generate": True,
-    "certify": False,
+    "certify": True,
     "schedule": False,
     "plan": False,
     "simulate": False,

@@ -23,7 +23,7 @@ from megazero.errors import FaultList, UserError
 from megazero.explain import explain
 from megazero.observe.jsonl import read_rows
 from tests.tiny_run import Outcome, TinyData, built, command, train
-from tests.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
+from megazero.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
 
 
 def losses(outcome: Outcome) -> Any:

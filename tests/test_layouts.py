@@ -12,7 +12,7 @@ import torch
 
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Trained, equal, ids, pairwise, train
-from tests.tolerances import (
+from megazero.tolerances import (
     GRADIENT_FP32,
     GRADIENT_FP64,
     LOSS_16_BITS,

@@ -17,8 +17,8 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import comb
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -59,7 +59,7 @@ class System:
 class Measured:
     """One row: ratio to the reference with its 95 % interval, peak resident MB of the largest rank, median seconds.
 
-    Of a system that cannot run here only the name and the reason.
+    Of a system that cannot run here only the name and the reason. `bound` is the least ratio that theory allows it.
     """
 
     system: str
@@ -68,6 +68,7 @@ class Measured:
     peak_mb: float | None
     seconds: float | None
     reason: str | None = None
+    bound: float | None = None
 
     @classmethod
     def absent(cls, system: str, reason: str) -> "Measured":
@@ -134,13 +135,45 @@ class _Running:
             process.join()
 
 
-def compare(reference: System, systems: Sequence[System], rounds: int, divide_by: int = 1) -> Comparison:
+def measure(call: Callable[..., Any], ranks: int) -> list[Any]:
+    """What `call(rank, ranks, store)` returns on each of several ranks that run at once, with one thread each."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=_measure, args=(call, rank, ranks, f"{folder}/store", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        results = [ours.recv() for ours, _ in pipes]
+        for process in processes:
+            process.join()
+        return results
+
+
+def _measure(call: Callable[..., Any], rank: int, ranks: int, store: str, end: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    end.send(call(rank, ranks, store))
+
+
+def compare(
+    reference: System,
+    systems: Sequence[System],
+    rounds: int,
+    divide_by: int = 1,
+    bounds: Mapping[str, float] | None = None,
+) -> Comparison:
     """Times `systems` against `reference` in at least `rounds` interleaved rounds.
 
     Args:
         divide_by: the ratio's denominator is reference seconds / divide_by. With a reference of one process and
             systems of n ranks, divide_by=n makes 1.00 the perfect division of its work. The reference's own row then
             has ratio n, and n / (a system's ratio) is that system's speed-up over it.
+        bounds: of some systems the least ratio that theory allows, to be shown beside theirs.
     """
     context = multiprocessing.get_context("spawn")
     everyone = (reference, *systems)
@@ -163,6 +196,7 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     denominators = [seconds / divide_by for seconds in columns[0]]
     names = [system.name for system in everyone]
     rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
+    rows = [replace(row, bound=(bounds or {}).get(row.system)) for row in rows]
     comparable = {one.name: history for one, history in zip(everyone, losses, strict=True) if one.exchanges}
     return Comparison(rows, comparable, quiet, len(columns[0]))
 
@@ -202,13 +236,17 @@ def report(comparison: Comparison, floor_s: float) -> dict[str, Any]:
 def table(title: str, comparison: Comparison) -> str:
     """The human form, in Markdown."""
     lines = [f"{title} ({comparison.quiet_rounds} of {comparison.rounds} rounds quiet)", ""]
-    lines += ["| system | ratio | 95 % interval | step s | peak MB |", "|---|---|---|---|---|"]
+    bounded = any(row.bound is not None for row in comparison.rows)
+    lines += ["| system | ratio | 95 % interval | step s | peak MB |" + " bound |" * bounded]
+    lines += ["|---|---|---|---|---|" + "---|" * bounded]
     for row in comparison.rows:
         if row.ratio is None or row.ci95 is None:
-            lines.append(f"| {row.system} | {row.reason} | | | |")
+            lines.append(f"| {row.system} | {row.reason} | | | |" + " |" * bounded)
             continue
         interval = f"{row.ci95[0]:.3f} to {row.ci95[1]:.3f}"
-        lines.append(f"| {row.system} | {row.ratio:.3f} | {interval} | {row.seconds:.3f} | {row.peak_mb:,.0f} |")
+        line = f"| {row.system} | {row.ratio:.3f} | {interval} | {row.seconds:.3f} | {row.peak_mb:,.0f} |"
+        line += f" {row.bound:.3f} |" if row.bound is not None else " |" * bounded
+        lines.append(line)
     return "\n".join(lines)
 
 

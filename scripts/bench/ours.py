@@ -30,32 +30,39 @@ def meet(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
-def grid_of(rank: int, size: int, store: str, tensor: int = 1) -> Grid:
-    """One of `size` ranks that meet at the file `store`; the data axis is what `tensor` leaves."""
+def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1) -> Grid:
+    """One of `size` ranks that meet at the file `store`; the data axis is what `tensor` and `pipeline` leave."""
     place = Place(World(rank, size, rank, "local"), Board.private().seat(0), Path(store))
     wire = connect(place, timeout=timedelta(seconds=120), fingerprint="")
-    return make_grid(tensor=tensor, pipeline=1, wire=wire, device_type="cpu")
+    return make_grid(tensor=tensor, pipeline=pipeline, wire=wire, device_type="cpu")
+
+
+def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], Feed]:
+    """Gives this rank's next micro-batch, for a step."""
+    feed_of = feeds_of(grid.tensor, device, config.parallel.sequence)
+    micro = config.batch.micro
+    batches = random_batches(micro, grid.data.rank, config.model.vocab, config.model.seq_len)
+
+    def feed(step: int) -> Feed:
+        tokens_SB, targets_SB = next(batches)
+        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
+        return feed_of(MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(micro)), step, True)
+
+    return feed
 
 
 def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.device = CPU) -> Callable[[], float]:
     """One training step of the engine on one rank of a grid; returns the step's loss."""
     adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
     built = build(config.model_copy(update={"optimizer": adam}), grid, device, ops)
-    feed_of = feeds_of(grid.tensor, device, config.parallel.sequence)
-    micro = config.batch.micro
-    accumulation = config.batch.global_ // (micro * grid.data.size)
-    batches = random_batches(micro, grid.data.rank, config.model.vocab, config.model.seq_len)
-    step_number = iter(range(1 << 30))
-
-    def feed(now: int) -> Feed:
-        tokens_SB, targets_SB = next(batches)
-        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
-        return feed_of(MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(micro)), now, True)
+    feed = feeder(config, grid, device)
+    micro_batches = config.batch.global_ // (config.batch.micro * grid.data.size)
+    steps = iter(range(1 << 30))
 
     def step() -> float:
-        now = next(step_number)
+        now = next(steps)
         built.engine.begin_step()
-        built.pipeline.train([feed(now) for _ in range(accumulation)])
+        built.pipeline.train([feed(now) for _ in range(micro_batches)])
         return built.engine.finish_step(LR).loss.item()
 
     return step

@@ -12,7 +12,7 @@ from megazero.model.step import Step
 from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
 from tests.model.small import GPT, LLAMA, batch, make, step_of
-from tests.tolerances import LOSS_FP64, difference
+from megazero.tolerances import LOSS_FP64, difference
 
 ROWS = 3
 

@@ -22,7 +22,7 @@ from megazero.parallel.grid import Axis, Grid
 from tests.model.huggingface import from_gpt2, from_llama
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.ranks import run_ranks
-from tests.tolerances import difference
+from megazero.tolerances import difference
 
 # Against another implementation of the same arithmetic: a few roundings of each matrix product differ.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -20,7 +20,7 @@ from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import Precision, Spread
 from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
-from tests.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
+from megazero.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")

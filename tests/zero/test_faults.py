@@ -15,7 +15,7 @@ from megazero.zero.visit import Phase, Visits
 from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
-from tests.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
+from megazero.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
 
 FP64 = Precision(torch.float64, torch.float64)
 NAME = "blocks.1.mlp.down.weight"

@@ -18,6 +18,7 @@ length, a few hundred eps at most.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,3 +62,22 @@ def weight_differences(
         mine[:, -2], theirs[:, -2] = 0, 0
         found[name] = max(noise, difference(mine, theirs))
     return found
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Of one dtype. `weights` is also that of every number computed from weights that have been updated."""
+
+    loss: float
+    norm: float
+    gradients: float
+    weights: float
+
+
+def tolerance_of(dtype: str) -> Tolerance:
+    """In 16 bits only loss and norm are held: of a gradient near zero not one bit need be right."""
+    inf = float("inf")
+    return {
+        "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64),
+        "fp32": Tolerance(LOSS_FP32, GRADIENT_FP32, GRADIENT_FP32, WEIGHTS_FP32),
+    }.get(dtype, Tolerance(LOSS_16_BITS, NORM_16_BITS, inf, inf))

@@ -1,0 +1,255 @@
+"""The certificate of equivalence: every layout computes the model that one process does.
+
+    layouts_of   all layouts of up to N ranks that the config's model admits; of too many a sample in which every two
+                 values that go together somewhere occur together, and more spread evenly over the rest
+    certify      the same model, data and steps on one process and in each layout, compared parameter by parameter:
+                 initial weights, the first step's gradients, weights after every step, loss and gradient norm
+
+Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what must be equal to what, and how exactly.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.build import check_world
+from megazero.capability import broken_exclusions, broken_relations
+from megazero.certified_rank import Results, load_results, train_rank
+from megazero.config import Config
+from megazero.config_file import flatten
+from megazero.errors import UserError
+from megazero.parallel.spawn import run_local
+from megazero.tolerances import difference, tolerance_of, weight_differences
+
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a config out."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    stage: int = 1
+    sequence: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
+        words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
+        words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
+        return " ".join(words) or "one process"
+
+    def of(self, config: Config) -> Config:
+        """The config in this layout."""
+        parallel = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
+        pipeline = {"schedule": self.schedule, "chunks": self.chunks}
+        return config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=parallel),
+                "pipeline": config.pipeline.model_copy(update=pipeline),
+                "zero": config.zero.model_copy(update={"stage": self.stage}),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one layout computed, beside one process: largest relative differences; `fault` is what is wrong, if it is.
+
+    Attributes:
+        bitwise: everything is equal bit for bit.
+    """
+
+    layout: Layout
+    bitwise: bool = False
+    loss: float = 0.0
+    norm: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0
+    fault: str | None = None
+
+    @property
+    def summary(self) -> str:
+        return "bitwise equal" if self.bitwise else f"within its tolerance (weights {self.weights:.1e})"
+
+
+def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
+    """All layouts of 2 to `max_ranks` ranks that the config admits."""
+    sizes = range(1, max_ranks + 1)
+    grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
+    found = []
+    for tensor, pipeline, data in grids:
+        stages = range(4) if data > 1 else (1,)  # a stage shares with data ranks
+        for stage, sequence, (schedule, chunks) in product(stages, (False, True), SCHEDULES):
+            if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
+                continue
+            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks)
+            if _admits(layout.of(config), layout.size):
+                found.append(layout)
+    return found
+
+
+def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
+    """At most about `number` of them, or all: first those with every pair of values, then evenly spread over the rest.
+
+    The cover may have more than `number`.
+    """
+    if len(layouts) <= number:
+        return list(layouts)
+    missing = set().union(*map(_pairs, layouts))
+    chosen: list[Layout] = []
+    while missing:
+        best = max(layouts, key=lambda layout: len(_pairs(layout) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    rest = [layout for layout in layouts if layout not in chosen]
+    more = max(number - len(chosen), 0)
+    return chosen + [rest[i * len(rest) // more] for i in range(more)]
+
+
+def certify(config: Config, layouts: Sequence[Layout], steps: int) -> Iterator[Row]:
+    """A row for each layout.
+
+    Raises:
+        UserError: 140, one process does not get through.
+    """
+    torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
+    alone, fault = _results(config, Layout(), steps)
+    if fault is not None:
+        raise UserError(140, f"one process did not train: {fault}", "see the line above", where="certify")
+    for layout in layouts:
+        ranks, fault = _results(config, layout, steps)
+        yield Row(layout, fault=fault) if fault else compare(layout, ranks, alone[0], config)
+
+
+def compare(layout: Layout, ranks: Sequence[Results], alone: Results, config: Config) -> Row:
+    """All ranks' results beside those of one process, whose every tensor is whole."""
+    heads, kv_heads = config.model.heads, config.model.kv_heads
+    assert kv_heads is not None, "a resolved config"
+    found = _Differences()
+    for number, rank in enumerate(ranks):
+        for step, (loss, norm) in enumerate(zip(alone.losses, alone.norms, strict=True)):
+            found.see("loss", step, "loss", number, difference([rank.losses[step]], [loss]))
+            # From the second step on it is the norm at weights that have gone apart themselves.
+            kind = "norm" if step == 0 else "later norm"
+            found.see(kind, step, "gradient norm", number, difference([rank.norms[step]], [norm]))
+        for kind, step, theirs in alone.snapshots():
+            mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
+            same = {name: theirs[name] for name in mine}
+            for name, apart in weight_differences(mine, same, heads=heads, kv_heads=kv_heads).items():
+                found.see(kind.partition("/")[0], step, name, number, apart)
+    tolerance, worst = tolerance_of(config.precision.dtype), found.worst
+    limits = {"initial": 0.0, "loss": tolerance.loss, "norm": tolerance.norm, "later norm": tolerance.weights}
+    limits |= {"gradient": tolerance.gradients, "weight": tolerance.weights}
+    return Row(
+        layout,
+        all(value == 0 for value in worst.values()),
+        worst["loss"],
+        worst["norm"],
+        worst["gradient"],
+        worst["weight"],
+        found.first_beyond(limits),
+    )
+
+
+def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    """One process' tensor with a rank's part of it in its place, so that it is measured on the scale of the whole."""
+    if rows is None:
+        return part
+    mine = whole.clone()
+    mine[rows[0] : rows[0] + rows[1]] = part
+    return mine
+
+
+def table(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """In Markdown."""
+    tolerance = tolerance_of(config.precision.dtype)
+    lines = [
+        f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process: relative differences",
+        "",
+        "| layout | ranks | bitwise equal | loss | gradient norm | first gradients | weights | beyond its tolerance |",
+        "|---|---|---|---|---|---|---|---|",
+        f"| *tolerance* | | | {tolerance.loss:.0e} | {tolerance.norm:.0e} (first) | {tolerance.gradients:.0e} "
+        f"| {tolerance.weights:.0e} | |",
+    ]
+    for row in rows:
+        numbers = " | ".join(_number(v) for v in (row.loss, row.norm, row.gradients, row.weights))
+        bitwise = "yes" if row.bitwise else "no" if row.fault is None or row.loss else ""
+        lines.append(f"| {row.layout} | {row.layout.size} | {bitwise} | {numbers} | {row.fault or ''} |")
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
+    tolerance = asdict(tolerance_of(config.precision.dtype))
+    found = [asdict(row) | {"name": str(row.layout), "ranks": row.layout.size} for row in rows]
+    return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
+
+
+class _Differences:
+    """The worst of each kind, and where each was seen, in the order in which a step computes."""
+
+    _ORDER = ("initial", "loss", "gradient", "norm", "later norm", "weight")
+
+    def __init__(self) -> None:
+        self.worst: dict[str, float] = {}
+        self._seen: list[tuple[int, int, int, str, str, float]] = []
+
+    def see(self, kind: str, step: int, name: str, rank: int, apart: float) -> None:
+        self.worst[kind] = apart if apart != apart else max(self.worst.get(kind, 0.0), apart)
+        self._seen.append((step, self._ORDER.index(kind), rank, kind, name, apart))
+
+    def first_beyond(self, limits: dict[str, float]) -> str | None:
+        for step, _, rank, kind, name, apart in sorted(self._seen, key=lambda seen: seen[:3]):
+            if not apart <= limits[kind]:
+                what = {"initial": "initial ", "gradient": "gradient of ", "weight": "weight "}.get(kind, "")
+                return f"step {step + 1}: {what}{name} of rank {rank}, {apart:.1e} > {limits[kind]:.0e}"
+        return None
+
+
+def _results(config: Config, layout: Layout, steps: int) -> tuple[list[Results], str | None]:
+    """What each rank computed; or why it did not."""
+    lines: list[str] = []
+    with TemporaryDirectory(prefix="megazero-certify-") as name:
+        folder = Path(name)
+        of_layout = layout.of(config)
+        code = run_local(
+            layout.size,
+            lambda place: train_rank(place, of_layout, steps, folder),
+            lambda standings, line: lines.append(line),
+        )
+        if code:
+            return [], lines[-1] if lines else f"exit code {code}"
+        return [load_results(folder, rank) for rank in range(layout.size)], None
+
+
+def _admits(config: Config, size: int) -> bool:
+    values = flatten(config)
+    if broken_relations(values) or broken_exclusions(values):
+        return False
+    try:
+        check_world(config, size)
+    except UserError:
+        return False
+    return True
+
+
+def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+    values = [(name, getattr(layout, name)) for name in ("tensor", "pipeline", "data", "stage", "sequence", "schedule")]
+    return set(combinations(values, 2))
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
