@@ -19,6 +19,7 @@ from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Grid, make_grid, single
 from megazero.parallel.launch import Place
 from megazero.parallel.rendezvous import connect, disconnect
+from megazero.zero.clip import clip_factor
 from megazero.zero.engine import Engine
 
 LARGEST_LR = 1e-3  # that the tolerances of weights are made for
@@ -105,8 +106,9 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
         engine.begin_step()
         built.pipeline.train([feed(batch, step, True) for batch in loader.step(step)])
         done = engine.finish_step(min(config.optimizer.lr, LARGEST_LR))
-        if step == 0:
-            note("gradient", _gradients(engine))
+        if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
+            factor = clip_factor(done.grad_norm, config.optimizer.clip)
+            note("gradient", ((name, value / factor) for name, value in _gradients(engine)))
         note(f"weight/{step}", engine.named_parameters())
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())

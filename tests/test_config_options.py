@@ -22,8 +22,8 @@ from megazero.config_file import flatten, option_keys, refuse_unbuilt
 from megazero.errors import FaultList, UserError
 from megazero.explain import explain
 from megazero.observe.jsonl import read_rows
-from tests.tiny_run import Outcome, TinyData, built, command, train
 from megazero.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
+from tests.tiny_run import Outcome, TinyData, built, command, train
 
 
 def losses(outcome: Outcome) -> Any:

@@ -10,8 +10,6 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Trained, equal, ids, pairwise, train
 from megazero.tolerances import (
     GRADIENT_FP32,
     GRADIENT_FP64,
@@ -24,6 +22,8 @@ from megazero.tolerances import (
     difference,
     weight_differences,
 )
+from megazero.zero.placement import Precision
+from tests.layouts import SHAPES, Layout, Trained, equal, ids, pairwise, train
 
 FP32, FP64 = Precision(), Precision(torch.float64, torch.float64)
 DTYPES = {"fp32": FP32, "fp64": FP64}

@@ -14,9 +14,9 @@ from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.errors import UserError
 from megazero.learning_rate import LearningRate
 from megazero.observe.jsonl import read_rows
+from megazero.tolerances import GRADIENT_FP32, GRADIENT_FP64, LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
 from megazero.trainer import Pace, Trainer
 from tests.tiny_run import TinyData, built, train
-from megazero.tolerances import GRADIENT_FP32, GRADIENT_FP64, LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
 
 Run = Callable[[Tensor | None, Feed], Tensor]
 

@@ -42,7 +42,8 @@ _LABEL_WORDS = 3  # key, number, slot
 _PARCEL_WORDS = 2  # key, that of the message which was read last
 _SPINS = 300  # looks before sleeping between them
 _NAP = 20e-6  # seconds; the kernel makes it some 70e-6
-_NAPS_BETWEEN_ROLLS = 5_000  # looks at whether the others still live
+_SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
+_BETWEEN_ROLLS = 0.3  # seconds between looks at whether the others still live
 
 
 def supported() -> bool:
@@ -238,15 +239,18 @@ class Mail:
         for _ in range(_SPINS):
             if (found := ready()) is not None:
                 return found
-        deadline, naps = time.monotonic() + self._timeout, 0
+        began = rolled = time.monotonic()
+        naps = 0
         while (found := ready()) is None:
             for round_ in list(self.rounds):
                 round_.take_in()
-            time.sleep(_NAP)
             naps += 1
-            if naps % _NAPS_BETWEEN_ROLLS == 0:
+            time.sleep(_NAP if naps < _SHORT_NAPS else _LONG_NAP)
+            now = time.monotonic()
+            if now - rolled > _BETWEEN_ROLLS:
+                rolled = now
                 gone = [rank for rank in ranks if not os.path.exists(f"/proc/{self._pids[rank]}")]
-                late = time.monotonic() > deadline
+                late = now - began > self._timeout
                 if (gone or late) and (found := ready()) is not None:  # its last letter, just before it left
                     return found
                 if gone:

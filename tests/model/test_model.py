@@ -11,8 +11,8 @@ from megazero.model.parameter import declaration_of, declare, named_declarations
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
-from tests.model.small import GPT, LLAMA, batch, make, step_of
 from megazero.tolerances import LOSS_FP64, difference
+from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 ROWS = 3
 

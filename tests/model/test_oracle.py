@@ -19,10 +19,10 @@ from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape
 from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis, Grid
+from megazero.tolerances import difference
 from tests.model.huggingface import from_gpt2, from_llama
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.ranks import run_ranks
-from megazero.tolerances import difference
 
 # Against another implementation of the same arithmetic: a few roundings of each matrix product differ.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

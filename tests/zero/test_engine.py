@@ -13,6 +13,7 @@ from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
 from megazero.parallel.ledger import Ledger
 from megazero.parallel.pool import Pool
+from megazero.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 from megazero.zero.clip import clip_factor
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
@@ -20,7 +21,6 @@ from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import Precision, Spread
 from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
-from megazero.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ import torch
 from megazero.build import Feed
 from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import Grid
+from megazero.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
 from megazero.zero.placement import Precision
 from megazero.zero.visit import Phase, Visits
 from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
-from megazero.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
 
 FP64 = Precision(torch.float64, torch.float64)
 NAME = "blocks.1.mlp.down.weight"

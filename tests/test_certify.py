@@ -1,0 +1,109 @@
+"""The certificate: every layout is certified, and one that computes something else is found and named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megazero.__main__ import main
+from megazero.certify import Layout, certify, layouts_of, sample_of
+from megazero.config import Config
+from megazero.zero.unit import Unit
+from tests.tiny_run import TinyData
+
+SHAPE = ("model.hidden=32", "model.heads=8", "model.seq_len=16", "model.dropout=0.1", "data.valid=null")
+SMALL = (*SHAPE, "model.layers=4", "batch.global=8", "batch.micro=1")
+LARGE = (*SHAPE, "model.layers=8", "batch.global=16", "batch.micro=1", "data.mask_eod=true")
+FLAVOURS = {
+    "gpt": (),
+    "llama": ("model.tie_embeddings=false", "model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu"),
+}
+
+
+def config_of(tiny_data: TinyData, tmp_path: Path, *options: str) -> Config:
+    return tiny_data.load(tmp_path, *options)
+
+
+def test_a_cover_of_all_layouts_of_four_ranks_is_certified(tiny_data: TinyData, tmp_path: Path) -> None:
+    """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
+    config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
+    layouts = sample_of(layouts_of(config, 4), 25)
+    assert len(layouts) >= 25 and {layout.size for layout in layouts} == {2, 3, 4}
+    assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 3) if row.fault] == []
+
+
+GROUPS = 8
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_layouts_of_eight_ranks_are_certified(tiny_data: TinyData, tmp_path: Path, group: int, flavour: str) -> None:
+    """160 of them in both flavours together, in fp32."""
+    config = config_of(tiny_data, tmp_path, *LARGE, *FLAVOURS[flavour])
+    layouts = sample_of(layouts_of(config, 8), 160)
+    assert len(layouts) >= 150
+    half = layouts[list(FLAVOURS).index(flavour) :: len(FLAVOURS)]
+    rows = list(certify(config, half[group::GROUPS], 4))
+    assert rows and [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+
+
+BITWISE = [
+    Layout(pipeline=2),
+    Layout(pipeline=4, schedule="gpipe"),
+    Layout(pipeline=2, schedule="interleaved", chunks=2),
+    Layout(pipeline=3, schedule="zb-h1"),
+    Layout(pipeline=2, schedule="zb-v", chunks=2),
+]
+
+
+def test_a_pipeline_alone_changes_no_bit(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Of an untied model. A tied one adds the two uses of its weight in another order."""
+    config = config_of(tiny_data, tmp_path, *SMALL, *FLAVOURS["llama"])
+    assert all(row.bitwise for row in certify(config, BITWISE, 3))
+
+
+def test_a_doubled_gradient_is_found_and_named(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the second stage, of one data rank, in layouts that have several."""
+    name, close = "blocks.3.mlp.down.weight", Unit.close_gradients
+
+    def close_and_double(unit: Unit) -> None:
+        close(unit)
+        if name in unit.views and unit.numel > len(unit.masters) and unit.shard.start > 0:
+            unit.views[name].view.mul_(2)
+
+    monkeypatch.setattr(Unit, "close_gradients", close_and_double)
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    good, bad = certify(config, [Layout(pipeline=2), Layout(pipeline=2, data=2)], 2)
+    assert good.fault is None and bad.fault is not None
+    assert bad.fault.startswith(f"step 1: gradient of {name} of rank 2, ")  # the second stage's first rank
+    code = main(["certify", "--config", str(tiny_data.config), "--max-ranks", "2", "--steps", "2", *SMALL, "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert code == 1 and {row["name"] for row in rows if row["fault"]} == {f"dp2 zero{stage}" for stage in (1, 2, 3)}
+
+
+def test_a_layout_that_fails_is_a_fault(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(unit: Unit) -> None:
+        raise RuntimeError("a fault of this test")
+
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    monkeypatch.setattr(Unit, "borrow", fail)
+    (row,) = certify(config, [Layout(data=2, stage=3)], 1)
+    assert row.fault is not None and "MZ-390" in row.fault
+
+
+def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path: Path) -> None:
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    layouts = layouts_of(config, 8)
+    assert len(layouts) == len(set(layouts)) > 150
+    assert max(layout.size for layout in layouts) == 8
+    assert all(layout.pipeline * layout.chunks <= 4 and layout.tensor in (1, 2, 4, 8) for layout in layouts)
+    cover = sample_of(layouts, 1)
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
+        assert {layout.stage for layout in cover if layout.schedule == schedule} == {0, 1, 2, 3}
+    assert sample_of(layouts, 100)[: len(cover)] == cover and len(sample_of(layouts, 100)) == 100
