@@ -98,6 +98,30 @@ def _certify(options: argparse.Namespace) -> int:
     return 1 if any(row.fault for row in rows) else 0
 
 
+def _schedule(options: argparse.Namespace) -> int:
+    from megazero.config_file import load
+
+    config = load(options.config, options.overrides)
+    if options.draw is not None and options.draw.suffix not in (".svg", ".png"):
+        raise UserError(100, f"--draw {options.draw}: expected a name that ends in .svg or .png", where="schedule")
+    from megazero.build import check_world
+    from megazero.parallel.grid import data_size
+    from megazero.schedule_report import as_json, as_text, report
+    from megazero.schedules.draw import draw
+
+    parallel = config.parallel
+    world = options.nproc or parallel.tensor * parallel.pipeline
+    check_world(config, world)
+    found, schedule, timeline = report(config, data_size(world, parallel.tensor, parallel.pipeline))
+    if options.draw is not None:
+        try:
+            draw(schedule, timeline, options.draw)
+        except OSError as error:
+            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="schedule") from None
+    _answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    return 0
+
+
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
 
@@ -160,6 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--json", action="store_true")
     certify.add_argument("overrides", nargs="*", metavar="section.key=value")
     certify.set_defaults(run=_certify)
+    schedule = verbs.add_parser("schedule", help="show and draw what every rank of a pipeline does in a step")
+    schedule.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    schedule.add_argument("--nproc", type=_at_least(1, int), help="ranks of the run; decides the data axis")
+    schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
+    schedule.add_argument("--json", action="store_true")
+    schedule.add_argument("overrides", nargs="*", metavar="section.key=value")
+    schedule.set_defaults(run=_schedule)
     for verb in (verb for verb, built in capability.VERBS.items() if not built):
         verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
     return parser

@@ -97,6 +97,13 @@ RELATIONS: tuple[Relation, ...] = (
         "lower parallel.pipeline or pipeline.chunks",
     ),
     Relation(
+        ("pipeline.schedule", "pipeline.chunks"),
+        "pipeline.chunks >= 2 with pipeline.schedule interleaved",
+        lambda v: v["pipeline.schedule"] != "interleaved" or v["pipeline.chunks"] >= 2,
+        lambda v: f"{v['pipeline.chunks']} < 2",
+        "take pipeline.schedule=1f1b for one chunk",
+    ),
+    Relation(
         ("schedule.min_lr", "optimizer.lr"),
         "schedule.min_lr <= optimizer.lr",
         lambda v: v["schedule.min_lr"] <= v["optimizer.lr"],
@@ -143,7 +150,7 @@ VERBS: dict[str, bool] = {
     "explain": True,
     "generate": True,
     "certify": True,
-    "schedule": False,
+    "schedule": True,
     "plan": False,
     "simulate": False,
     "export": False,

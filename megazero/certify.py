@@ -124,12 +124,12 @@ def certify(config: Config, layouts: Sequence[Layout], steps: int) -> Iterator[R
     """A row for each layout.
 
     Raises:
-        UserError: 140, one process does not get through.
+        UserError: 303, one process does not get through.
     """
     torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
     alone, fault = _results(config, Layout(), steps)
     if fault is not None:
-        raise UserError(140, f"one process did not train: {fault}", "see the line above", where="certify")
+        raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
     for layout in layouts:
         ranks, fault = _results(config, layout, steps)
         yield Row(layout, fault=fault) if fault else compare(layout, ranks, alone[0], config)

@@ -32,6 +32,7 @@ from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.spawn import run_local
 from megazero.pipelining import model_shape
 from megazero.run_folder import RunFolder
+from megazero.schedule_report import report, summary
 from megazero.trainer import Trainer
 from megazero.zero.resting import resting_table
 
@@ -132,6 +133,8 @@ def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: 
     if place.world.rank == 0:
         _say(start)
         _say(_resting(config, trainer))
+        if config.parallel.pipeline > 1:
+            _say(summary(report(config, grid.data.size)[0]))
     try:
         trainer.run()
     finally:

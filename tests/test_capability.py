@@ -28,6 +28,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["parallel.pipeline=4", "model.layers=7", "pipeline.schedule=interleaved"],
         "model.layers=8",
     ),
+    "pipeline.chunks >= 2 with pipeline.schedule interleaved": (
+        ["pipeline.schedule=interleaved", "pipeline.chunks=1"],
+        "pipeline.chunks=2",
+    ),
     "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
     "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
 }

@@ -103,7 +103,7 @@ def spread(model: UntiedGPT, mesh: DeviceMesh, sequence: bool) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def make_optimizers(model: UntiedGPT, **options: float | tuple[float, float]) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, **options: float | tuple[float, float]) -> list[torch.optim.Optimizer]:
     """Fused AdamW over everything; matrices and the token embedding decay.
 
     One for DTensors, one for the other tensors: the fused update refuses lists that mix them.

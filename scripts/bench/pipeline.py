@@ -24,7 +24,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megazero.build import build
@@ -157,7 +156,6 @@ def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[
     Every block is a stage of its own; the first has the embedding too, and the last the head. Both ranks measure at
     once, each a whole model, so that they share the machine's memory as they do when they train.
     """
-    meet(rank, size, store)
     built = build(config_of(1, "interleaved", LAYERS), single(), CPU, choose("auto", CPU, torch.float32))
     next_feed = feeder(config_of(), single())
     stages = list(built.pipeline.stages.values())
@@ -172,7 +170,6 @@ def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[
 
     for step in range(COST_ROUNDS):
         built.engine.begin_step()
-        dist.barrier()
         for m in range(2):
             feed, x = next_feed(step), None
             for i, stage in enumerate(stages):

@@ -100,4 +100,5 @@ def _clip(parameters: Sequence[nn.Parameter], clip: float) -> None:
     square = torch.nn.utils.get_total_norm(gradients) ** 2
     dist.all_reduce(square)
     factor = (clip / (square.sqrt() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    for gradient in gradients:
+        gradient.mul_(factor)

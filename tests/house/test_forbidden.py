@@ -23,6 +23,7 @@ OBJECT_COLLECTIVES |= {"send_object_list", "recv_object_list"}
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 ENVIRONMENT_FILES = {"megazero/parallel/launch.py", "megazero/kernels/build.py"}
 ENVIRONMENT_FILES |= {"scripts/bench/data_parallel.py"}  # DeepSpeed takes its settings from nowhere else
+PEERS = ("scripts/bench/torch_pipeline.py",)  # another system, whose own way it is
 STEP_PATH = ("megazero/zero/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
 DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
@@ -32,7 +33,7 @@ CODE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.uns
 
 
 def collectives(source: Source) -> Iterator[str]:
-    if source.path.startswith("megazero/parallel/"):
+    if source.path.startswith(("megazero/parallel/", *PEERS)):
         return
     for node, name in uses(source):
         module, _, last = name.rpartition(".")

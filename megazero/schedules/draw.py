@@ -1,0 +1,68 @@
+"""A timeline as a picture: a row for each rank, a box for each computation.
+
+Forward, the two parts of backward and whole backwards have a colour each, darker in later chunks of a rank; the number
+is the micro-batch. What is white is the bubble.
+"""
+
+import io
+from pathlib import Path
+
+from megazero.files import replace_file
+from megazero.schedules.actions import Kind, Schedule
+from megazero.schedules.simulate import Timeline
+
+COLOURS = {
+    Kind.FORWARD: ("#8fb8de", "#4f86bd"),
+    Kind.BACKWARD: ("#a9d18e", "#6fa84f"),
+    Kind.BACKWARD_INPUT: ("#a9d18e", "#6fa84f"),
+    Kind.BACKWARD_WEIGHT: ("#f2c879", "#d99f3b"),
+}
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward: input",
+    Kind.BACKWARD_WEIGHT: "backward: weights",
+}
+FORMATS = (".svg", ".png")
+_MOST_NUMBERS = 600  # boxes; more could not be read
+
+
+def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
+    """Writes an SVG or PNG, by the path's suffix. Raises OSError."""
+    # Imported here: half a second that only a picture needs.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(14, 0.9 + 0.45 * len(timeline.ranks)), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    numbered = sum(map(len, timeline.ranks)) <= _MOST_NUMBERS
+    used: dict[Kind, None] = {}
+    for rank, row in enumerate(timeline.ranks):
+        chunks = schedule.stages_of(rank)
+        for timed in row:
+            kind, width = timed.action.kind, timed.end - timed.start
+            used[kind] = None
+            shade = COLOURS[kind][min(chunks.index(timed.action.stage), 1)]
+            axes.broken_barh(
+                [(timed.start, width)], (rank - 0.4, 0.8), facecolor=shade, edgecolor="white", linewidth=0.4
+            )
+            if numbered:
+                place = (timed.start + width / 2, rank)
+                axes.annotate(str(timed.action.micro_batch), place, ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank}" for rank in range(len(timeline.ranks))])
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    title = f"{schedule.name}: {len(timeline.ranks)} ranks, {schedule.micro_batches} micro-batches, "
+    axes.set_title(title + f"bubble {timeline.bubble:.1%} of the work", fontsize=9, loc="left")
+    handles = [Patch(facecolor=COLOURS[kind][0], label=WORDS[kind]) for kind in COLOURS if kind in used]
+    axes.legend(handles=handles, frameon=False, fontsize=7, ncols=3, loc="upper left", bbox_to_anchor=(0, 0))
+    image = io.BytesIO()
+    if path.suffix == ".svg":
+        figure.savefig(image, format="svg", metadata={"Date": None})
+    else:
+        canvas.print_png(image)
+    replace_file(path, image.getvalue())
