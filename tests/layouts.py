@@ -28,6 +28,10 @@ SHAPES = {
     "llama": replace(LLAMA, heads=8, kv_heads=4, dropout=0.1),
     "gpt-untied-rotary": replace(GPT, tie_embeddings=False, position="rotary", norm="rmsnorm", dropout=0.1),
 }
+SHAPES |= {
+    "deep": replace(GPT, layers=4, dropout=0.1),
+    "deep-untied": replace(LLAMA, layers=4, heads=8, kv_heads=4, dropout=0.1),
+}
 GLOBAL_BATCH, STEPS = 16, 4
 CPU = torch.device("cpu")
 

@@ -1,0 +1,50 @@
+"""A pipeline in which stage 1 computes an output or a gradient that is not finite, in step 2.
+
+python -m tests.pipeline.poisoned output|gradient CONFIG ...: what follows are overrides.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+import megazero.build_run
+from megazero.build import Built, Feed
+from megazero.config_file import load
+from megazero.errors import UserError
+from megazero.run import launch
+
+honest = megazero.build_run.build
+
+
+def main() -> int:
+    kind, config = sys.argv[1], load(sys.argv[2], sys.argv[3:])
+
+    def poisoned(*arguments) -> Built:
+        built = honest(*arguments)
+        stage = built.pipeline.stages.get(1)
+        if stage is not None:
+            run = stage.run
+
+            def compute(x: Tensor | None, feed: Feed) -> Tensor:
+                y = run(x, feed)
+                if feed.now.step + 1 < 2:
+                    return y
+                if kind == "output":
+                    return y * torch.inf
+                y.register_hook(lambda gradient: gradient * torch.inf)
+                return y
+
+            stage.run = compute
+        return built
+
+    megazero.build_run.build = poisoned
+    try:
+        return launch(config, "poisoned", None)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
