@@ -199,7 +199,7 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations) -> 
         grid.pipeline.rank,
         lambda m: lowered(layers, m, each=each, tied=tied),
         Transport(grid.pipeline, layers.rank_of, precision.parameters, device),
-        lambda feed: (local, feed.tokens_SB.shape[1], config.model.hidden),
+        lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
         engine.tie,
     )
     return Built(model, engine, pipeline, layers)

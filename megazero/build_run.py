@@ -73,7 +73,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
             num_data=grid.data.size,
         ),
         _validation(
-            config, valid, lambda many: pipeline.evaluate([feed(b, 0, False) for b in many]), tokenizer, grid, device
+            config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
         Recorder(_sinks(config, folder, first), _profile(config, folder, first), work, wire.ledger),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
@@ -91,7 +91,7 @@ def _save(built: Built, grid: Grid, device: torch.device, folder: RunFolder, ste
     own = whole_weights(((n, part, rows[n]) for n, part in built.engine.named_parameters()), grid.tensor)
     if grid.data.rank == 0 and grid.tensor.rank == 0:
         shapes = [{n: torch.Size(declarations[n].shape) for n in names} for names in _names_by_rank(built)]
-        whole = bring_together(own, shapes, grid.pipeline)
+        whole = bring_together(own, shapes, grid.pipeline, built.engine.units[0].parameters)
     else:
         whole = {}
         for _ in own:  # the others gather with those

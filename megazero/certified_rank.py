@@ -104,7 +104,7 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
     note("initial", engine.named_parameters())
     for step in range(steps):
         engine.begin_step()
-        built.pipeline.train([feed(batch, step, True) for batch in loader.step(step)])
+        built.pipeline.train(loader.step(step), lambda batch, step=step: feed(batch, step, True))
         done = engine.finish_step(min(config.optimizer.lr, LARGEST_LR))
         if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
             factor = clip_factor(done.grad_norm, config.optimizer.clip)

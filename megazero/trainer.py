@@ -25,6 +25,7 @@ from megazero.learning_rate import LearningRate
 from megazero.observe.recorder import Numbers, Recorder
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Feed
+from megazero.schedules.actions import Kind
 from megazero.validation import Score, Validation
 from megazero.zero.engine import Engine, StepResult
 
@@ -130,9 +131,13 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         self.now(step + 1, "data")
-        feeds = [self.feed(batch, step) for batch in self.loader.step(step)]
+        batches = self.loader.step(step)
         self.engine.begin_step()
-        self.pipeline.train(feeds, now=lambda phase: self.now(step + 1, phase), between=self._read)
+
+        def now(phase: str) -> None:
+            self.now(step + 1, phase)
+
+        self.pipeline.train(batches, lambda batch: self.feed(batch, step), now=now, between=self._read)
         self._settle()
         self.now(step + 1, "update")
         lr = self.pace.learning_rate.at(step - self.skipped)
@@ -193,15 +198,21 @@ class Trainer:
 
     def _own_fault(self, pending: _Pending) -> Fault | None:
         """What is first not finite in this rank's part of a step, computed once more."""
-        feeds = [self.feed(batch, pending.step) for batch in self.loader.step(pending.step)]
-        faults: list[Fault] = []
+        batches, step, last = self.loader.step(pending.step), pending.step, self.pipeline.num_stages - 1
+        seen: list[Fault] = []
 
-        def look(stage: int, micro_batch: int, output: Tensor) -> None:
-            if not torch.isfinite(output).all():
-                what = "loss" if stage == self.pipeline.num_stages - 1 else f"output of stage {stage}"
-                faults.append((stage, f"{what} of micro-batch {micro_batch}"))
+        def look(kind: Kind, stage: int, micro_batch: int, made: Tensor) -> None:
+            if torch.isfinite(made).all():
+                return
+            what, place = f"gradient of the input of stage {stage}", 2 * last + 1 - stage
+            if kind is Kind.FORWARD:
+                what, place = "loss" if stage == last else f"output of stage {stage}", stage
+            seen.append((place, f"{what} of micro-batch {micro_batch}"))
 
-        found = self.engine.examine(lambda: self.pipeline.train(feeds, look=look), pending.result.loss_scale)
-        stages, last = list(self.pipeline.stages), 2 * self.pipeline.num_stages - 1
-        faults += [(last - stages[number], what) for number, what in found]
-        return min(faults, key=lambda fault: fault[0], default=None)
+        found = self.engine.examine(
+            lambda: self.pipeline.train(batches, lambda batch: self.feed(batch, step), look=look),
+            pending.result.loss_scale,
+        )
+        stages = list(self.pipeline.stages)
+        parameters = [(2 * last + 1 - stages[number], what) for number, what in found]
+        return min([*parameters, *seen], key=lambda fault: fault[0], default=None)

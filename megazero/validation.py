@@ -7,6 +7,7 @@ total nats / (ln 2 x bytes of text that the scored tokens stand for).
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from megazero.data.loader import MicroBatch
 from megazero.errors import UserError
 from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis
+
+_AT_ONCE = 8  # batches for each stage of the pipeline: enough to fill it, few enough to hold
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Validation:
 
     Args:
         batches: gives this rank's, from the first; as many on every rank.
-        losses: token losses [S, B] of all of them, without gradients or dropout; of none where the last stage is not.
+        losses: token losses [S, B] of some of them, without gradients or dropout; of none where the last stage is not.
         token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
         data: the axis whose ranks share the batches out among themselves.
         pipeline: the axis on one rank of which the last stage is.
@@ -66,12 +69,13 @@ class Validation:
     def score(self) -> Score:
         """One pass over the batches. The loss is nan where no token counts."""
         sums = [0.0, 0.0, 0.0]
-        batches = list(self._batches())
-        for batch, losses_SB in zip(batches, self._losses(batches), strict=False):  # of none, or of all
-            sums[0] += losses_SB.sum(dtype=torch.float64).item()
-            sums[1] += int(batch.valid_SB.sum())
-            if self._token_bytes is not None:
-                sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+        batches = iter(self._batches())
+        while some := list(islice(batches, _AT_ONCE * self._pipeline.size)):
+            for batch, losses_SB in zip(some, self._losses(some), strict=False):  # of none, or of all
+                sums[0] += losses_SB.sum(dtype=torch.float64).item()
+                sums[1] += int(batch.valid_SB.sum())
+                if self._token_bytes is not None:
+                    sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
         everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
         all_reduce(all_reduce(everyone, self._data, "validation"), self._pipeline, "validation")
         nats, tokens, size = everyone.tolist()

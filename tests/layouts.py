@@ -139,7 +139,8 @@ class Rank:
         return Feed(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
 
     def passes(self, step: int, **options: Any) -> None:
-        self.pipeline.train([self.feed(step, m) for m in range(self.layout.accumulation)], **options)
+        feeds = [self.feed(step, m) for m in range(self.layout.accumulation)]
+        self.pipeline.train(feeds, lambda feed: feed, **options)
 
     def step(self, step: int) -> StepResult:
         self.engine.begin_step()

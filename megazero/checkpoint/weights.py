@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from megazero.errors import UserError
 from megazero.files import flush_file, flush_folder
-from megazero.parallel.collectives import all_gather
+from megazero.parallel.collectives import all_gather, all_reduce
 from megazero.parallel.grid import Axis
-from megazero.parallel.messages import Channel, Messages
 
 FILE_NAME = "model.safetensors"
-_FIRST_CHANNEL = 1 << 14  # beyond those between stages
 
 
 def whole_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis) -> Iterator[tuple[str, Tensor]]:
@@ -35,31 +33,30 @@ def whole_weights(parts: Iterable[tuple[str, Tensor, int | None]], tensor: Axis)
 
 
 def bring_together(
-    own: Iterable[tuple[str, Tensor]], shapes: Sequence[Mapping[str, torch.Size]], pipeline: Axis
+    own: Iterable[tuple[str, Tensor]], shapes: Sequence[Mapping[str, torch.Size]], pipeline: Axis, like: Tensor
 ) -> dict[str, Tensor]:
-    """All ranks' tensors on the first rank of the pipeline; nothing on the others.
+    """All ranks' tensors on the first rank of the pipeline; nothing on the others, which hold one at a time.
 
     Args:
         own: this rank's.
         shapes: of each rank of the pipeline the tensors that it contributes, in the order of its `own`.
+        like: of the dtype and device of all.
     """
-    channels = [Channel(_FIRST_CHANNEL + rank, rank, 0, "save") for rank in range(pipeline.size)]
-    messages = Messages(pipeline, channels[1:] if pipeline.rank == 0 else [channels[pipeline.rank]])
     whole: dict[str, Tensor] = {}
-    some: Tensor | None = None
-    for name, tensor in own:
-        some = tensor
-        if name not in shapes[pipeline.rank]:
-            continue
-        if pipeline.rank == 0:
-            whole[name] = tensor.clone()
-        else:
-            messages.send(channels[pipeline.rank], tensor.contiguous())
-            messages.finish()
-    assert some is not None, "every rank has some"
-    for rank in range(1, pipeline.size) if pipeline.rank == 0 else ():
-        for name, shape in shapes[rank].items():
-            whole[name] = messages.post(channels[rank], some.new_empty(shape), f"weights of {name}").wait()
+    mine = (named for named in own if named[0] in shapes[pipeline.rank])
+    for rank, of_rank in enumerate(shapes):
+        for name, shape in of_rank.items():
+            tensor = like.new_zeros(shape)
+            if rank == pipeline.rank:
+                found, values = next(mine)
+                assert found == name, f"{found} comes where {name} should"
+                tensor.copy_(values)
+            # As bytes: a sum with zeros that keeps every bit, that of a negative zero too.
+            all_reduce(tensor.view(-1).view(torch.uint8), pipeline, "save")
+            if pipeline.rank == 0:
+                whole[name] = tensor
+    for _ in mine:  # what is another rank's to contribute; those that share it go through it too
+        pass
     return whole
 
 

@@ -108,15 +108,22 @@ def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Gr
     return Grid(axes["tensor"], axes["data"], axes["pipeline"], whole, _ends(axes["pipeline"]))
 
 
+def parallel_axes(pipeline: Axis) -> list[range]:
+    """The ranks of every pipeline of the world, which differ in their data and tensor ranks."""
+    return [range(first, first + pipeline.size * pipeline.stride, pipeline.stride) for first in range(pipeline.stride)]
+
+
 def _ends(pipeline: Axis) -> Axis:
-    """The first and the last rank of a pipeline; for those between, nobody."""
+    """The first and the last rank of a pipeline; for those between, nobody. Every rank of the world calls it."""
     last = pipeline.size - 1
+    group = pipeline.group
+    if last > 1:
+        for ranks in parallel_axes(pipeline):
+            made = dist.new_group([ranks[0], ranks[last]], timeout=pipeline.wire.timeout)
+            if ranks.start == pipeline.first and pipeline.rank in (0, last):
+                assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+                group = made
     if last == 0 or pipeline.rank not in (0, last):
         return Axis("ends", wire=pipeline.wire)
     ranks = [pipeline.ranks[0], pipeline.ranks[last]]
-    group = pipeline.group
-    if last > 1:
-        made = dist.new_group(ranks, timeout=pipeline.wire.timeout, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
-        group = made
     return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], group, pipeline.wire)

@@ -10,7 +10,8 @@ communicator of its own, because there messages have no names: what is sent firs
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megazero.parallel.board import P2P
 from megazero.parallel.exchange import CollectiveError
-from megazero.parallel.grid import Axis
+from megazero.parallel.grid import Axis, parallel_axes
 from megazero.parallel.shared import SLOT_BYTES, Mail
 
 _NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the rest is the channel's
@@ -50,21 +51,31 @@ class Receipt:
 
     def wait(self) -> Tensor:
         """Raises CollectiveError: it did not come within the axis' timeout, or the connection broke."""
-        if self._came():
-            return self._finish()
-        rank, seat = self._axis.ranks[self._source], self._axis.wire.seat
-        seat.begin(P2P, range(rank, rank + 1), self._text)
-        with torch.profiler.record_function(f"wait for {self._text}"):
-            try:
+        with _broken_is_collective():
+            if self._came():
+                return self._finish()
+            rank, seat = self._axis.ranks[self._source], self._axis.wire.seat
+            seat.begin(P2P, range(rank, rank + 1), self._text)
+            with torch.profiler.record_function(f"wait for {self._text}"):
                 message = self._finish()
-            except (RuntimeError, TimeoutError) as error:
-                raise CollectiveError(P2P, str(error)) from None
         seat.end(P2P)
         return message
 
 
+@contextmanager
+def _broken_is_collective() -> Iterator[None]:
+    """What backends raise when a peer is gone or does not answer, as everything between ranks raises it."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        raise CollectiveError(P2P, str(error)) from None
+
+
 class Carrier(Protocol):
-    """How messages go."""
+    """How messages go. `unsent` is the global rank that does not take what is to be sent next, if one does not."""
+
+    @property
+    def unsent(self) -> int | None: ...
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None: ...
 
@@ -79,27 +90,37 @@ class Messages:
     """The messages of one rank along an axis.
 
     Args:
-        channels: all that this rank sends or receives on, in order of their index.
+        everyone: all channels of the axis, in order of their index; the same on all its ranks. Every rank of the world
+            makes its messages at the same point.
     """
 
-    def __init__(self, axis: Axis, channels: list[Channel]):
+    def __init__(self, axis: Axis, everyone: Sequence[Channel]):
         self._axis = axis
-        self._carrier = _carrier(axis, channels)
+        self._carrier = _carrier(axis, everyone)
 
     def send(self, channel: Channel, x: Tensor) -> None:
-        """The next message of a channel. x is contiguous, and nobody writes to it until `finish`."""
+        """The next message of a channel. x is contiguous, and nobody writes to it until `finish`.
+
+        Raises:
+            CollectiveError: the connection broke.
+        """
         assert x.is_contiguous(), f"a strided view: {tuple(x.shape)}, strides {x.stride()}"
         number = self._number(channel, "sent")
         self._axis.wire.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
-        self._carrier.send(channel, number, x)
+        with _broken_is_collective():
+            self._carrier.send(channel, number, x)
 
     def post(self, channel: Channel, into: Tensor, what: str) -> Receipt:
         """The next message of a channel will come into `into`.
 
         Args:
             what: as the board shows it to others while this rank waits.
+
+        Raises:
+            CollectiveError: the connection broke.
         """
-        finish, came = self._carrier.post(channel, self._number(channel, "posted"), into)
+        with _broken_is_collective():
+            finish, came = self._carrier.post(channel, self._number(channel, "posted"), into)
         return Receipt(self._axis, channel.source, what, finish, came)
 
     def finish(self) -> None:
@@ -108,80 +129,81 @@ class Messages:
         Raises:
             CollectiveError: somebody does not take it within the axis' timeout, or the connection broke.
         """
-        try:
+        with _broken_is_collective():
+            rank, seat = self._carrier.unsent, self._axis.wire.seat
+            if rank is not None:
+                seat.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
             self._carrier.finish()
-        except (RuntimeError, TimeoutError) as error:
-            raise CollectiveError(P2P, str(error)) from None
+        if rank is not None:
+            seat.end(P2P)
 
     def _number(self, channel: Channel, end: str) -> int:
         """Counted by the wire, so that no two messages of a run ever have one name."""
         return self._axis.wire.reserve(f"{self._axis.name} {channel.index} {end}", 1)
 
 
-def _carrier(axis: Axis, channels: list[Channel]) -> Carrier:
+def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
+    channels = [channel for channel in everyone if axis.rank in (channel.source, channel.target)]
     if axis.wire.backend == "nccl":
-        return _Nccl(axis, channels)
+        return _Nccl(axis, channels, everyone)
     mail = axis.wire.mail
     if mail is not None and mail.reached.issuperset(axis.ranks):
-        return _Parcels(axis, mail)
+        return _Parcels(axis, mail, channels)
     return _Sockets(axis)
 
 
 class _Parcels:
-    """Through shared memory, in pieces of a slot."""
+    """Through shared memory, in pieces of a slot.
 
-    def __init__(self, axis: Axis, mail: Mail):
+    Args:
+        sources: global ranks that this one receives from.
+    """
+
+    def __init__(self, axis: Axis, mail: Mail, channels: list[Channel]):
         self._axis, self._mail = axis, mail
-        self._outgoing: deque[tuple[int, Tensor]] = deque()
-        self._last = axis.rank  # whom something was sent to
+        self._sources = sorted({axis.ranks[c.source] for c in channels if c.target == axis.rank})
+        self._outgoing: deque[tuple[int, int, Tensor]] = deque()  # target, key, piece
+        mail.rounds.append(self)
+
+    @property
+    def unsent(self) -> int | None:
+        return self._outgoing[0][0] if self._outgoing else None
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        self._last = channel.target
-        self._outgoing.extend(_pieces(channel, number, x))
-        if self not in self._mail.rounds:
-            self._mail.rounds.append(self)
+        target = self._axis.ranks[channel.target]
+        self._outgoing.extend((target, key, piece) for key, piece in _pieces(channel, number, x))
         self.take_in()
 
     def take_in(self) -> None:
-        """Hands over what there is room for."""
+        """Hands over what there is room for, and takes what has come."""
         while self._outgoing and self._mail.hand_over(*self._outgoing[0]):
             self._outgoing.popleft()
-        if not self._outgoing and self in self._mail.rounds:
-            self._mail.rounds.remove(self)
+        for sender in self._sources:
+            self._mail.collect(sender)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        parcel = _Expected(self._mail, self._axis.ranks[channel.source], deque(_pieces(channel, number, into)))
-        self._mail.rounds.append(parcel)
+        sender, pieces = self._axis.ranks[channel.source], _pieces(channel, number, into)
+        for key, piece in pieces:
+            self._mail.expect(sender, key, piece)
+
+        def came() -> bool:
+            self.take_in()
+            return all((sender, key) not in self._mail.expected for key, _ in pieces)
 
         def finish() -> Tensor:
-            self._mail.wait_until(parcel.came, parcel.sender)
+            self._mail.wait_until(came, sender)
             return into
 
-        return finish, parcel.came
+        return finish, came
 
     def finish(self) -> None:
-        self._mail.wait_until(self._all_gone, self._axis.ranks[self._last])
+        while (target := self.unsent) is not None:
+            self._mail.wait_until(lambda target=target: self._passed(target), target)
 
-    def _all_gone(self) -> bool:
+    def _passed(self, target: int) -> bool:
+        """Nothing for this rank stands first any more."""
         self.take_in()
-        return not self._outgoing
-
-
-class _Expected:
-    """A message whose pieces are taken as they come."""
-
-    def __init__(self, mail: Mail, sender: int, pieces: deque[tuple[int, Tensor]]):
-        self._mail, self.sender, self._pieces = mail, sender, pieces
-
-    def take_in(self) -> None:
-        while self._pieces and self._mail.collect(self.sender, *self._pieces[0]):
-            self._pieces.popleft()
-        if not self._pieces and self in self._mail.rounds:
-            self._mail.rounds.remove(self)
-
-    def came(self) -> bool:
-        self.take_in()
-        return not self._pieces
+        return self.unsent != target
 
 
 def _pieces(channel: Channel, number: int, x: Tensor) -> list[tuple[int, Tensor]]:
@@ -199,11 +221,15 @@ class _Sockets:
 
     def __init__(self, axis: Axis):
         self._axis = axis
-        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._sent: deque[tuple[int, dist.Work | None, Tensor]] = deque()  # to whom, what is kept until it is there
+
+    @property
+    def unsent(self) -> int | None:
+        return self._sent[0][0] if self._sent else None
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        tag = _tag(channel, number, x)
-        self._sent.append((dist.isend(x, group=self._axis.group, group_dst=channel.target, tag=tag), x))
+        work = dist.isend(x, group=self._axis.group, group_dst=channel.target, tag=_tag(channel, number, x))
+        self._sent.append((self._axis.ranks[channel.target], work, x))
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         tag = _tag(channel, number, into)
@@ -217,25 +243,36 @@ class _Sockets:
         return finish, work.is_completed
 
     def finish(self) -> None:
-        sent, self._sent = self._sent, []
-        for work, _ in sent:
+        while self._sent:
+            _, work, _ = self._sent.popleft()
             if work is not None:
                 work.wait(self._axis.wire.timeout)
 
 
 class _Nccl:
-    """A communicator for each channel: the two ends queue the same messages in the same order."""
+    """A communicator for each channel: the two ends queue the same messages in the same order.
 
-    def __init__(self, axis: Axis, channels: list[Channel]):
-        self._ranks, self._groups = axis.ranks, {}
-        for channel in channels:  # in order of their index on every rank, so that no two wait for each other
-            ranks = [axis.ranks[channel.source], axis.ranks[channel.target]]
-            self._groups[channel.index] = dist.new_group(
-                ranks, timeout=axis.wire.timeout, backend="nccl", use_local_synchronization=True
-            )
+    Every rank of the world makes them all, in one order: NCCL splits them off a communicator of everybody.
+    """
+
+    def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel]):
+        mine = {channel.index for channel in channels}
+        self._ranks = axis.ranks
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._works: list[dist.Work | None] = []
+        for channel in everyone:
+            pairs = [[ranks[channel.source], ranks[channel.target]] for ranks in parallel_axes(axis)]
+            group = dist.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
+            if channel.index in mine:
+                assert group is not None, "this rank is one of the two"
+                self._groups[channel.index] = group
+
+    @property
+    def unsent(self) -> int | None:
+        return None  # the host never waits
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        dist.isend(x, self._ranks[channel.target], group=self._groups[channel.index])
+        self._works.append(dist.isend(x, self._ranks[channel.target], group=self._groups[channel.index]))
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         work = dist.irecv(into, self._ranks[channel.source], group=self._groups[channel.index])
@@ -248,7 +285,10 @@ class _Nccl:
         return finish, lambda: True
 
     def finish(self) -> None:
-        """torch keeps what is being sent."""
+        works, self._works = self._works, []
+        for work in works:
+            if work is not None:
+                work.wait()
 
 
 def _tag(channel: Channel, number: int, x: Tensor) -> int:

@@ -13,7 +13,8 @@ Whoever waits, for a letter or for a free slot, takes in what has come for its o
 number of operations may be under way: nobody waits for a reader that waits for him.
 
 Messages from one rank to one other (`messages.py`) have slots of their own, so that neither kind ever waits for the
-other to be read. A sender that finds none free keeps the message and goes on.
+other to be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for
+it, expected or not, so that nothing holds up what stands behind it.
 
 The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process.
 """
@@ -39,7 +40,7 @@ SLOTS, SLOT_BYTES = 8, 8 << 20
 PARCELS = 4  # slots for messages to one rank
 LABELS = 64  # of each axis; more than operations can be under way
 _LABEL_WORDS = 3  # key, number, slot
-_PARCEL_WORDS = 2  # key, that of the message which was read last
+_PARCEL_WORDS = 4  # key, key of what was read last, for whom, bytes
 _SPINS = 300  # looks before sleeping between them
 _NAP = 20e-6  # seconds; the kernel makes it some 70e-6
 _SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
@@ -142,6 +143,9 @@ class Mail:
         self._number = 0
         self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
         self.rounds: list[Round] = []  # whose letters have not been taken in
+        # Messages for this rank alone, by sender and key: where one belongs, and what came before anybody expected it.
+        self.expected: dict[tuple[int, int], Tensor] = {}
+        self.early: dict[tuple[int, int], Tensor] = {}
         self.reached: frozenset[int] = frozenset((rank,))
 
     def open(self, rank: int, pid: int, handle: int) -> None:
@@ -188,8 +192,8 @@ class Mail:
     def acknowledge(self, letter: Letter) -> None:
         self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
 
-    def hand_over(self, key: int, message: Tensor) -> bool:
-        """Puts a flat message where the one rank that looks for `key` finds it, if there is room.
+    def hand_over(self, target: int, key: int, message: Tensor) -> bool:
+        """Puts a flat message where rank `target` finds it under `key`, if there is room.
 
         Args:
             key: never 0, and never that of another message of this rank.
@@ -199,18 +203,31 @@ class Mail:
         if free is None:
             return False
         self._own.view(SLOTS + free, 0, message).copy_(message)
+        parcels[free, 2], parcels[free, 3] = target, message.nbytes
         parcels[free, 0] = key  # last: whoever sees it sees the rest
         return True
 
-    def collect(self, sender: int, key: int, into: Tensor) -> bool:
-        """Copies the message that `sender` has handed over under `key`, if it has, and makes room."""
+    def collect(self, sender: int) -> None:
+        """Copies what `sender` has handed over to this rank to where it belongs, and makes room."""
         box = self._boxes[sender]
-        for i in range(PARCELS):
-            if box.parcels[i, 0] == key:
-                into.copy_(box.view(SLOTS + i, 0, into))
-                box.parcels[i, 1] = key
-                return True
-        return False
+        for i, (key, read, target, size) in enumerate(box.parcels.tolist()):
+            if key == read or target != self.rank:
+                continue
+            message = box.slots[SLOTS + i, :size]
+            into = self.expected.pop((sender, key), None)
+            if into is None:
+                self.early[sender, key] = message.clone()
+            else:
+                into.copy_(message.view(into.dtype))
+            box.parcels[i, 1] = key
+
+    def expect(self, sender: int, key: int, into: Tensor) -> None:
+        """What `sender` hands over under `key` belongs into a flat tensor."""
+        early = self.early.pop((sender, key), None)
+        if early is None:
+            self.expected[sender, key] = into
+        else:
+            into.copy_(early.view(into.dtype))
 
     def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
         """Returns once `ready`, which needs `sender` to have done something.

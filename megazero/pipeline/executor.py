@@ -4,6 +4,7 @@ The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from megazero.pipeline.stage import Feed, Stage
 from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule
 
+Batch = Any  # a micro-batch; the pipeline only hands it on
+Look = Callable[[Kind, int, int, Tensor], object]  # FORWARD or BACKWARD, stage, micro-batch, what was made
 F, B = Kind.FORWARD, Kind.BACKWARD
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -33,7 +36,7 @@ class Pipeline:
         rank: on the pipeline axis.
         schedule: number of micro-batches -> what all ranks do in a step.
         transport: between stages.
-        shape: of a micro-batch's residual stream on this rank.
+        shape: of a batch's residual stream on this rank.
         tie: sums the shared weight's gradient over first and last stage.
     """
 
@@ -44,16 +47,17 @@ class Pipeline:
         rank: int,
         schedule: Callable[[int], Schedule],
         transport: Transport,
-        shape: Callable[[Feed], Sequence[int]],
+        shape: Callable[[Batch], Sequence[int]],
         tie: Callable[[], None],
     ):
         self.stages, self.num_stages = stages, num_stages
         self._rank, self._schedule, self._transport, self._shape, self._tie = rank, schedule, transport, shape, tie
         self._training: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
-        self._feeds: Sequence[Feed] = ()
+        self._batches: Sequence[Batch] = ()
+        self._feed: Callable[[Batch], Feed] = lambda batch: batch
         self._reduced: frozenset[tuple[int, int]] = frozenset()
-        self._look: Callable[[int, int, Tensor], object] | None = None
+        self._look: Look | None = None
         self._losses: list[Tensor] = []
         self._do: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -70,42 +74,44 @@ class Pipeline:
 
     def train(
         self,
-        feeds: Sequence[Feed],
+        batches: Sequence[Batch],
+        feed: Callable[[Batch], Feed],
         *,
         now: Callable[[str], object] = lambda phase: None,
         between: Callable[[], object] = lambda: None,
-        look: Callable[[int, int, Tensor], object] | None = None,
+        look: Look | None = None,
     ) -> None:
         """Forward and backward of every micro-batch; gradients are left where the engine updates from.
 
         Args:
-            feeds: of the micro-batches, in order.
+            batches: the micro-batches, in order.
+            feed: what the stages need to know of one; asked for when a forward begins.
             now: told what is being done.
             between: called once, before the first backward.
-            look: shown (stage, micro-batch, output) of every forward.
+            look: shown what each stage makes for another: output of a forward, or gradient of its input.
         """
-        self._look = look
-        self._run(self._lowered(self._training, len(feeds), lambda schedule: schedule), feeds, now, between)
+        self._feed, self._look = feed, look
+        self._run(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, now, between)
 
     @torch.no_grad()
-    def evaluate(self, feeds: Sequence[Feed]) -> list[Tensor]:
-        """Token losses of every micro-batch where the last stage is, nothing elsewhere."""
-        if feeds:
-            self._look = None
-            schedule = self._lowered(self._evaluation, len(feeds), Schedule.forward_only)
-            self._run(schedule, feeds, lambda phase: None, lambda: None)
+    def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], Feed]) -> list[Tensor]:
+        """Token losses of every batch where the last stage is, nothing elsewhere."""
+        self._feed, self._look = feed, None
+        schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)
+        self._run(schedule, batches, lambda phase: None, lambda: None)
         losses, self._losses = self._losses, []
         return losses
 
     def _run(
         self,
         schedule: Schedule,
-        feeds: Sequence[Feed],
+        batches: Sequence[Batch],
         now: Callable[[str], object],
         between: Callable[[], object],
     ) -> None:
+        self._transport.open()
         actions = schedule.ranks[self._rank]
-        self._feeds = feeds
+        self._batches = batches
         for stage in self.stages.values():
             stage.clear()
         self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
@@ -119,7 +125,7 @@ class Pipeline:
                 between()
             self._do[action.kind](action)
         self._transport.finish()
-        self._feeds = ()
+        self._batches = ()
 
     def _lowered(
         self, known: dict[int, Schedule], micro_batches: int, choose: Callable[[Schedule], Schedule]
@@ -132,9 +138,9 @@ class Pipeline:
         index, m = action.stage, action.micro_batch
         stage = self.stages[index]
         x = self._transport.take(F, index, m) if index > 0 else None
-        y = stage.forward(m, x, self._feeds[m])
+        y = stage.forward(m, x, self._feed(self._batches[m]))
         if self._look is not None:
-            self._look(index, m, y)
+            self._look(F, index, m, y)
         if stage.loss is None:
             self._transport.put(F, index + 1, m, y)
         elif not torch.is_grad_enabled():
@@ -149,6 +155,8 @@ class Pipeline:
         else:
             gradient = stage.backward_input(m, gradient)
         if gradient is not None:
+            if self._look is not None:
+                self._look(B, index, m, gradient)
             self._transport.put(B, index - 1, m, gradient)
 
     def _backward_weight(self, action: Action) -> None:
@@ -156,4 +164,4 @@ class Pipeline:
         self.stages[index].backward_weight(m, reduce=(index, m) in self._reduced)
 
     def _post(self, action: Action) -> None:
-        self._transport.post(action, self._shape(self._feeds[action.micro_batch]))
+        self._transport.post(action, self._shape(self._batches[action.micro_batch]))

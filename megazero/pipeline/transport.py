@@ -31,21 +31,25 @@ class Transport:
     """
 
     def __init__(self, pipeline: Axis, rank_of: Sequence[int], dtype: torch.dtype, device: torch.device):
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._pipeline = dtype, device, pipeline
         self._channels: dict[tuple[Kind, int], Channel] = {}  # by what goes there, and the stage where it arrives
         for stage in range(1, len(rank_of)):
             low, high = rank_of[stage - 1], rank_of[stage]
-            if low != high and pipeline.rank in (low, high):
+            if low != high:
                 self._channels[F, stage] = Channel(2 * stage, low, high, _NAMES[F])
                 self._channels[B, stage - 1] = Channel(2 * stage + 1, high, low, _NAMES[B])
-        self._pipeline = pipeline
         self._here: dict[tuple[Kind, int, int], Tensor] = {}
         self._coming: dict[tuple[Kind, int, int], Receipt] = {}
 
     @cached_property
     def _messages(self) -> Messages:
-        """Opened when the first is sent or posted: building a model asks nothing of other ranks."""
+        """Building a model asks nothing of other ranks."""
         return Messages(self._pipeline, list(self._channels.values()))
+
+    def open(self) -> None:
+        """Before anything is sent or posted; every rank of the world does it at the same point."""
+        if self._channels:
+            assert self._messages is not None
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
         """What a stage needs (its input for FORWARD, its output's gradient for BACKWARD) has been computed here."""

@@ -8,8 +8,6 @@ Units on other ranks of the pipeline have their place in the same order.
 Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -21,17 +19,17 @@ from megazero.zero.unit import Unit
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(places: Mapping[Unit, int], num_units: int, spread: Spread, ops: Operations) -> Tensor:
+def unit_squares(units: list[Unit], places: Tensor, num_units: int, spread: Spread, ops: Operations) -> Tensor:
     """Sum of squared reduced gradients of each unit of the whole model: fp64 [num_units], the same on every rank.
 
     Args:
-        places: of each unit that this rank counts its place among all of the model.
+        units: that this rank counts.
+        places: int64, of each its place among all units of the model; on the device, so that nobody waits for it.
         num_units: of the model.
 
     The tail of a unit is whole on every rank of the tensor axis; the first one counts it. On the others it counts
     nothing times, which is nothing unless it is not finite there.
     """
-    units = list(places)
     sharded = spread.stage.optimizer is Placement.SHARD
     parts = 1 if sharded else spread.data.size
     squares = torch.stack(
@@ -43,7 +41,7 @@ def unit_squares(places: Mapping[Unit, int], num_units: int, spread: Spread, ops
     if sharded:
         total = all_reduce(total, spread.data, "norm")
     everywhere = total.new_zeros(num_units)
-    everywhere[list(places.values())] = all_reduce(total, spread.tensor, "norm")
+    everywhere.index_copy_(0, places, all_reduce(total, spread.tensor, "norm"))
     return all_reduce(everywhere, spread.pipeline, "norm")
 
 

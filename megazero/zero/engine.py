@@ -99,7 +99,8 @@ class Engine:
         self.passes = list(self._passes(stages, device))
         # Of a unit on both ends the first is counted, and the other is its copy.
         copies = {unit for unit in units if unit.shared and spread.ends.rank == 1}
-        self._places = {unit: order.index(unit.layout.name) for unit in units if unit not in copies}
+        self._counted = [unit for unit in units if unit not in copies]
+        self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
         self._num_units = len(order)
         # Sum of losses and count of valid tokens: one tensor, so that both are summed over ranks at once. Counts are
         # exact in fp64 up to 2^53.
@@ -148,7 +149,7 @@ class Engine:
         """Clips and updates, unless there is a reason not to."""
         spread = self.spread
         self._complete_tails()
-        squares = unit_squares(self._places, self._num_units, spread, self.ops)
+        squares = unit_squares(self._counted, self._places, self._num_units, spread, self.ops)
         totals = all_reduce(all_reduce(self._totals, spread.data, "loss"), spread.pipeline, "loss")
         loss_sum, valid = totals.unbind()
         loss_scale = self.loss_scale.scale.clone()

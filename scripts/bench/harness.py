@@ -17,8 +17,8 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from math import comb
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
@@ -160,20 +160,13 @@ def _measure(call: Callable[..., Any], rank: int, ranks: int, store: str, end: C
     end.send(call(rank, ranks, store))
 
 
-def compare(
-    reference: System,
-    systems: Sequence[System],
-    rounds: int,
-    divide_by: int = 1,
-    bounds: Mapping[str, float] | None = None,
-) -> Comparison:
+def compare(reference: System, systems: Sequence[System], rounds: int, divide_by: int = 1) -> Comparison:
     """Times `systems` against `reference` in at least `rounds` interleaved rounds.
 
     Args:
         divide_by: the ratio's denominator is reference seconds / divide_by. With a reference of one process and
             systems of n ranks, divide_by=n makes 1.00 the perfect division of its work. The reference's own row then
             has ratio n, and n / (a system's ratio) is that system's speed-up over it.
-        bounds: of some systems the least ratio that theory allows, to be shown beside theirs.
     """
     context = multiprocessing.get_context("spawn")
     everyone = (reference, *systems)
@@ -196,7 +189,6 @@ def compare(
     denominators = [seconds / divide_by for seconds in columns[0]]
     names = [system.name for system in everyone]
     rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
-    rows = [replace(row, bound=(bounds or {}).get(row.system)) for row in rows]
     comparable = {one.name: history for one, history in zip(everyone, losses, strict=True) if one.exchanges}
     return Comparison(rows, comparable, quiet, len(columns[0]))
 

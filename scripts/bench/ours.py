@@ -62,7 +62,7 @@ def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.devic
     def step() -> float:
         now = next(steps)
         built.engine.begin_step()
-        built.pipeline.train([feed(now) for _ in range(micro_batches)])
+        built.pipeline.train([feed(now) for _ in range(micro_batches)], lambda batch: batch)
         return built.engine.finish_step(LR).loss.item()
 
     return step

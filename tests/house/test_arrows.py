@@ -39,7 +39,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "observe": {"parallel"},
     # the roof
     "validation": {"data", "parallel"},
-    "trainer": {"zero", "pipeline", "data", "observe", "checkpoint", "learning_rate", "parallel", "validation"},
+    "trainer": {
+        "zero",
+        "pipeline",
+        "schedules",
+        "data",
+        "observe",
+        "checkpoint",
+        "learning_rate",
+        "parallel",
+        "validation",
+    },
     "pipelining": {"config", "pipeline.split", "plan", "schedules"},
     "explain": {"config", "config_file", "capability", "plan"},
     "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "run_folder"},

@@ -75,7 +75,7 @@ def around(grid: Grid) -> bool:
     """Every rank sends to the next while all wait for the one before, and their outboxes are full."""
     axis = grid.pipeline
     channels = [Channel(i, i, (i + 1) % axis.size, "test") for i in range(axis.size)]
-    messages = Messages(axis, [channels[axis.rank], channels[axis.rank - 1]])
+    messages = Messages(axis, channels)
     for number in range(MANY):
         messages.send(channels[axis.rank], value(axis.rank, number))
     source = (axis.rank - 1) % axis.size

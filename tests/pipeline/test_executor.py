@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megazero.parallel.grid import Grid
-from megazero.pipeline.executor import Pipeline
 from megazero.schedules.catalogue import make
 from megazero.tolerances import (
     GRADIENT_FP64,
@@ -104,6 +103,18 @@ def test_the_way_of_the_messages_changes_nothing(sockets: bool, monkeypatch: pyt
     equal(train(replace(layout, sockets=sockets), "deep", FP32), whole)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_of_more_pieces_than_slots_do_not_stand_in_each_other_s_way(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In zb-v activations that nobody expects yet stand before the gradient that the next rank waits for."""
+    monkeypatch.setattr("megazero.parallel.messages.SLOT_BYTES", 64)
+    for pipeline, chunks in ((2, SCHEDULES[schedule]), (4, 1)):
+        if pipeline * SCHEDULES[schedule] <= 4:
+            layout = Layout(1, 1, False, 8, 1, pipeline=pipeline, schedule=schedule, chunks=chunks)
+            equal(train(layout, "deep-untied", FP32), alone("deep-untied", FP32, 8))
+
+
 def overflow(grid: Grid, layout: Layout) -> tuple[list[bool], list[float], bool]:
     """fp16 with a scale that is too large: only the last stage sees the loss, every rank skips."""
     rank = Rank(grid, layout, SHAPES["deep"], FP16)
@@ -156,8 +167,8 @@ def test_as_many_micro_batches_are_live_as_the_simulator_says(schedule: str) -> 
 
 def scores(grid: Grid, layout: Layout) -> list[torch.Tensor]:
     rank = Rank(grid, layout, SHAPES["deep"], FP64)
-    pipeline: Pipeline = rank.pipeline
-    return [loss.clone() for _ in range(2) for loss in pipeline.evaluate([rank.feed(0, m) for m in range(3)])]
+    feeds = [rank.feed(0, m) for m in range(3)]
+    return [loss.clone() for _ in range(2) for loss in rank.pipeline.evaluate(feeds, lambda feed: feed)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -10,6 +10,7 @@ import torch
 from megazero.build import Feed
 from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import Grid
+from megazero.schedules.actions import Kind
 from megazero.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
 from megazero.zero.placement import Precision
 from megazero.zero.visit import Phase, Visits
@@ -125,7 +126,7 @@ def poisoned(
     rank.last.run = run
     outputs: list[str] = []
 
-    def look(stage: int, m: int, losses_SB: torch.Tensor) -> None:
+    def look(kind: Kind, stage: int, m: int, losses_SB: torch.Tensor) -> None:
         outputs.extend([] if losses_SB.isfinite().all() else [f"loss of micro-batch {m}"])
 
     gradients = rank.engine.examine(lambda: rank.passes(1, look=look), second.loss_scale)
