@@ -3,7 +3,7 @@
     layouts_of   all layouts of up to N ranks that the config's model admits; of too many a sample in which every two
                  values that go together somewhere occur together, and more spread evenly over the rest
     certify      the same model, data and steps on one process and in each layout, compared parameter by parameter:
-                 initial weights, the first step's gradients, weights after every step, loss and gradient norm
+                 initial weights, the first step's gradients, weights after all steps, loss and gradient norm
 
 Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what must be equal to what, and how exactly.
 """
@@ -150,10 +150,14 @@ def compare(layout: Layout, ranks: Sequence[Results], alone: Results, config: Co
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}
             for name, apart in weight_differences(mine, same, heads=heads, kv_heads=kv_heads).items():
-                found.see(kind.partition("/")[0], step, name, number, apart)
+                kind_of = kind.partition("/")[0]
+                # Adam's first steps divide by little more than the gradient itself: what is held are the last weights.
+                if kind_of == "weight" and step + 1 < len(alone.losses):
+                    kind_of = "earlier weight"
+                found.see(kind_of, step, name, number, apart)
     tolerance, worst = tolerance_of(config.precision.dtype), found.worst
     limits = {"initial": 0.0, "loss": tolerance.loss, "norm": tolerance.norm, "later norm": tolerance.weights}
-    limits |= {"gradient": tolerance.gradients, "weight": tolerance.weights}
+    limits |= {"gradient": tolerance.gradients, "weight": tolerance.weights, "earlier weight": tolerance.weights}
     return Row(
         layout,
         all(value == 0 for value in worst.values()),
@@ -201,7 +205,7 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
 class _Differences:
     """The worst of each kind, and where each was seen, in the order in which a step computes."""
 
-    _ORDER = ("initial", "loss", "gradient", "norm", "later norm", "weight")
+    _ORDER = ("initial", "loss", "gradient", "norm", "later norm", "earlier weight", "weight")
 
     def __init__(self) -> None:
         self.worst: dict[str, float] = {}
@@ -212,9 +216,14 @@ class _Differences:
         self._seen.append((step, self._ORDER.index(kind), rank, kind, name, apart))
 
     def first_beyond(self, limits: dict[str, float]) -> str | None:
-        for step, _, rank, kind, name, apart in sorted(self._seen, key=lambda seen: seen[:3]):
+        """Where something first left its limit; of weights, those of earlier steps tell where it began."""
+        beyond = [seen for seen in self._seen if seen[3] != "earlier weight" and not seen[5] <= limits[seen[3]]]
+        names = {seen[4] for seen in beyond}
+        began = [seen for seen in self._seen if seen[3] == "earlier weight" and seen[4] in names]
+        for step, _, rank, kind, name, apart in sorted(beyond + began, key=lambda seen: seen[:3]):
             if not apart <= limits[kind]:
-                what = {"initial": "initial ", "gradient": "gradient of ", "weight": "weight "}.get(kind, "")
+                words = {"initial": "initial ", "gradient": "gradient of "}
+                what = words.get(kind, "weight " if kind.endswith("weight") else "")
                 return f"step {step + 1}: {what}{name} of rank {rank}, {apart:.1e} > {limits[kind]:.0e}"
         return None
 
