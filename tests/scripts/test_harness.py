@@ -81,7 +81,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank(comparison: Comparison):
 def test_report_and_table_have_every_row(comparison: Comparison):
     found = json.loads(json.dumps(report(comparison, floor_s=0.1)))
     assert {"machine", "versions", "floor_s", "rows"} <= set(found)
-    assert [set(row) for row in found["rows"]] == [{"system", "ratio", "ci95", "peak_mb", "seconds", "reason"}] * 2
+    assert [set(row) for row in found["rows"]] == [
+        {"system", "ratio", "ci95", "peak_mb", "seconds", "reason", "bound"}
+    ] * 2
     assert [line.split(" | ")[0] for line in table("title", comparison).splitlines()[-2:]] == ["| one", "| two"]
 
 
