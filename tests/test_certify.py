@@ -13,7 +13,7 @@ from tests.tiny_run import TinyData
 
 SHAPE = ("model.hidden=32", "model.heads=8", "model.seq_len=16", "model.dropout=0.1", "data.valid=null")
 SMALL = (*SHAPE, "model.layers=4", "batch.global=8", "batch.micro=1")
-LARGE = (*SHAPE, "model.layers=8", "batch.global=16", "batch.micro=1", "data.mask_eod=true")
+LARGE = (*SHAPE, "model.layers=8", "batch.global=8", "batch.micro=1", "data.mask_eod=true")
 FLAVOURS = {
     "gpt": (),
     "llama": ("model.tie_embeddings=false", "model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu"),
@@ -45,7 +45,7 @@ def test_layouts_of_eight_ranks_are_certified(tiny_data: TinyData, tmp_path: Pat
     layouts = sample_of(layouts_of(config, 8), 160)
     assert len(layouts) >= 150
     half = layouts[list(FLAVOURS).index(flavour) :: len(FLAVOURS)]
-    rows = list(certify(config, half[group::GROUPS], 4))
+    rows = list(certify(config, half[group::GROUPS], 3))
     assert rows and [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
 
 
