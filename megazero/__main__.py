@@ -100,14 +100,15 @@ def _certify(options: argparse.Namespace) -> int:
 
 def _schedule(options: argparse.Namespace) -> int:
     from megazero.config_file import load
+    from megazero.schedules.draw import FORMATS, draw
 
     config = load(options.config, options.overrides)
-    if options.draw is not None and options.draw.suffix not in (".svg", ".png"):
-        raise UserError(100, f"--draw {options.draw}: expected a name that ends in .svg or .png", where="schedule")
+    if options.draw is not None and options.draw.suffix not in FORMATS:
+        what = f"--draw {options.draw}: expected a name that ends in {' or '.join(FORMATS)}"
+        raise UserError(100, what, where="schedule")
     from megazero.build import check_world
     from megazero.parallel.grid import data_size
     from megazero.schedule_report import as_json, as_text, report
-    from megazero.schedules.draw import draw
 
     parallel = config.parallel
     world = options.nproc or parallel.tensor * parallel.pipeline

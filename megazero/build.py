@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from megazero.config import Config, Optimizer
-from megazero.data.loader import MicroBatch
+from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.errors import UserError
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.parameter import Declaration, declaration_of
 from megazero.model.step import Step
 from megazero.model.transformer import TIED, Shape, Transformer
-from megazero.parallel.grid import Axis, Grid, data_size
+from megazero.parallel.grid import Axis, Grid, data_size, make_grid, single
+from megazero.parallel.launch import World
 from megazero.parallel.pool import Pool
+from megazero.parallel.wire import Wire
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
@@ -55,6 +57,26 @@ def check_world(config: Config, size: int) -> None:
         rest = config.batch.global_ % (config.batch.micro * data)
         got = f"{config.batch.global_} % ({config.batch.micro} * {data}) = {rest}"
         raise UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro")
+
+
+def grid_of(config: Config, wire: Wire, world: World) -> Grid:
+    """This rank's axes; every rank calls it, once it has met the others."""
+    if world.size == 1:
+        return single(wire)
+    parallel, device_type = config.parallel, world.device.type
+    return make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type=device_type)
+
+
+def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
+    """The micro-batches of each step on one rank of the data axis."""
+    return BatchLoader(
+        train,
+        seed=config.run.seed,
+        global_batch=config.batch.global_,
+        micro_batch=config.batch.micro,
+        data_rank=data.rank,
+        num_data=data.size,
+    )
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:

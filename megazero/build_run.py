@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megazero.build import DTYPES, Built, build, feeds_of, layout_of
+from megazero.build import DTYPES, Built, build, feeds_of, layout_of, loader_of
 from megazero.checkpoint.weights import bring_together, save_weights, whole_weights
 from megazero.config import Config
 from megazero.config_file import flatten
-from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.kernels.choice import choose
@@ -64,14 +64,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
         engine,
         pipeline,
         lambda batch, step: feed(batch, step, True),
-        BatchLoader(
-            train,
-            seed=config.run.seed,
-            global_batch=config.batch.global_,
-            micro_batch=config.batch.micro,
-            data_rank=grid.data.rank,
-            num_data=grid.data.size,
-        ),
+        loader_of(config, train, grid.data),
         _validation(
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megazero.build import DTYPES, bucket_of, build, feeds_of
+from megazero.build import DTYPES, bucket_of, build, feeds_of, grid_of, loader_of
 from megazero.config import Config
-from megazero.data.loader import BatchLoader, open_datasets
+from megazero.data.loader import open_datasets
 from megazero.kernels.choice import choose
 from megazero.model.parameter import declaration_of
 from megazero.parallel.collectives import all_gather
-from megazero.parallel.grid import Grid, make_grid, single
+from megazero.parallel.grid import Grid
 from megazero.parallel.launch import Place
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.zero.clip import clip_factor
@@ -56,10 +56,7 @@ def train_rank(place: Place, config: Config, steps: int, folder: Path) -> None:
     """Trains, and writes this rank's results into the folder."""
     torch.set_num_threads(1)  # sums do not depend on how many there are
     wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
-    parallel = config.parallel
-    grid = single(wire)
-    if place.world.size > 1:
-        grid = make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type="cpu")
+    grid = grid_of(config, wire, place.world)
     _write(_train(config, grid, steps), folder, grid.world.rank)
     disconnect()
 
@@ -82,14 +79,7 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
     engine, feed = built.engine, feeds_of(grid.tensor, device, config.parallel.sequence)
     data, model = config.data, config.model
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
-    loader = BatchLoader(
-        train,
-        seed=config.run.seed,
-        global_batch=config.batch.global_,
-        micro_batch=config.batch.micro,
-        data_rank=grid.data.rank,
-        num_data=grid.data.size,
-    )
+    loader = loader_of(config, train, grid.data)
     declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
     rows = {
         name: (d.first_row, max(min(d.local_shape[0], d.shape[0] - d.first_row), 0))
@@ -110,7 +100,7 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
         done = engine.finish_step(min(config.optimizer.lr, LARGEST_LR))
         if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
             factor = clip_factor(done.grad_norm, config.optimizer.clip)
-            note("gradient", ((name, value / factor) for name, value in _gradients(engine)))
+            note("gradient", ((name, value / factor) for name, value in reduced_gradients(engine)))
         note(f"weight/{step}", engine.named_parameters())
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
@@ -118,7 +108,7 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
     return results
 
 
-def _gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """This tensor rank's part of the reduced gradients, from wherever they rest."""
     for unit in engine.units:
         own = unit.own_gradients

@@ -139,14 +139,14 @@ def compare(layout: Layout, ranks: Sequence[Results], alone: Results, config: Co
     """All ranks' results beside those of one process, whose every tensor is whole."""
     heads, kv_heads = config.model.heads, config.model.kv_heads
     assert kv_heads is not None, "a resolved config"
-    found = _Differences()
+    found, snapshots = _Differences(), list(alone.snapshots())
     for number, rank in enumerate(ranks):
         for step, (loss, norm) in enumerate(zip(alone.losses, alone.norms, strict=True)):
             found.see("loss", step, "loss", number, difference([rank.losses[step]], [loss]))
             # From the second step on it is the norm at weights that have gone apart themselves.
             kind = "norm" if step == 0 else "later norm"
             found.see(kind, step, "gradient norm", number, difference([rank.norms[step]], [norm]))
-        for kind, step, theirs in alone.snapshots():
+        for kind, step, theirs in snapshots:
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}
             for name, apart in weight_differences(mine, same, heads=heads, kv_heads=kv_heads).items():

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from megazero import __version__
-from megazero.build import bucket_of, check_world
+from megazero.build import bucket_of, check_world, grid_of
 from megazero.build_run import build_trainer
 from megazero.config import Config
 from megazero.config_file import dump, flatten
@@ -25,7 +25,7 @@ from megazero.observe.sinks import warn
 from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
-from megazero.parallel.grid import Grid, make_grid, single
+from megazero.parallel.grid import Grid
 from megazero.parallel.launch import Place, local_size, world_from_environment
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
@@ -79,18 +79,13 @@ def run_training(config: Config, name: str, place: Place) -> None:
         CollectiveError: another rank does not answer.
     """
     world = place.world
-    parallel = config.parallel
     wire = connect(
         place,
-        timeout=timedelta(seconds=parallel.timeout),
+        timeout=timedelta(seconds=config.parallel.timeout),
         fingerprint=_fingerprint(config),
         bucket=bucket_of(config),
     )
-    grid = single(wire)
-    if world.size > 1:
-        device_type = world.device.type
-        grid = make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type=device_type)
-    _train(config, name, place, grid)
+    _train(config, name, place, grid_of(config, wire, world))
     disconnect()
 
 

@@ -18,7 +18,6 @@ from megazero.pipelining import Layers, layers_of, lowered, model_shape
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.lower import Bill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
-from megazero.zero.layout import aligned
 from megazero.zero.placement import STAGES, Placement
 
 _WHAT = {
@@ -92,9 +91,8 @@ def bill_of(config: Config, layers: Layers, data: int) -> Bill:
     tensor, precision, stage = config.parallel.tensor, precision_of(config), STAGES[config.zero.stage or 0]
     model = build_model(config, tensor=Axis("tensor", tensor))
     sizes = {
-        name: aligned(max(layout.numel, layout.decayed), data)
+        name: layout_of(name, {n: declaration_of(p) for n, p in members}).padded(data)
         for name, members in model.units()
-        for layout in [layout_of(name, {n: declaration_of(p) for n, p in members})]
     }
     on_path, last = model.units_on_path(), len(model.path) - 1
     parameter, gradient = precision.parameters.itemsize, precision.gradients.itemsize

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from megazero.build import DTYPES, Feed, build
+from megazero.certified_rank import reduced_gradients
 from megazero.config import Config, resolved
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
 from megazero.model.parameter import declaration_of
 from megazero.model.step import Step
 from megazero.model.transformer import Shape, Transformer
-from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Grid
 from megazero.parallel.wire import BUCKET
 from megazero.pipeline.stage import Stage
-from megazero.zero.engine import Engine, StepResult
+from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
 from tests.model.small import GPT, LLAMA
 from tests.ranks import run_ranks
@@ -164,20 +164,9 @@ def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())
         if step == 0:
-            result.gradients = reduced_gradients(rank.engine)
+            result.gradients = {name: value.clone() for name, value in reduced_gradients(rank.engine)}
     result.weights = rank.weights()
     return result
-
-
-def reduced_gradients(engine: Engine) -> dict[str, Tensor]:
-    """This tensor rank's part of the reduced gradients, from wherever they rest."""
-    found = {}
-    for unit in engine.units:
-        own, data = unit.own_gradients, engine.spread.data
-        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), data, "test")
-        for interval in unit.layout.intervals:
-            found[interval.name] = flat[interval.start : interval.stop].view(interval.shape).clone()
-    return found
 
 
 def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Step]:

@@ -153,11 +153,7 @@ def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
 
 
 class _Parcels:
-    """Through shared memory, in pieces of a slot.
-
-    Args:
-        sources: global ranks that this one receives from.
-    """
+    """Through shared memory, in pieces of a slot."""
 
     def __init__(self, axis: Axis, mail: Mail, channels: list[Channel]):
         self._axis, self._mail = axis, mail

@@ -5,7 +5,6 @@ their tensors over as they are.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,18 +37,17 @@ class Transport:
             if low != high:
                 self._channels[F, stage] = Channel(2 * stage, low, high, _NAMES[F])
                 self._channels[B, stage - 1] = Channel(2 * stage + 1, high, low, _NAMES[B])
+        self._messages: Messages | None = None
         self._here: dict[tuple[Kind, int, int], Tensor] = {}
         self._coming: dict[tuple[Kind, int, int], Receipt] = {}
 
-    @cached_property
-    def _messages(self) -> Messages:
-        """Building a model asks nothing of other ranks."""
-        return Messages(self._pipeline, list(self._channels.values()))
-
     def open(self) -> None:
-        """Before anything is sent or posted; every rank of the world does it at the same point."""
-        if self._channels:
-            assert self._messages is not None
+        """Before anything is sent or posted; every rank of the world does it at the same point.
+
+        Not when it is made: building a model asks nothing of other ranks.
+        """
+        if self._channels and self._messages is None:
+            self._messages = Messages(self._pipeline, list(self._channels.values()))
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
         """What a stage needs (its input for FORWARD, its output's gradient for BACKWARD) has been computed here."""
@@ -64,6 +62,7 @@ class Transport:
         """What was put for another rank's stage goes there."""
         kind, towards = _SENDS[action.kind]
         stage = action.stage + towards
+        assert self._messages is not None, "open comes first"
         self._messages.send(self._channels[kind, stage], self._here.pop((kind, stage, action.micro_batch)).contiguous())
 
     def post(self, action: Action, shape: Sequence[int]) -> None:
@@ -71,11 +70,12 @@ class Transport:
         kind, towards = _RECEIVES[action.kind]
         what = f"{_NAMES[kind]} of micro-batch {action.micro_batch} from stage {action.stage + towards}"
         into = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+        assert self._messages is not None, "open comes first"
         receipt = self._messages.post(self._channels[kind, action.stage], into, what)
         self._coming[kind, action.stage, action.micro_batch] = receipt
 
     def finish(self) -> None:
         """At the end of a step. Nothing is left over."""
         assert not self._here and not self._coming, f"nobody took {[*self._here, *self._coming]}"
-        if self._channels:
+        if self._messages is not None:
             self._messages.finish()

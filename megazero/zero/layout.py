@@ -73,6 +73,10 @@ class UnitLayout:
     def numel(self) -> int:
         return self.intervals[-1].stop
 
+    def padded(self, parts: int) -> int:
+        """Elements with the padding that lets `parts` ranks have equal shards."""
+        return aligned(max(self.numel, self.decayed), parts)
+
 
 def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
     """Places the entries of one unit one behind the other, decayed ones first."""

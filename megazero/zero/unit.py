@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.parallel.pool import Pool
-from megazero.zero.layout import Interval, UnitLayout, aligned
+from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.placement import Precision, Spread, held
 from megazero.zero.visit import GradientView, Visits
 
@@ -56,7 +56,7 @@ class Unit:
         self.layout, self._pools = layout, pools
         self.shared = shared
         stage, data, ledger = spread.stage, spread.data, spread.data.wire.ledger
-        self.numel = aligned(max(layout.numel, layout.decayed), data.size)
+        self.numel = layout.padded(data.size)
         self.shard = held(self.numel, stage.optimizer, data)
         resting = held(self.numel, stage.parameters, data)
         self._first = resting.start
