@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 
+from megazero.build import Feed
 from megazero.parallel.grid import Grid
 from megazero.schedules.catalogue import make
 from megazero.tolerances import (
@@ -22,7 +23,7 @@ from megazero.tolerances import (
     weight_differences,
 )
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, Trained, equal, record, train
+from tests.layouts import SHAPES, Layout, Rank, Trained, equal, record, samples, train
 from tests.ranks import run_ranks
 
 FP32, FP64 = Precision(), Precision(torch.float64, torch.float64)
@@ -166,8 +167,9 @@ def test_as_many_micro_batches_are_live_as_the_simulator_says(schedule: str) -> 
 
 
 def scores(grid: Grid, layout: Layout) -> list[torch.Tensor]:
+    """Of two micro-batches of two rows, and of a last one of one row, as a validation's may be."""
     rank = Rank(grid, layout, SHAPES["deep"], FP64)
-    feeds = [rank.feed(0, m) for m in range(3)]
+    feeds = [rank.feed(0, 0), rank.feed(0, 1), Feed(*samples([7], 0, SHAPES["deep"]))]
     return [loss.clone() for _ in range(2) for loss in rank.pipeline.evaluate(feeds, lambda feed: feed)]
 
 
