@@ -89,6 +89,9 @@ def _certify(options: argparse.Namespace) -> int:
     from megazero.certify import as_json, certify, layouts_of, sample_of, table
 
     layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
+    if not layouts:
+        what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
+        raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
     rows = []
     for row in certify(config, layouts, options.steps):
         rows.append(row)
@@ -180,8 +183,15 @@ def _parser() -> argparse.ArgumentParser:
     certify = verbs.add_parser("certify", help="compare every layout with one process")
     certify.add_argument("--config", required=True, help="a shipped config's name, or a path")
     certify.add_argument("--max-ranks", type=_at_least(1, int), default=8, help="ranks of the largest layout")
-    certify.add_argument("--layouts", type=_at_least(1, int), default=160, help="of more, a sample of about as many")
-    certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help="to compare", metavar="1-20")
+    certify.add_argument(
+        "--layouts",
+        type=_at_least(1, int),
+        default=160,
+        help="a sample of as many, or of all that must be there to have every two values together",
+    )
+    certify.add_argument(
+        "--steps", type=int, choices=range(1, 21), default=4, help="training steps to compare", metavar="1-20"
+    )
     certify.add_argument("--json", action="store_true")
     certify.add_argument("overrides", nargs="*", metavar="section.key=value")
     certify.set_defaults(run=_certify)

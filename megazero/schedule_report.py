@@ -131,12 +131,14 @@ def as_text(found: Report) -> str:
     for number, rank in enumerate(found.ranks):
         lines.append(f"rank {number}: {' '.join(rank.actions)}")
     lines += ["", summary(found), ""]
-    lines.append("rank  stages                                    work  live  sent MB  reduced MB  gathered MB")
+    lines.append(
+        "rank  stages                                    work  live  sent MB  reduced MB  gathered MB  tied MB"
+    )
     for number, rank in enumerate(found.ranks):
         stages = ", ".join(f"{stage}: {words}" for stage, words in rank.stages.items())
-        sent, reduced, gathered = (rank.bytes[kind] / 1e6 for kind in ("sent", "reduced", "gathered"))
+        sent, reduced, gathered, tied = (rank.bytes[kind] / 1e6 for kind in ("sent", "reduced", "gathered", "tied"))
         line = f"{number:<5} {stages:<40} {rank.work:>5.0f} {rank.peak_live:>5}"
-        lines.append(f"{line} {sent:>8.2f} {reduced:>11.2f} {gathered:>12.2f}")
+        lines.append(f"{line} {sent:>8.2f} {reduced:>11.2f} {gathered:>12.2f} {tied:>8.2f}")
     lines += ["", "work: in passes of a block; live: micro-batches of one stage whose activations are there at most;"]
     lines.append("bytes of one rank in a step, beside what stages 1 and 2 gather after the update")
     return "\n".join(lines)
@@ -150,7 +152,8 @@ def summary(found: Report) -> str:
     most = max(found.ranks, key=lambda rank: sum(rank.bytes.values()))
     parts = ", ".join(f"{size / 1e6:,.1f} MB {kind}" for kind, size in most.bytes.items() if size)
     return (
-        f"{found.schedule} over {len(found.ranks)} ranks, {found.micro_batches} micro-batches: "
+        f"{found.schedule} over {len(found.ranks)} rank{'s' * (len(found.ranks) > 1)}, "
+        f"{found.micro_batches} micro-batches: "
         f"bubble {found.bubble:.1%} of the work{bill}; a step of the rank that sends most: {parts or 'nothing'}"
     )
 

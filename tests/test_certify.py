@@ -107,3 +107,8 @@ def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path:
     for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         assert {layout.stage for layout in cover if layout.schedule == schedule} == {0, 1, 2, 3}
     assert sample_of(layouts, 100)[: len(cover)] == cover and len(sample_of(layouts, 100)) == 100
+
+
+def test_nothing_to_compare_is_no_certificate(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--config", str(tiny_data.config), "--max-ranks", "1"]) == 2
+    assert capsys.readouterr().err.startswith("MZ-106 certify: no layout of up to 1 ranks to compare")
