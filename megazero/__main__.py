@@ -4,6 +4,8 @@
     explain    shows every option, its type, default, meaning, and what it goes together with
     generate   continues a prompt with a run's weights
     certify    compares every layout of a config with one process
+    export     writes a run's weights as transformers reads them
+    import     makes a run's folder of transformers' weights
     schedule   shows what every rank of a pipeline does in a step, and draws it
 
 Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
@@ -126,6 +128,22 @@ def _schedule(options: argparse.Namespace) -> int:
     return 0
 
 
+def _export(options: argparse.Namespace) -> int:
+    from megazero.run_folder import RunFolder
+    from megazero.transformers_files import export_run
+
+    _answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb))
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from megazero.run_folder import RunFolder
+    from megazero.transformers_files import import_run
+
+    _answer(import_run(options.model, RunFolder(options.out)))
+    return 0
+
+
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
 
@@ -202,6 +220,17 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--json", action="store_true")
     schedule.add_argument("overrides", nargs="*", metavar="section.key=value")
     schedule.set_defaults(run=_schedule)
+    export = verbs.add_parser("export", help="write a run's weights as transformers reads them")
+    export.add_argument("--to", choices=["hf"], required=True)
+    export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
+    export.add_argument("--out", type=Path, required=True, help="a new folder")
+    export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="size of a file, about")
+    export.set_defaults(run=_export)
+    import_ = verbs.add_parser("import", help="make a run's folder of transformers' weights")
+    import_.add_argument("--from", dest="source", choices=["hf"], required=True)
+    import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")
+    import_.add_argument("--out", type=Path, required=True, help="the run's folder")
+    import_.set_defaults(run=_import)
     for verb in (verb for verb, built in capability.VERBS.items() if not built):
         verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
     return parser

@@ -3,12 +3,14 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.build import DTYPES, Built, build, feeds_of, layout_of, loader_of
-from megazero.checkpoint.weights import bring_together, save_weights, whole_weights
+from megazero.build import DTYPES, build, feeds_of, loader_of
+from megazero.checkpoint.save import Holding
+from megazero.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
 from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, validation_batches
@@ -16,7 +18,6 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.kernels.choice import choose
 from megazero.learning_rate import LearningRate
-from megazero.model.parameter import declaration_of
 from megazero.observe.console import ConsoleSink
 from megazero.observe.jsonl import JsonlSink
 from megazero.observe.profile import Profile
@@ -24,22 +25,31 @@ from megazero.observe.recorder import Recorder, Work
 from megazero.observe.sinks import Sink, Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
-from megazero.parallel.agreement import FailedElsewhere, agree
+from megazero.parallel.agreement import FailedElsewhere
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
 from megazero.pipelining import model_shape
 from megazero.plan.hardware import peak_flops
 from megazero.run_folder import RunFolder
+from megazero.stopping import Stopping
 from megazero.trainer import Fault, Pace, Trainer
 from megazero.validation import Validation
 
 _PROFILED_STEPS = 3
 
 
-def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunFolder) -> Trainer:
+class Ready(NamedTuple):
+    """A trainer, what its checkpoints say of it, and the tensors to fill from one."""
+
+    trainer: Trainer
+    about: About
+    holdings: list[Holding]
+
+
+def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) -> Ready:
     """Everything that one rank of a training run needs, in the order in which it depends on each other.
 
-    Only the first rank of the world writes: rows, profiles, weights. It asks nothing of the other ranks, so each may
+    Only the first rank of the world writes rows and profiles. It asks nothing of the other ranks, so each may
     fail on its own; whoever calls it lets them agree.
 
     Raises:
@@ -59,8 +69,9 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
     flops = model_shape(config).flops_per_token()
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
     first = grid.world.rank == 0
-    wire = grid.world.wire
-    return Trainer(
+    wire, folder = grid.world.wire, site.folder
+    about = about_run(config, built, grid, site, Identity.of(train, name))
+    trainer = Trainer(
         engine,
         pipeline,
         lambda batch, step: feed(batch, step, True),
@@ -70,42 +81,12 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, folder: RunF
         ),
         Recorder(_sinks(config, folder, first), _profile(config, folder, first), work, wire.ledger),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
-        lambda: _save(built, grid, device, folder, config.run.steps),
+        checkpoints_of(config, built, grid, device, about, site),
+        Stopping(grid.world, device, site.signals, folder.stop, config.run.time_limit),
         wire.seat.now,
         lambda own, say: _blame(own, say, grid, device),
     )
-
-
-def _save(built: Built, grid: Grid, device: torch.device, folder: RunFolder, steps: int) -> None:
-    """The whole weights, written by the first rank; all know how it went."""
-    write = grid.world.rank == 0
-    declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
-    rows = {name: d.shape[0] if d.split else None for name, d in declarations.items()}
-    own = whole_weights(((n, part, rows[n]) for n, part in built.engine.named_parameters()), grid.tensor)
-    if grid.data.rank == 0 and grid.tensor.rank == 0:
-        shapes = [{n: torch.Size(declarations[n].shape) for n in names} for names in _names_by_rank(built)]
-        whole = bring_together(own, shapes, grid.pipeline, built.engine.units[0].parameters)
-    else:
-        whole = {}
-        for _ in own:  # the others gather with those
-            pass
-    agree(grid.world, device, lambda: save_weights(folder.checkpoint(steps), whole, steps) if write else None)
-
-
-def _names_by_rank(built: Built) -> list[list[str]]:
-    """Of each rank of the pipeline the parameters that it has, as they lie in its units.
-
-    One that two ranks have is the first one's.
-    """
-    on_path = built.model.units_on_path()
-    layouts = {unit: layout_of(unit, {n: declaration_of(p) for n, p in named}) for unit, named in built.model.units()}
-    taken: set[str] = set()
-    found = []
-    for rank in range(built.layers.ranks):
-        used = {u for parts in built.layers.of_rank(rank).values() for i in parts for u in on_path[i]} - taken
-        taken |= used
-        found.append([i.name for unit, layout in layouts.items() if unit in used for i in layout.intervals])
-    return found
+    return Ready(trainer, about, holdings_to_load(built, grid))
 
 
 def _blame(

@@ -130,7 +130,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 
 # An option that is missing here works; so does a value that is listed.
 LIMITS: tuple[Limit, ...] = (
-    Limit("run.time_limit", (None,)),
     Limit("zero.offload.optimizer", ("none",)),
     Limit("zero.offload.parameters", ("none",)),
     Limit("zero.offload.path", (None,)),
@@ -138,10 +137,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("memory.partition", (False,)),
     Limit("memory.offload", (False,)),
     Limit("precision.kernels", ("auto", "fused", "reference")),
-    Limit("checkpoint.every", (None,)),
-    Limit("checkpoint.keep", (None,)),
-    Limit("checkpoint.async", (False,)),
-    Limit("checkpoint.resume", ("none",)),
 )
 
 # Verbs of the contract, and whether they run today.
@@ -153,8 +148,8 @@ VERBS: dict[str, bool] = {
     "schedule": True,
     "plan": False,
     "simulate": False,
-    "export": False,
-    "import": False,
+    "export": True,
+    "import": True,
     "report": False,
     "doctor": False,
 }

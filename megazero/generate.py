@@ -8,15 +8,17 @@ fast enough to look at samples.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.build import DTYPES, build_model
 from megazero.build_run import open_tokenizer
-from megazero.checkpoint.weights import FILE_NAME, load_weights
+from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import newest_weights
 from megazero.config_file import load
 from megazero.errors import UserError
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
+from megazero.observe.sinks import warn
 from megazero.run_folder import RunFolder
 
 
@@ -35,7 +37,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
     Raises:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
-            no tokenizer; 402, it has no weights yet; 404, they cannot be read.
+            no tokenizer; 402, it has no weights yet; 404, they are another model's; 410, they are damaged.
     """
     if not folder.config.is_file():
         raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
@@ -43,12 +45,19 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
-    weights = folder.newest_checkpoint() / FILE_NAME
     model = build_model(config)
-    load_weights(weights, dict(model.named_parameters()), DTYPES[config.precision.dtype])
+    load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
     return prompt + tokenizer.decode(new)
+
+
+def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> None:
+    """Gives the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
+    parameters = dict(model.named_parameters())
+    _, weights = newest_weights(store, {name: tuple(p.shape) for name, p in parameters.items()}, warn)
+    for name, parameter in parameters.items():
+        torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
 
 
 def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:

@@ -13,12 +13,14 @@ import xxhash
 from megazero import __version__
 from megazero.build import bucket_of, check_world, grid_of
 from megazero.build_run import build_trainer
+from megazero.checkpoint.manifest import Manifest
+from megazero.checkpointing import About, Site, changes, check_same, check_space
 from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError
 from megazero.files import replace_file
 from megazero.observe.console import clock_text
-from megazero.observe.jsonl import read_rows
+from megazero.observe.jsonl import drop_rows_after, read_rows
 from megazero.observe.metrics import reserved_peak_bytes
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
@@ -26,12 +28,14 @@ from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
-from megazero.parallel.launch import Place, local_size, world_from_environment
+from megazero.parallel.launch import Place, job_id, local_size, world_from_environment
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.spawn import run_local
 from megazero.pipelining import model_shape
+from megazero.resuming import Job, find_job, resume, share
 from megazero.run_folder import RunFolder
+from megazero.run_lock import RunLock
 from megazero.schedule_report import report, summary
 from megazero.trainer import Trainer
 from megazero.zero.resting import resting_table
@@ -57,22 +61,31 @@ def launch(config: Config, name: str, nproc: int | None) -> int:
         if world.rank == 0:
             raise
         return error.exit_code  # rank 0 says it
-    if size == 1:
-        run_training(config, name, Place.of(world))
-        return 0
-    if not world.launcher:
+    if size > 1 and not world.launcher:
         return run_local(
-            size, lambda place: run_training(config, name, place), lambda *how: _after_failure(config, name, *how)
+            size,
+            lambda place: run_training(config, name, place),
+            lambda *how: _after_failure(config, name, *how),
+            notes_signals=True,
         )
     place = Place.of(world)
+    place.signals.note()
+    try:
+        return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
+    finally:
+        place.signals.restore()
+
+
+def _one_of_many(config: Config, name: str, place: Place) -> int:
+    """A rank that has no parent of ours."""
     code = outcome(lambda: run_training(config, name, place), place)
     if code:
         say_why(place)
     return code
 
 
-def run_training(config: Config, name: str, place: Place) -> None:
-    """One rank's part of a run, from meeting the others to the files.
+def run_training(config: Config, name: str, place: Place) -> int:
+    """One rank's part of a run, from meeting the others to the files; the exit code.
 
     Raises:
         UserError: whatever is wrong with the folder, the data, or the numbers.
@@ -85,56 +98,113 @@ def run_training(config: Config, name: str, place: Place) -> None:
         fingerprint=_fingerprint(config),
         bucket=bucket_of(config),
     )
-    _train(config, name, place, grid_of(config, wire, world))
+    code = _train(config, name, place, grid_of(config, wire, world))
     disconnect()
+    return code
 
 
-def _train(config: Config, name: str, place: Place, grid: Grid) -> None:
-    folder = _folder(config, name)
-    first, device = place.world.rank == 0, place.world.device
-    began = time.monotonic()
-    agree(grid.world, device, lambda: folder.create() if first else None)
+def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
+    """Has the folder, and the lock on it, around everything that is done there."""
+    folder, first = _folder(config, name), place.world.rank == 0
+    lock = RunLock(folder.lock, job_id())
+    dead = agree(
+        grid.world, place.world.device, lambda: folder.create(lock, resume=_resumes(config)) if first else None
+    )
+    if dead:
+        warn(f"{folder.path}: taken over from a job that has died ({dead})")
+    try:
+        return _train_in(config, name, place, grid, folder, lock)
+    finally:
+        if first:
+            lock.release()
+
+
+def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
+    first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
     place.seat.now(0, BUILD)
     log = agree(grid.world, device, lambda: _settle_in(folder, place))
     try:
-        agree(grid.world, device, lambda: dump(config, folder.config) if first else None)
-        trainer = _trained(config, place, grid, folder, name)
+        where = config.checkpoint.resume
+        own = agree(grid.world, device, lambda: find_job(where, folder, lock.word) if first else None)
+        job = share(own, grid.world, device)
+        if job.stopped:
+            if first:
+                _say(f"nothing done: {folder.stop} is there; remove it to train")
+            return 0
+        trainer, done = _trained(config, grid, device, Site(folder, lock, job, place.signals), name)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
         if first:
             folder.release()
         raise
     _write_ledger(folder, grid, device)
-    if not first:
-        return
-    log.info("saved %s", folder.checkpoint(config.run.steps))
-    try:
-        draw_loss(read_rows(folder.metrics), folder.loss_plot)
-    except (OSError, ValueError) as error:  # rows deleted or damaged meanwhile, a full disk: the weights are safe
-        warn(f"no loss curve: {error}")
-    _last_words(trainer, folder, time.monotonic() - began)
+    stopped = trainer.reason if done < config.run.steps else None
+    if first:
+        try:
+            draw_loss(read_rows(folder.metrics), folder.loss_plot)
+        except (OSError, ValueError) as error:  # rows deleted or damaged meanwhile, a full disk: the weights are safe
+            warn(f"no loss curve: {error}")
+        if stopped is None:
+            _last_words(trainer, folder, time.monotonic() - began)
+        else:
+            kept = f"saved in {folder.checkpoints}" if done else "nothing to save"
+            _say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}; go on with checkpoint.resume=auto")
+    return stopped.exit_code if stopped else 0
 
 
-def _trained(config: Config, place: Place, grid: Grid, folder: RunFolder, name: str) -> Trainer:
-    """Builds the trainer, runs it to the end, and closes what it holds, whatever happens."""
-    device = place.world.device
-    trainer = agree(grid.world, device, lambda: build_trainer(config, grid, device, folder))
+def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name: str) -> tuple[Trainer, int]:
+    """Builds the trainer, runs it to the end, and closes what it holds, whatever happens; and how many steps it did."""
+    first, folder = grid.world.rank == 0, site.folder
+    trainer, about, holdings = agree(grid.world, device, lambda: build_trainer(config, grid, device, site))
     names = gather_bytes(trainer.engine.ops.name.encode(), grid.world, "agree", device)
     agree(grid.world, device, lambda: _same_kernels(names))
+    found = resume(
+        site.job,
+        folder,
+        holdings,
+        lambda manifest, where: check_same(manifest, about, where),
+        world=grid.world,
+        device=device,
+        warn=warn,
+    )
+    agree(grid.world, device, lambda: _begin_files(config, folder, about, found) if first else None)
     parameters = model_shape(config).parameters()
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, into {folder.path}"
+    if found is not None:
+        start += _going_on(found, config, site.job)
     logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
-    if place.world.rank == 0:
+    if first:
         _say(start)
         _say(_resting(config, trainer))
         if config.parallel.pipeline > 1:
             _say(summary(report(config, grid.data.size)[0]))
     try:
-        trainer.run()
+        if found is not None:
+            trainer.go_on(found)
+        return trainer, trainer.run()
     finally:
         trainer.close()
-    return trainer
+
+
+def _begin_files(config: Config, folder: RunFolder, about: About, found: Manifest | None) -> None:
+    """What an earlier job has written beyond the step to go on from is not true any more."""
+    check_space(config, about, folder.checkpoints)
+    try:
+        dump(config, folder.config)
+        drop_rows_after(folder.metrics, found.step if found else 0)
+    except (OSError, ValueError) as error:
+        what = f"cannot go on from step {found.step if found else 0}: {error}"
+        raise UserError(401, what, "mend or remove the file", where=folder.metrics) from None
+
+
+def _going_on(found: Manifest, config: Config, job: Job) -> str:
+    said = changes(found, config)
+    return f", going on from {job.store.path(found.step)}" + (f" with {said}" if said else "")
+
+
+def _resumes(config: Config) -> bool:
+    return config.checkpoint.resume != "none"
 
 
 def _resting(config: Config, trainer: Trainer) -> str:

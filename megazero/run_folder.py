@@ -1,15 +1,13 @@
 """The folder of a run and the names in it (the contract's):
 
-config.yaml  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
+config.yaml  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/  lock  STOP
 """
 
 import contextlib
-import re
 from pathlib import Path
 
 from megazero.errors import UserError
-
-_STEP = re.compile(r"step_(\d{8,})")
+from megazero.run_lock import RunLock
 
 
 class RunFolder:
@@ -18,36 +16,47 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
-    def create(self) -> None:
-        """Makes the folder for a new run.
+    def create(self, lock: RunLock, *, resume: bool) -> str | None:
+        """Makes the folder this job's; returns whose dead lock was taken over, if one was.
+
+        Args:
+            lock: of this folder.
+            resume: it may hold a run, which goes on.
 
         Raises:
-            UserError: 110, it holds a run already; 401, it cannot be written.
+            UserError: 110, it holds a run already; 401, it cannot be written; 420, another job trains there.
         """
-        for path in (self.metrics, *self.checkpoints.glob("step_*")):
-            if path.exists():
-                raise self._taken(path)
+        if not resume:  # what is not ours is not touched
+            self._refuse_if_taken()
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):
                 folder.mkdir(parents=True, exist_ok=True)
-            self.board.unlink(missing_ok=True)  # of a run that left the folder again
+            dead = lock.take()
+            if not resume:  # another job may have come and gone
+                self._refuse_if_taken()
+            self.board.unlink(missing_ok=True)  # of an earlier job
             self.log(0).touch()
-            self.metrics.touch(exist_ok=False)  # the folder is taken from here on, also if two runs start at once
+            self.metrics.touch()
+        except UserError:
+            lock.release()
+            raise
         except OSError as error:
-            if isinstance(error, FileExistsError) and error.filename == str(self.metrics):  # not: a file in the way
-                raise self._taken(self.metrics) from None
+            lock.release()
             where = error.filename or self.path
             what = f"cannot be written: {error.strerror}"
             raise UserError(401, what, "choose another run.dir", where=where) from None
+        return dead
 
-    def _taken(self, found: Path) -> UserError:
-        do = "give another run.dir=..., or remove the folder"
-        return UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
+    def _refuse_if_taken(self) -> None:
+        for found in (self.metrics, *self.checkpoints.glob("step_*")):
+            if found.exists():
+                do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
+                raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
 
     def release(self) -> None:
         """A run that ended before its first row does not keep the folder."""
         with contextlib.suppress(OSError):
-            if self.metrics.stat().st_size == 0:
+            if self.metrics.stat().st_size == 0 and not any(self.checkpoints.glob("step_*")):
                 self.metrics.unlink()
 
     @property
@@ -82,17 +91,12 @@ class RunFolder:
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank_{rank:02d}.log"
 
-    def checkpoint(self, step: int) -> Path:
-        """The folder of the weights after `step` steps."""
-        return self.checkpoints / f"step_{step:08d}"
+    @property
+    def lock(self) -> Path:
+        """Whose the folder is."""
+        return self.path / "lock"
 
-    def newest_checkpoint(self) -> Path:
-        """The checkpoint with the largest step.
-
-        Raises:
-            UserError: 402, there is none.
-        """
-        found = {int(m[1]): p for p in self.checkpoints.glob("step_*") if (m := _STEP.fullmatch(p.name))}
-        if not found:
-            raise UserError(402, "no checkpoint here", "has the run ended? give --run a run's folder", where=self.path)
-        return found[max(found)]
+    @property
+    def stop(self) -> Path:
+        """The kill switch: while it exists, nothing trains here."""
+        return self.path / "STOP"

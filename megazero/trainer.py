@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.manifest import Manifest, Progress
 from megazero.data.loader import BatchLoader, MicroBatch
 from megazero.errors import UserError
 from megazero.learning_rate import LearningRate
@@ -26,6 +28,7 @@ from megazero.observe.recorder import Numbers, Recorder
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Feed
 from megazero.schedules.actions import Kind
+from megazero.stopping import FAILED, Reason, Stopping
 from megazero.validation import Score, Validation
 from megazero.zero.engine import Engine, StepResult
 
@@ -82,7 +85,8 @@ class Trainer:
         validation: None for none.
         recorder: observes.
         pace: when to do what.
-        save: writes the final weights; called once, before the last validation or anything else can fail.
+        checkpoints: saves, the last step before the last validation or anything else can fail.
+        stopping: whether to end before that.
         now: told the step (from 1) and what is being done.
         blame: finds the rank whose own part of a step was at fault first; given what is wrong with this rank's, and
             how to say it, returns the error to raise.
@@ -97,35 +101,56 @@ class Trainer:
         validation: Validation | None,
         recorder: Recorder,
         pace: Pace,
-        save: Callable[[], object],
+        checkpoints: Checkpoints,
+        stopping: Stopping,
         now: Callable[[int, str], object],
         blame: Blame,
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
-        self.validation, self.recorder, self.pace, self.save, self.now = validation, recorder, pace, save, now
+        self.validation, self.recorder, self.pace, self.now = validation, recorder, pace, now
+        self.checkpoints, self.stopping = checkpoints, stopping
         self.blame = blame
-        self.skipped = self.overflows = 0
+        self.first = self.skipped = self.overflows = 0
+        self.reason: Reason | None = None
         self.score: Score | None = None
         self._pending: _Pending | None = None
         self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
 
-    def run(self) -> None:
-        """Trains. The last validation's result is `score`.
+    def go_on(self, manifest: Manifest) -> None:
+        """What comes first is the step behind this one, whose tensors have been loaded."""
+        progress = manifest.progress
+        if progress is None:  # weights alone
+            self.engine.restore(0, None, 0)
+            return
+        self.first = self.checkpoints.saved = manifest.step
+        self.skipped, self.overflows = progress.skipped, progress.overflows
+        self.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
+
+    def run(self) -> int:
+        """Trains; returns the number of steps done. The last validation's result is `score`; why it ended before the
+        last step, if it did, is `reason`. Whatever was to be saved is committed.
 
         Raises:
-            UserError: 301, loss or gradient norm of a step are not finite; that step did not update.
+            UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
+                could not be written.
         """
         self.recorder.start()
-        for step in range(self.pace.steps):
-            with self.recorder.step(step + 1):
-                self._step(step)
-            if self.pace.logs(step) or self.pace.validates(step):
-                self._settle()
+        self.stopping.ask(failed=False, saving=0.0)
+        self.reason, done = self.stopping.answer(), self.first
+        while self.reason is None and done < self.pace.steps:
+            with self.recorder.step(done + 1):
+                self._step(done)
+            if self.reason or self.pace.logs(done) or self.pace.validates(done) or self.checkpoints.due(done + 1):
+                self._settle(complete=True)
+            done += 1
+        self.checkpoints.finish()
+        return done
 
     def close(self) -> None:
         """Ends background work and writes out what is left."""
         try:
             self.loader.close()
+            self.checkpoints.close()
         finally:
             self.recorder.close()
 
@@ -138,10 +163,12 @@ class Trainer:
             self.now(step + 1, phase)
 
         self.pipeline.train(batches, lambda batch: self.feed(batch, step), now=now, between=self._read)
-        self._settle()
+        self._settle(complete=False)
         self.now(step + 1, "update")
+        self.checkpoints.settle()
         lr = self.pace.learning_rate.at(step - self.skipped)
         self._pending = _Pending(step, lr, self.engine.finish_step(lr))
+        self.stopping.ask(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
 
     def _read(self) -> None:
         """Reads how the step issued last went: the host waits for it here, and nowhere else."""
@@ -149,8 +176,12 @@ class Trainer:
             result = self._pending.result
             self._flags = bool(result.finite.item()), bool(result.skipped.item())
 
-    def _settle(self) -> None:
-        """Acts on how the step issued last went, once."""
+    def _settle(self, *, complete: bool) -> None:
+        """Acts on how the step issued last went, once.
+
+        Args:
+            complete: no later one has begun; only then can its state be saved.
+        """
         self._read()
         (pending, self._pending), (flags, self._flags) = (self._pending, None), (self._flags, None)
         if pending is None or flags is None:
@@ -160,16 +191,37 @@ class Trainer:
         if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
             raise self._not_finite(pending)
         self.skipped += skipped
-        if pending.step + 1 == self.pace.steps:
-            self.now(pending.step + 1, "save")
-            self.save()
-        valid_loss = self._validate(pending.step + 1) if self.pace.validates(pending.step) else None
+        done = pending.step + 1
+        self.reason = self.reason or self.stopping.answer()
+        if self.reason is FAILED:
+            self.checkpoints.finish()  # raises
+        last = done == self.pace.steps or self.reason is not None
+        if complete and (last or self.checkpoints.due(done)):
+            self._save(done)
+        stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
+        valid_loss = self._validate(done) if self.pace.validates(pending.step) and not stops else None
         if valid_loss is not None or self.pace.logs(pending.step):
             result = pending.result
             numbers = Numbers(
                 result.loss.item(), result.grad_norm.item(), pending.lr, result.loss_scale.item(), self.skipped
             )
             self.recorder.record(pending.step + 1, numbers, valid_loss)
+
+    def _save(self, done: int) -> None:
+        self.now(done, "save")
+        scale, samples = self.engine.loss_scale, self.loader.samples(done)
+        with self.recorder.aside():
+            self.checkpoints.save(
+                done,
+                Progress(
+                    updates=done - self.skipped,
+                    skipped=self.skipped,
+                    overflows=self.overflows,
+                    next_sample=samples,
+                    loss_scale=scale.scale.item() if scale.dynamic else None,
+                    good_steps=int(scale.good.item()) if scale.dynamic else 0,
+                ),
+            )
 
     def _validate(self, done: int) -> float | None:
         if self.validation is None:

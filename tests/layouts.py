@@ -122,7 +122,7 @@ class Rank:
         self.grid = Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
         self.data, self.tensor = self.grid.data, self.grid.tensor
         self.layout, self.shape = layout, shape
-        built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE)
+        self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
     @property

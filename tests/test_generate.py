@@ -9,11 +9,11 @@ import torch
 
 from megazero.__main__ import main
 from megazero.build import build_model
-from megazero.checkpoint.weights import FILE_NAME, load_weights
+from megazero.checkpoint.store import Store
 from megazero.config_file import load
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
-from megazero.generate import Sampling, generate, sample
+from megazero.generate import Sampling, generate, load_newest_weights, sample
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
 from megazero.run_folder import RunFolder
@@ -23,7 +23,7 @@ from tests.tiny_run import VOCAB, command
 @pytest.fixture(scope="module")
 def model(finished: RunFolder) -> Transformer:
     built = build_model(load(str(finished.config)))
-    load_weights(finished.newest_checkpoint() / FILE_NAME, dict(built.named_parameters()), torch.float32)
+    load_newest_weights(built, Store(finished.checkpoints), torch.float32)
     return built
 
 
@@ -112,24 +112,30 @@ def test_folders_without_a_run(copy: RunFolder, tmp_path: Path, capsys):
     copy.config.write_text(text.replace("hidden: 40", "hidden: 48"))
     assert "expected" in refused(capsys, 404, 1, copy)
     copy.config.write_text(text.replace("layers: 2", "layers: 3"))
-    assert "12 tensors differ" in refused(capsys, 404, 1, copy)
+    assert "blocks.2.attention.out.bias: expected (40,), got None" in refused(capsys, 404, 1, copy)
 
 
 def test_folders_without_weights(copy: RunFolder, capsys):
-    path = copy.newest_checkpoint() / FILE_NAME
+    step = Store(copy.checkpoints).path(4)
+    path = step / "shard_00000.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    assert "cannot be read" in refused(capsys, 404, 1, copy)
+    assert "expected" in refused(capsys, 410, 1, copy)
     path.unlink()
-    assert "cannot be read" in refused(capsys, 404, 1, copy)
-    path.parent.rmdir()
-    (copy.checkpoints / ".step_00000009.x").mkdir()  # what a kill in the middle of a save leaves
-    assert "has the run ended?" in refused(capsys, 402, 1, copy)
+    assert "cannot be opened" in refused(capsys, 410, 1, copy)
+    shutil.rmtree(step)
+    (copy.checkpoints / ".step_00000009.x.tmp").mkdir()  # what a kill in the middle of a save leaves
+    assert "has the run saved one?" in refused(capsys, 402, 1, copy)
 
 
-def test_newest_of_several_checkpoints(copy: RunFolder):
+def test_newest_whole_one_of_several_checkpoints(finished: RunFolder, copy: RunFolder, capsys):
+    """Larger numbers are newer, also with more digits; what is damaged is said, and passed over."""
     for name in ("step_00000003", "step_99999999", "step_100000000", "step_12", "step_00000999.old"):
         (copy.checkpoints / name).mkdir()
-    assert copy.newest_checkpoint().name == "step_100000000"
+    assert Store(copy.checkpoints).steps() == [100000000, 99999999, 4, 3]
+    assert generate(copy, "def ", Sampling(tokens=5)) == generate(finished, "def ", Sampling(tokens=5))
+    first, second = capsys.readouterr().err.splitlines()
+    assert "step_100000000/manifest.json: cannot be read" in first and "step_99999999/" in second
+    assert first.endswith("; taking an older step")
 
 
 def test_command_line(finished: RunFolder):

@@ -12,12 +12,19 @@ from torch import Tensor
 
 from megazero.build import bucket_of
 from megazero.build_run import build_trainer
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import newest_weights
+from megazero.checkpointing import Site
 from megazero.config import Config
 from megazero.config_file import load
 from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import single
+from megazero.parallel.signals import Signals
 from megazero.parallel.wire import Wire
+from megazero.resuming import Job
 from megazero.run_folder import RunFolder
+from megazero.run_lock import RunLock
 from megazero.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -64,9 +71,26 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     """The trainer of a config and its made folder. Whoever asks closes the trainer."""
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
-    folder.create()
+    lock = RunLock(folder.lock)
+    folder.create(lock, resume=False)
+    job = Job(lock.word, lock.word, False, str(folder.checkpoints), [], True)
+    site = Site(folder, lock, job, Signals())
     wire = Wire(bucket=bucket_of(config))
-    return build_trainer(config, single(wire), torch.device("cpu"), folder), folder
+    return build_trainer(config, single(wire), torch.device("cpu"), site).trainer, folder
+
+
+def saved_weights(folder: RunFolder) -> dict[str, Tensor]:
+    """Of a run's newest checkpoint, whole."""
+    store = Store(folder.checkpoints)
+    manifest = read_manifest(store.path(store.steps()[0]))
+    shapes = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
+    return newest_weights(store, shapes, lambda text: None)[1]
+
+
+def saved_bytes(folder: RunFolder) -> bytes:
+    """Every byte of a run's newest checkpoint but the manifest's."""
+    newest = Store(folder.checkpoints).path(Store(folder.checkpoints).steps()[0])
+    return b"".join(path.read_bytes() for path in sorted(newest.glob("shard_*")))
 
 
 def train(config: Config) -> Outcome:

@@ -9,12 +9,15 @@ binary search in their cumulative lengths (8 bytes a document) and gathers its t
 """
 
 import numpy as np
+import xxhash
 
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.errors import UserError
 
 _WORD = np.uint64(0xFFFFFFFF)
 _GOLDEN = np.uint64(0x9E3779B9)  # mix(0) is 0: without an offset document 0 would always be for validation
+
+_SAMPLED = 256  # tokens in a stream's digest
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -63,6 +66,15 @@ class TokenStream:
         np.cumsum(dataset.document_offsets[documents + 1] - self._first_tokens, out=self._starts[1:])
         self.num_documents = len(documents)
         self.num_tokens = int(self._starts[-1])
+
+    def digest(self) -> str:
+        """Of where its documents lie in the file, and of some of their tokens: other text has another."""
+        some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
+        tokens = self.dataset.tokens[self._in_file(some, np.searchsorted(self._starts, some, side="right") - 1)]
+        digest = xxhash.xxh3_64(self._first_tokens.tobytes())
+        for part in (self._starts, tokens.astype(np.int64)):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [start, stop) of the stream: (ids int64 [stop - start], ordinal of each one's document, int64).

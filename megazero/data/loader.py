@@ -148,6 +148,10 @@ class BatchLoader:
         self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
         return batches
 
+    def samples(self, steps: int) -> int:
+        """How many samples that many steps consume: the id of the next one."""
+        return sample_id(steps, 0, self._global_batch)
+
     def close(self) -> None:
         """Ends the background thread. What it read, or failed to read, for a step that never came is dropped."""
         self._thread.shutdown(cancel_futures=True)

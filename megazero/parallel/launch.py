@@ -11,13 +11,14 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from megazero.errors import UserError
 from megazero.parallel.board import Board, Seat
+from megazero.parallel.signals import Signals
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -57,6 +58,7 @@ class Place:
     world: World
     seat: Seat
     store: Path | None = None
+    signals: Signals = field(default_factory=Signals)
 
     @classmethod
     def of(cls, world: World) -> "Place":
@@ -153,6 +155,11 @@ def stay_on(interface: str, environment=os.environ) -> None:
     """Backends that have not been told where to listen listen on `interface`."""
     for name in INTERFACES:
         environment.setdefault(name, interface)
+
+
+def job_id(environment: Mapping[str, str] = os.environ) -> str:
+    """The scheduler's name for this job, "" if there is no scheduler."""
+    return environment.get("SLURM_JOB_ID", "")
 
 
 def threads_for(size: int) -> int | None:

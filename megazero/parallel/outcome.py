@@ -21,11 +21,11 @@ from megazero.parallel.launch import Place
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
 
 
-def outcome(main: Callable[[], None], place: Place) -> int:
-    """Runs a rank's `main` and puts down how it ended; returns the exit code."""
+def outcome(main: Callable[[], int | None], place: Place) -> int:
+    """Runs a rank's `main` and puts down how it ended; returns the exit code, main's own (None is 0) if it did."""
     seat, rank = place.seat, place.world.rank
     try:
-        main()
+        code = main()
     except CollectiveError as error:
         seat.set_state(STUCK, error.axis)
         return 1
@@ -43,7 +43,7 @@ def outcome(main: Callable[[], None], place: Place) -> int:
         seat.set_state(FAILED, str(UserError(390, what, rank=rank, step=seat.step or None)))
         return 1
     seat.set_state(DONE)
-    return 0
+    return code or 0
 
 
 def say_why(place: Place) -> None:

@@ -24,8 +24,8 @@ from megazero.parallel.board import DONE, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, stuck
 from megazero.parallel.launch import Place, World, threads_for
 from megazero.parallel.outcome import outcome
+from megazero.parallel.signals import NOTED
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -58,14 +58,21 @@ class _Ranks:
         self.send(signal.SIGKILL if impatient else number)
 
 
-def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequence[Standing], str], None]) -> int:
+def run_local(
+    size: int,
+    main: Callable[[Place], int | None],
+    clean_up: Callable[[Sequence[Standing], str], None],
+    *,
+    notes_signals: bool = False,
+) -> int:
     """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
 
-    0 when all ranks returned; else what the first failing one ended with, 128 + n after signal n. What went wrong is
-    one line on stderr.
+    What `main` returned, where it did on all ranks; else what the first failing one ended with, 128 + n after signal n.
+    What went wrong is one line on stderr.
 
     Args:
         clean_up: called after a failure with where all ranks were and the line, once none of them is left.
+        notes_signals: `main` looks at its place's signals, and ends when it is asked to; else a signal ends it.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -73,17 +80,18 @@ def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequ
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         store = Path(folder) / "store"
         ranks = _Ranks({})
-        before = {number: signal.signal(number, ranks.pass_on) for number in FORWARDED}
+        before = {number: signal.signal(number, ranks.pass_on) for number in NOTED}
         try:
             parent = os.getpid()
             # No rank misses a signal because it is not there yet, nor handles it with the parent's handler.
-            signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+            signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
             for rank in range(size):
                 pid = os.fork()
                 if not pid:
-                    _be(Place(World(rank, size, rank, "local"), board.seat(rank), store), main, parent)
+                    place = Place(World(rank, size, rank, "local"), board.seat(rank), store)
+                    _be(place, main, parent, notes_signals)
                 ranks.pids[rank] = pid
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
             code, line = _watch(ranks, board)
         finally:
             ranks.send(signal.SIGKILL)
@@ -92,22 +100,23 @@ def run_local(size: int, main: Callable[[Place], None], clean_up: Callable[[Sequ
                 time.sleep(_POLL if ranks.pids else 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if code:
+        if line:
             print(line, file=sys.stderr, flush=True)
             clean_up(board.read_all(), line)
         return code
 
 
-def _be(place: Place, main: Callable[[Place], None], parent: int) -> None:
+def _be(place: Place, main: Callable[[Place], int | None], parent: int, notes_signals: bool) -> None:
     """The life of a rank's process; does not return."""
     code = 1
     try:
         _die_with(parent)
         os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        for number in NOTED:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if notes_signals:
+            place.signals.note()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
         place.seat.take()
         threads = threads_for(place.world.size)
         if threads is not None:
@@ -140,11 +149,10 @@ def _watch(ranks: _Ranks, board: Board) -> tuple[int, str]:
     first: float | None = None
     while ranks.pids:
         ranks.look()
-        failed = [rank for rank, code in ranks.ended.items() if code or board.read(rank).state != DONE]
+        failed = [rank for rank in ranks.ended if board.read(rank).state != DONE]
         if failed and first is None:
             first = time.monotonic()
-        # A signal that was passed on is everybody's, and each may take the time it needs.
-        if first is not None and ranks.signalled is None:
+        if first is not None:
             known = any(ranks.ended[rank] < 0 or board.read(rank).has_said for rank in failed)
             if known or time.monotonic() - first > _GRACE:
                 break
@@ -154,13 +162,13 @@ def _watch(ranks: _Ranks, board: Board) -> tuple[int, str]:
 
 def _verdict(ranks: _Ranks, board: Board) -> tuple[int, str]:
     """The exit code of the run, and in one line what went wrong, if anything did."""
-    if ranks.signalled is not None and any(ranks.ended.values()):
+    standings = board.read_all()
+    failed = sorted(rank for rank in ranks.ended if standings[rank].state != DONE)
+    if not failed:
+        return max(ranks.ended.values()), ""
+    if ranks.signalled is not None and not any(standings[rank].has_said for rank in failed):
         name = signal.Signals(ranks.signalled).name
         return 128 + ranks.signalled, "interrupted" if ranks.signalled == signal.SIGINT else f"ended by {name}"
-    standings = board.read_all()
-    failed = sorted(rank for rank, code in ranks.ended.items() if code or standings[rank].state != DONE)
-    if not failed:
-        return 0, ""
     for rank in failed:
         if standings[rank].has_said:
             return ranks.ended[rank], standings[rank].message

@@ -168,6 +168,21 @@ class Engine:
             self.presence.publish(unit)
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
 
+    def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
+        """Goes on from masters and moments that have been loaded, after so many updates.
+
+        Args:
+            loss_scale, good_steps: of the scaler; None where the state is of a run without one.
+        """
+        self.presence.need([unit for unit in self.units if unit.parameters_rest_whole])  # those of an earlier update
+        for unit in self.units:
+            for step in self.optimizer.steps(unit):
+                step.fill_(updates)
+            self.presence.publish(unit)
+        if self.loss_scale.dynamic and loss_scale is not None:
+            self.loss_scale.scale.fill_(loss_scale)
+            self.loss_scale.good.fill_(good_steps)
+
     def examine(self, compute: Callable[[], None], loss_scale: Tensor) -> list[tuple[int, str]]:
         """Computes a step again, without reducing or updating anything: what of this rank's gradients is not finite.
 

@@ -13,12 +13,15 @@ INITIAL, GROWTH_INTERVAL, SMALLEST = 2.0**16, 2000, 1.0
 
 
 class LossScale:
-    """`scale` is what losses are multiplied by: fp32, 0-dim; 1 for ever unless `dynamic`."""
+    """`scale` is what losses are multiplied by: fp32, 0-dim; 1 for ever unless `dynamic`.
+
+    `good` counts the finite steps since it last changed: int32, 0-dim.
+    """
 
     def __init__(self, device: torch.device, *, dynamic: bool):
         self.dynamic = dynamic
         self.scale = torch.full((), INITIAL if dynamic else 1.0, dtype=torch.float32, device=device)
-        self._good = torch.zeros((), dtype=torch.int32, device=device)
+        self.good = torch.zeros((), dtype=torch.int32, device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self.dynamic else loss
@@ -27,8 +30,8 @@ class LossScale:
         """After a step whose norm was finite or not; one without tokens does not count (both bool, 0-dim)."""
         if not self.dynamic:
             return
-        self._good.copy_(torch.where(finite, self._good + counts, 0))
-        grows = self._good >= GROWTH_INTERVAL
+        self.good.copy_(torch.where(finite, self.good + counts, 0))
+        grows = self.good >= GROWTH_INTERVAL
         factor = torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
         self.scale.mul_(factor).clamp_(min=SMALLEST)
-        self._good.masked_fill_(grows, 0)
+        self.good.masked_fill_(grows, 0)

@@ -17,7 +17,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "errors": set(),
     "files": set(),
     "learning_rate": set(),
-    "run_folder": set(),
+    "run_lock": set(),
+    "run_folder": {"run_lock"},
     # ground floor
     "capability": set(),
     "parallel": set(),
@@ -39,7 +40,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "observe": {"parallel"},
     # the roof
     "validation": {"data", "parallel"},
+    "stopping": {"parallel"},
+    "resuming": {"checkpoint", "parallel", "run_folder"},
     "trainer": {
+        "stopping",
         "zero",
         "pipeline",
         "schedules",
@@ -52,10 +56,14 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "pipelining": {"config", "pipeline.split", "plan", "schedules"},
     "explain": {"config", "config_file", "capability", "plan"},
-    "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "run_folder"},
+    "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "observe", "run_folder"},
+    "transformers_files": {"build", "checkpoint", "config", "config_file", "run_folder"},
     "run": {
         "build",
         "build_run",
+        "checkpointing",
+        "resuming",
+        "run_lock",
         "pipelining",
         "schedule_report",
         "trainer",
@@ -69,6 +77,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "certified_rank": {"build", "config", "data", "kernels", "model", "parallel", "zero"},
     "certify": {"build", "capability", "certified_rank", "config", "config_file", "parallel", "tolerances"},
     "build": EVERYTHING,
+    "checkpointing": EVERYTHING,
     "build_run": EVERYTHING,
     "__main__": EVERYTHING,
 }

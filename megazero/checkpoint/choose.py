@@ -1,0 +1,76 @@
+"""Which step a run goes on from: the newest one that every rank has read and verified.
+
+All ranks try a step together. What is damaged is found by the rank that reads it; then all know of it, the first rank
+says it, and the next older step is tried. Of a step that is not this run's model nobody falls back: that is a mistake
+of the user's, and an older step has the same.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megazero.checkpoint.load import load_tensors
+from megazero.checkpoint.manifest import Manifest, read_manifest
+from megazero.checkpoint.save import Holding
+from megazero.checkpoint.store import Store
+from megazero.errors import UserError
+from megazero.parallel.agreement import agree
+from megazero.parallel.collectives import gather_bytes
+from megazero.parallel.grid import Axis
+
+T = TypeVar("T")
+
+
+def load_newest(
+    store: Store,
+    steps: Sequence[int],
+    holdings: Sequence[Holding],
+    *,
+    check: Callable[[Manifest, Path], None],
+    world: Axis,
+    device: torch.device,
+    damaged: Callable[[int, str], object],
+) -> Manifest:
+    """Fills all ranks' tensors from the first of `steps` that is whole; every rank calls it.
+
+    Args:
+        steps: to try, the same on all ranks.
+        holdings: what to fill.
+        check: refuses the manifest of a folder that is not this run's model.
+        damaged: told on every rank of each step that was not whole, and what is wrong with it.
+
+    Raises:
+        UserError: of `check`; 411, none of the steps is whole.
+    """
+    for step in steps:
+        folder = store.path(step)
+        manifest, fault = _attempt(lambda folder=folder: read_manifest(folder), world, device)
+        if manifest is not None:
+            agree(world, device, lambda found=manifest, folder=folder: check(found, folder))
+            read, fault = _attempt(
+                lambda folder=folder, found=manifest: load_tensors(
+                    folder, found, holdings, rank=world.rank, size=world.size
+                ),
+                world,
+                device,
+            )
+            if read is not None:
+                return manifest
+        damaged(step, fault)
+    tried = ", ".join(str(step) for step in steps[:5])
+    what = f"none of {len(steps)} checkpoints is whole (steps {tried})" if steps else "no checkpoint here"
+    raise UserError(411, what, "restore one, or start anew in another run.dir", where=store.folder)
+
+
+def _attempt(action: Callable[[], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
+    """(its result, "") where it went well on all ranks; else (None, what the first rank that failed says)."""
+    result, fault = None, ""
+    try:
+        result = action()
+    except UserError as error:
+        fault = str(error)
+    faults = [text.decode() for text in gather_bytes(fault.encode(), world, "agree", device)]
+    first = next((text for text in faults if text), "")
+    return (None, first) if first else (result, "")

@@ -1,0 +1,95 @@
+"""Loading: every rank reads what it needs of any grid's checkpoint, and trusts no byte of it unseen.
+
+What a rank has is a list of pieces of parameters; what a file has is another. Where they overlap there are bytes to
+read, and reading in the order of the files touches each block once. A block is verified before anything of it is used
+(`shard.py`), so every rank verifies what it reads and all together everything that anybody uses; the files' headers,
+which nobody needs, are verified in turn.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
+from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.save import Holding
+from megazero.checkpoint.shard import ShardReader
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """`numel` elements from byte `at` of file `shard` go to `into`."""
+
+    shard: int
+    at: int
+    into: Tensor
+
+
+def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], *, rank: int, size: int) -> int:
+    """Fills a rank's tensors, and returns how many bytes were read for it.
+
+    Args:
+        manifest: of the folder, verified; its tensors have the shapes and the dtype of the holdings'.
+        holdings: what to fill; of a kind that the manifest does not have nothing is.
+        rank, size: in the world, which shares the verification of headers.
+
+    Raises:
+        UserError: 410, something is damaged; what has been filled by then is not to be used.
+    """
+    copies: list[list[_Copy]] = [[] for _ in manifest.files]
+    starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
+    for copy in _copies(manifest, starts, holdings):
+        copies[copy.shard].append(copy)
+    read = 0
+    for index, of_file in enumerate(copies):
+        mine = index % size == rank
+        if not of_file and not mine:
+            continue
+        reader = ShardReader(folder, manifest.shard(index))
+        try:
+            if mine:
+                for _ in reader.read(0, _first_tensor(manifest, index)):
+                    pass
+            for copy in sorted(of_file, key=lambda copy: copy.at):
+                _fill(reader, copy)
+        finally:
+            read += reader.bytes_read
+            reader.close()
+    return read
+
+
+def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Sequence[Holding]) -> Iterator[_Copy]:
+    size = DTYPES[manifest.dtype].itemsize
+    for holding in holdings:
+        for wanted in holding.pieces:
+            for shard, start, stop, *places in _overlapping(manifest.tensors[wanted.name], starts[wanted.name], wanted):
+                common = wanted.within(start, stop)
+                assert common is not None
+                for kind, place in zip(manifest.kinds, places, strict=True):
+                    if kind in holding.tensors:
+                        into = holding.tensors[kind][common.at : common.at + common.stop - common.start]
+                        yield _Copy(shard, place + (common.start - start) * size, into)
+
+
+def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator[list[int]]:
+    for index in range(bisect_right(starts, wanted.start) - 1, len(starts)):
+        if starts[index] >= wanted.stop:
+            return
+        yield logical.pieces[index]
+
+
+def _fill(reader: ShardReader, copy: _Copy) -> None:
+    target = copy.into.view(torch.uint8)
+    for at, data in reader.read(copy.at, copy.at + len(target)):
+        start = at - copy.at
+        target[start : start + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _first_tensor(manifest: Manifest, index: int) -> int:
+    """Where in a file the header ends."""
+    places = (at for logical in manifest.tensors.values() for p in logical.pieces if p[0] == index for at in p[3:])
+    return min(places, default=manifest.files[index].size)

@@ -1,0 +1,189 @@
+"""What a checkpoint says of itself: one canonical JSON file, from which everything in it can be found and verified.
+
+Canonical: keys sorted, no spaces, so equal content is equal bytes, and a manifest that is not byte for byte what its
+content gives has been edited. `digest` is the SHA-256 of the rest; with the hashes of all blocks of all files inside,
+it stands for the whole checkpoint.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
+from megazero.errors import UserError
+
+FILE_NAME = "manifest.json"
+FORMAT = "megazero checkpoint 1"
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW: what the optimizer updates, and its two moments
+_DO = "restore the file, or resume from another step"
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+ShardName = Annotated[str, StringConstraints(pattern=r"^shard_[0-9]{5}\.safetensors$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class File(_Part):
+    """One shard: name in the folder, bytes, and xxh3 (64 bits, hex) of each block of the manifest's `block` bytes."""
+
+    name: ShardName
+    size: Count
+    blocks: list[str]
+
+
+class Logical(_Part):
+    """One parameter over all ranks, without padding.
+
+    Attributes:
+        shape: of the whole.
+        pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order lie in file number
+            `shard`, where the bytes of each of the manifest's kinds begin at `at`.
+    """
+
+    shape: list[Count]
+    pieces: list[list[Count]]
+
+    @property
+    def numel(self) -> int:
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+class Progress(_Part):
+    """How far the run is, beyond the tensors.
+
+    Attributes:
+        updates: of the optimizer, steps that were not skipped; its own step count and the learning rate's.
+        skipped: steps, over the whole run.
+        overflows: skipped steps in a row, up to this one.
+        next_sample: id of the first sample not consumed.
+        loss_scale: of the next step; None where none is used.
+        good_steps: since the loss scale last changed.
+    """
+
+    updates: Count
+    skipped: Count
+    overflows: Count
+    next_sample: Count
+    loss_scale: float | None
+    good_steps: Count
+
+
+class Manifest(_Part):
+    """
+    Attributes:
+        run: id of the run that wrote it; a resumed run keeps it.
+        step: steps consumed.
+        grid: ranks by axis, and the ZeRO stage, that wrote it; reading needs none of it.
+        dtype: of all tensors.
+        kinds: what is saved of every parameter.
+        tensors: by name.
+        block: bytes that are hashed together.
+        files: the shards.
+        progress: None in weights without a run, as an import makes them.
+        random: what every random number is a function of: nothing else has to be kept.
+        identity: digests of the data set and the tokenizer.
+        config: flat, as it was resolved.
+        software: versions that wrote it.
+        digest: SHA-256 of the rest.
+    """
+
+    format: Literal["megazero checkpoint 1"]
+    run: str
+    step: Count
+    grid: dict[str, Count]
+    dtype: str
+    kinds: list[str]
+    tensors: dict[str, Logical]
+    block: Count
+    files: list[File]
+    progress: Progress | None
+    random: dict[str, Any]
+    identity: dict[str, str | None]
+    config: dict[str, Any]
+    software: dict[str, str]
+    digest: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The file's content, with its digest."""
+        content = self.model_dump(exclude={"digest"})
+        return _canonical({**content, "digest": _digest(content)}) + b"\n"
+
+    def shard(self, index: int) -> Shard:
+        file = self.files[index]
+        return Shard(file.name, file.size, tuple(file.blocks))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, whole and free of contradictions.
+
+    Raises:
+        UserError: 410, it is missing, edited or damaged.
+    """
+    path = folder / FILE_NAME
+    try:
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        manifest = Manifest.model_validate(content)
+        expected = _digest({key: value for key, value in content.items() if key != "digest"})
+    except OSError as error:
+        raise UserError(410, f"cannot be read: {error.strerror}", _DO, where=path) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        raise UserError(410, f"is no manifest: {what}", _DO, where=path) from None
+    except (ValueError, RecursionError):  # no JSON, no UTF-8
+        raise UserError(410, "is no manifest: not a JSON object", _DO, where=path) from None
+    if manifest.digest != expected:
+        what = f"was edited or damaged: expected SHA-256 {manifest.digest[:16]}, got {expected[:16]}"
+        raise UserError(410, what, _DO, where=path)
+    if raw != manifest.to_bytes():
+        raise UserError(410, "was edited or damaged: it is not in canonical form", _DO, where=path)
+    if fault := _contradiction(manifest):
+        raise UserError(410, f"contradicts itself: {fault}", _DO, where=path)
+    return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """Whatever would make a reader look outside a file, or leave an element unread."""
+    if manifest.dtype not in DTYPES or manifest.block != BLOCK or list(KINDS[:1]) != manifest.kinds[:1]:
+        return f"dtype {manifest.dtype}, block {manifest.block}, kinds {manifest.kinds}"
+    for index, file in enumerate(manifest.files):
+        if len(file.blocks) != -(-file.size // BLOCK):
+            return f"{file.name} of {file.size:,} bytes has {len(file.blocks)} hashes"
+        if file.name != shard_name(index):
+            return f"file {index} is called {file.name}"
+    size = DTYPES[manifest.dtype].itemsize
+    for name, logical in manifest.tensors.items():
+        end = 0
+        for piece in logical.pieces:
+            if len(piece) != 3 + len(manifest.kinds) or piece[0] >= len(manifest.files):
+                return f"{name} has a piece {piece}"
+            shard, start, stop, *places = piece
+            if start != end or stop <= start:
+                return f"{name} has a piece of elements {start} to {stop} after element {end}"
+            if any(at + (stop - start) * size > manifest.files[shard].size for at in places):
+                return f"{name} is said to lie behind the end of {manifest.files[shard].name}"
+            end = stop
+        if end != logical.numel:
+            return f"{name} has {end} of {logical.numel} elements"
+    return None
+
+
+def shard_name(index: int) -> str:
+    return f"shard_{index:05d}.safetensors"
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(content)).hexdigest()

@@ -1,0 +1,52 @@
+"""Which elements of which parameter lie where in a rank's buffer, so that any grid reads what any grid wrote.
+
+Every part of a parameter that a rank has is one interval of the parameter's flat order, whatever the grid: matrices
+are split by rows over the tensor axis, a unit's buffer by elements over the data axis, units over the pipeline. A
+checkpoint is a set of such intervals; reading one on another grid is finding those that overlap. Padding, of
+vocabulary rows or behind a unit's parameters, belongs to no interval: it is never saved.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megazero.parallel.grid import Axis
+from megazero.zero.layout import UnitLayout
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a parameter's flat order, at [at, at + stop - start) of a buffer."""
+
+    name: str
+    start: int
+    stop: int
+    at: int
+
+    def within(self, start: int, stop: int) -> "Piece | None":
+        """What of it lies in [start, stop) of the parameter, None if nothing does."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        return Piece(self.name, first, last, self.at + first - self.start) if first < last else None
+
+
+def pieces_of(
+    layout: UnitLayout, held: slice, numel: Mapping[str, int], tensor: Axis, *, once: bool = False
+) -> Iterator[Piece]:
+    """What a rank has of a unit's parameters.
+
+    Args:
+        layout: of the whole unit on this rank of the tensor axis.
+        held: the elements of its flat buffer that the rank has; positions in the buffer count from its start.
+        numel: of each parameter the elements over all ranks, without padding.
+        tensor: the axis that its matrices are split over.
+        once: leave out what another rank of the tensor axis has too, and will not leave out.
+    """
+    for interval in layout.intervals:
+        split = interval.start < layout.tail
+        if once and not split and tensor.rank > 0:
+            continue
+        # from positions in the whole flat buffer to elements of the parameter
+        shift = (tensor.rank * (interval.stop - interval.start) if split else 0) - interval.start
+        first = max(interval.start, held.start)
+        last = min(interval.stop, held.stop, numel[interval.name] - shift)
+        if first < last:
+            yield Piece(interval.name, first + shift, last + shift, first - held.start)

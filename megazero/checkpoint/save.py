@@ -1,0 +1,240 @@
+"""Saving: every rank writes what only it has, side by side, and a step exists when the first rank has renamed it.
+
+    1  snapshot   (in the background, if asked for) what is to be saved is copied to host memory, beside the next
+                  step's passes: nothing of it changes before the next update, which waits for the copy
+    2  shard      each rank writes its file into the staging folder, flushes it, and hashes every block on the way
+    3  part       then a small file that says what is in it and what the hashes are
+    4  manifest   the first rank waits for all parts, makes one manifest of them, flushes it
+    5  commit     and renames the folder; before that nothing has a step's name, after it the step is whole
+    6  retention  older steps go, if a kept one has been read back and verified
+
+Everything but the snapshot's wait is done by one background thread of each rank, whether training goes on meanwhile
+or not. It talks to other ranks through files only, because the ranks' collectives belong to training.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.manifest import KINDS, Progress, shard_name
+from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.shard import Shard, plan_shard, write_shard
+from megazero.checkpoint.store import Store
+from megazero.errors import UserError
+from megazero.files import replace_file
+
+_LOOK = 0.005  # seconds between looks for other ranks' parts, at first
+_SELDOM = 0.25
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written.
+
+    Attributes:
+        shard: its file.
+        tensors: by parameter its pieces, as in the manifest.
+    """
+
+    shard: Shard
+    tensors: dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """What a rank has of one unit's state.
+
+    Attributes:
+        pieces: which elements of which parameters.
+        tensors: of each kind the flat buffer that the pieces lie in.
+    """
+
+    pieces: Sequence[Piece]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    kind: str
+    piece: Piece
+    values: Tensor
+
+
+class Saver:
+    """Writes one rank's part of every checkpoint, and on rank 0 commits it.
+
+    Args:
+        store: where to.
+        holdings: what this rank saves; nothing that another rank saves too.
+        rank, size: in the world.
+        snapshot: copy first, so that training can go on while the copy is written.
+        conclude: on rank 0, called with the step, its progress and all ranks' parts once these are on the disk.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        holdings: Sequence[Holding],
+        *,
+        rank: int,
+        size: int,
+        snapshot: bool,
+        conclude: Callable[[int, Progress, list[Part]], None] | None,
+    ):
+        self.store, self._rank, self._size, self._conclude = store, rank, size, conclude
+        self._sources = [holding.tensors[kind] for holding in holdings for kind in KINDS if holding.pieces]
+        # What is on a GPU has to be copied to be written at all.
+        snapshot = snapshot or any(source.is_cuda for source in self._sources)
+        copies = (torch.empty_like(source, device="cpu", pin_memory=source.is_cuda) for source in self._sources)
+        self._copies = list(copies) if snapshot else None
+        self._entries = list(_entries(holdings, iter(self._copies or self._sources)))
+        self._copied, self._give_up = threading.Event(), threading.Event()
+        self._copied.set()
+        self._step = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
+        self._under_way: list[Future[None]] = []  # its own part, then on rank 0 the commit
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's tensors in a checkpoint."""
+        return sum(entry.values.nbytes for entry in self._entries)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory that snapshots take."""
+        return sum(copy.nbytes for copy in self._copies or ())
+
+    def begin(self, step: int, progress: Progress) -> None:
+        """Saves what the tensors hold now, in the background; nothing else may be under way.
+
+        Nothing may change in the tensors before `settle` has returned.
+        """
+        assert not self._under_way, "one at a time"
+        self._copied.clear()
+        self._step = step
+        self._under_way = [self._thread.submit(self._write, step)]
+        if self._conclude is not None:
+            self._under_way.append(self._thread.submit(self._wait_and_conclude, step, progress))
+
+    def settle(self) -> None:
+        """Waits until the tensors may change: a snapshot is complete, or without one the file."""
+        self._copied.wait()
+
+    @property
+    def busy(self) -> bool:
+        """Something was begun and not finished."""
+        return bool(self._under_way)
+
+    @property
+    def failed(self) -> bool:
+        """Something begun has failed, and `finish` will say what."""
+        return any(future.done() and future.exception() is not None for future in self._under_way)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether what was begun has ended, well or not; waits for it for some time."""
+        return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done or self.failed
+
+    def finish(self) -> None:
+        """What was begun has ended. Raises UserError 403: it failed; the step does not exist."""
+        ended, self._under_way = self._under_way, []
+        try:
+            for future in ended:
+                future.result()
+        except UserError:
+            self.store.abandon(self._step)
+            raise
+
+    def give_up(self) -> None:
+        """Other ranks' parts will not come."""
+        self._give_up.set()
+
+    def close(self) -> None:
+        """Ends the background thread; what is not committed will not be."""
+        self.give_up()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _write(self, step: int) -> None:
+        staging = self.store.staging(step)
+        try:
+            if self._copies is not None:
+                copy_all(self._sources, self._copies)
+                self._copied.set()
+            staging.mkdir(parents=True, exist_ok=True)
+            part = self._write_shard(step, staging)
+            replace_file(staging / _part_name(self._rank), json.dumps(asdict(part)).encode())
+        except OSError as error:
+            raise self._not_saved(error, step) from None
+        finally:
+            self._copied.set()
+
+    def _write_shard(self, step: int, staging: Path) -> Part:
+        entries = self._entries
+        if bad := next((e for e in entries if not _is_finite(e.values)), None):
+            what = f"not saved: {bad.kind} of {bad.piece.name} is not finite after the last update; earlier are intact"
+            do = "lower optimizer.lr and go on from an earlier one"
+            raise UserError(302, what, do, where=self.store.folder, step=step)
+        keys = [(f"{e.kind}/{e.piece.name}[{e.piece.start}:{e.piece.stop}]", e.values) for e in entries]
+        about = {"megazero": f"step {step}, rank {self._rank} of {self._size}"}
+        beginning, places = plan_shard([(key, values.dtype, values.numel()) for key, values in keys], about)
+        shard = write_shard(staging / shard_name(self._rank), beginning, [entry.values for entry in entries])
+        rows: dict[Piece, list[int]] = {}
+        for entry, place in zip(entries, places, strict=True):  # kinds come in their order
+            rows.setdefault(entry.piece, [self._rank, entry.piece.start, entry.piece.stop]).append(place)
+        tensors: dict[str, list[list[int]]] = {}
+        for piece, row in rows.items():
+            tensors.setdefault(piece.name, []).append(row)
+        return Part(shard, tensors)
+
+    def _not_saved(self, error: OSError, step: int) -> UserError:
+        what = f"checkpoint not saved: {error.strerror}; earlier ones are intact"
+        do = "mend that, and run again with checkpoint.resume=auto"
+        return UserError(403, what, do, where=self.store.folder, step=step)
+
+    def _wait_and_conclude(self, step: int, progress: Progress) -> None:
+        assert self._conclude is not None, "rank 0"
+        staging = self.store.staging(step)
+        parts, pause = [], _LOOK
+        try:
+            for rank in range(self._size):
+                path = staging / _part_name(rank)
+                while not path.exists():
+                    if self._give_up.wait(pause):
+                        raise UserError(
+                            403, "not saved: other ranks have failed", "see what they say", where=self.store.folder
+                        )
+                    pause = min(1.5 * pause, _SELDOM)
+                part = json.loads(path.read_bytes())
+                parts.append(Part(Shard(**part["shard"]), part["tensors"]))
+                path.unlink()
+            self._conclude(step, progress, parts)
+        except OSError as error:
+            raise self._not_saved(error, step) from None
+
+
+def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    for source, copy in zip(sources, copies, strict=True):
+        copy.copy_(source)
+
+
+def _entries(holdings: Sequence[Holding], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
+    """In the order of the file: unit by unit, kind by kind, as they lie in memory."""
+    for holding in holdings:
+        for kind in KINDS if holding.pieces else ():
+            buffer = next(buffers)
+            for piece in holding.pieces:
+                yield _Entry(kind, piece, buffer[piece.at : piece.at + piece.stop - piece.start])
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass without a temporary, where they are; finite values may have a sum that is not."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
+def _part_name(rank: int) -> str:
+    return f"part_{rank:05d}.json"

@@ -1,0 +1,171 @@
+"""One file of a checkpoint: a safetensors file, written once from end to end, and read in blocks that are verified.
+
+safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) can be read by anybody and cannot express
+code, but a flipped bit in it goes unnoticed. So the writer hashes every block of the file on its way to the disk, and
+the reader hands out no byte of a block before its hash is the one that the manifest has.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megazero.errors import UserError
+from megazero.files import flush
+
+# Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
+BLOCK = 1 << 20
+NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file as its writer knows it.
+
+    Attributes:
+        name: in the checkpoint's folder.
+        size: bytes.
+        blocks: xxh3 (64 bits, hex) of each BLOCK bytes, the last of what is left.
+    """
+
+    name: str
+    size: int
+    blocks: tuple[str, ...]
+
+
+def hash_of(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """(the file's beginning, where in the file each tensor's bytes begin) for 1-dim tensors (key, dtype, elements)."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    offsets = []
+    for key, dtype, numel in tensors:
+        size = numel * dtype.itemsize
+        header[key] = {"dtype": NAMES[dtype], "shape": [numel], "data_offsets": [at, at + size]}
+        offsets.append(at)
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    beginning = len(text).to_bytes(8, "little") + text
+    return beginning, [len(beginning) + offset for offset in offsets]
+
+
+def write_shard(path: Path, beginning: bytes, tensors: Sequence[Tensor]) -> Shard:
+    """Writes a new file whose content is on the disk when this returns.
+
+    Args:
+        beginning: from `plan_shard`.
+        tensors: contiguous and in host memory, in its order.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    hashes, size = [], 0
+    with path.open("xb", buffering=0) as file:
+        for block in _blocks([memoryview(beginning), *(_bytes(t) for t in tensors)]):
+            hashes.append(hash_of(block))
+            _write(file, block)
+            size += len(block)
+        flush(file)
+    return Shard(path.name, size, tuple(hashes))
+
+
+class ShardReader:
+    """The bytes of a shard, each block verified when it is first asked for.
+
+    Args:
+        folder: of the checkpoint.
+        shard: what the manifest says of it.
+
+    Attributes:
+        bytes_read: from the disk.
+
+    Raises:
+        UserError: 410, the file is missing, no plain file, or of another size; on reading, a block is damaged.
+    """
+
+    def __init__(self, folder: Path, shard: Shard):
+        self.path, self._shard = folder / shard.name, shard
+        self.bytes_read = 0
+        try:
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._damaged(f"cannot be opened: {error.strerror}") from None
+        size = os.fstat(self._handle).st_size
+        if size != shard.size:
+            self.close()
+            raise self._damaged(f"expected {shard.size:,} bytes, got {size:,}")
+        self._buffer = bytearray(min(BLOCK, size))
+        self._at = -1  # the block that is in the buffer
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+        """(where, verified bytes) of bytes [start, stop) of the file, in pieces that are good until the next."""
+        while start < stop:
+            index = start // BLOCK
+            end = min(stop, (index + 1) * BLOCK)
+            block = self._block(index)
+            yield start, block[start - index * BLOCK : end - index * BLOCK]
+            start = end
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _block(self, index: int) -> memoryview:
+        start = index * BLOCK
+        block = memoryview(self._buffer)[: min(BLOCK, self._shard.size - start)]
+        if index == self._at:
+            return block
+        self._at = -1
+        try:
+            got = os.preadv(self._handle, [block], start)
+        except OSError as error:
+            raise self._damaged(f"cannot be read: {error.strerror}") from None
+        self.bytes_read += got
+        what = f"block {index} (bytes {start:,} to {start + len(block):,}): expected "
+        if got != len(block):
+            raise self._damaged(f"{what}{len(block):,} bytes, got {got:,}")
+        found, expected = hash_of(block), self._shard.blocks[index]
+        if found != expected:
+            raise self._damaged(f"{what}xxh3 {expected}, got {found}")
+        self._at = index
+        return block
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(410, what, "restore the file, or resume from another step", where=self.path)
+
+
+def _blocks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in BLOCK pieces; copied only where a piece consists of several views."""
+    parts: list[memoryview] = []
+    missing = BLOCK
+    for view in views:
+        while len(view):
+            parts.append(view[:missing])
+            missing -= len(parts[-1])
+            view = view[len(parts[-1]) :]
+            if missing == 0:
+                yield parts[0] if len(parts) == 1 else b"".join(parts)
+                parts, missing = [], BLOCK
+    if parts:
+        yield b"".join(parts)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().view(torch.uint8).numpy().data
+
+
+def _write(file: BinaryIO, block: bytes | memoryview) -> None:
+    """All of it: the system may take less at a time."""
+    view = memoryview(block)
+    while len(view):
+        view = view[file.write(view) :]

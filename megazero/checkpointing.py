@@ -1,0 +1,254 @@
+"""What of a run goes into its checkpoints, and comes out of them: the state of the engine as pieces of parameters, and
+in the manifest everything that is no tensor. Sees the config, as build.py does.
+"""
+
+import logging
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from megazero import __version__
+from megazero.build import Built
+from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, Progress
+from megazero.checkpoint.pieces import pieces_of
+from megazero.checkpoint.retention import retire
+from megazero.checkpoint.save import Holding, Part, Saver
+from megazero.checkpoint.shard import BLOCK, NAMES
+from megazero.checkpoint.store import Store
+from megazero.config import Config
+from megazero.config_file import flatten
+from megazero.data.loader import WindowDataset
+from megazero.errors import UserError
+from megazero.model.parameter import declaration_of
+from megazero.observe.sinks import warn
+from megazero.parallel.grid import Grid
+from megazero.parallel.signals import Signals
+from megazero.resuming import Job
+from megazero.run_folder import RunFolder
+from megazero.run_lock import RunLock
+from megazero.zero.placement import Placement, held
+from megazero.zero.unit import Unit
+
+# What must be the same when a run goes on: another value is another model, other data, or another optimizer.
+_SAME = ("model.*", "run.seed", "batch.global", "data.mask_eod", "precision.dtype")
+_SAME_OPTIMIZER = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
+# What may be another, and then changes what is computed: said when a run goes on.
+_SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "precision.kernels")
+
+
+def shapes_of(built: Built) -> dict[str, list[int]]:
+    """The whole shape of every parameter of the model."""
+    return {name: list(declaration_of(p).shape) for name, p in built.model.named_parameters()}
+
+
+def holdings_to_save(built: Built, grid: Grid) -> list[Holding]:
+    """What only this rank saves: its share of every unit, whatever rests where."""
+    return [
+        _holding(built, grid, unit, held(unit.numel, Placement.SHARD, grid.data), once=True)
+        for unit in built.engine.units
+        if not (unit.shared and grid.ends.rank == 1)  # the first rank of the pipeline has it too
+    ]
+
+
+def holdings_to_load(built: Built, grid: Grid) -> list[Holding]:
+    """What this rank updates; the rest comes from there."""
+    return [_holding(built, grid, unit, unit.shard, once=False) for unit in built.engine.units]
+
+
+def _holding(built: Built, grid: Grid, unit: Unit, share: slice, *, once: bool) -> Holding:
+    numel = {name: torch.Size(shape).numel() for name, shape in shapes_of(built).items()}
+    pieces = tuple(pieces_of(unit.layout, share, numel, grid.tensor, once=once))
+    flats = (unit.masters, *built.engine.optimizer.moments[unit])
+    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
+    return Holding(pieces, {kind: flat[within] for kind, flat in zip(KINDS, flats, strict=True)})
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Digests of what a run reads; None for no tokenizer."""
+
+    data: str
+    tokenizer: str | None
+
+    @classmethod
+    def of(cls, train: WindowDataset, tokenizer: str | None) -> "Identity":
+        """Of the windows' place in the files, not of every token; `tokenizer` is its file, which has been read."""
+        data = f"{train.num_windows} windows, xxh3 {train.stream.digest()}"
+        return cls(data, tokenizer and xxhash.xxh3_64_hexdigest(Path(tokenizer).read_bytes()))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a job trains.
+
+    Attributes:
+        folder: of the run.
+        lock: of that folder; rank 0 holds it.
+        job: what all ranks know of it.
+        signals: that have come to this rank.
+    """
+
+    folder: RunFolder
+    lock: RunLock
+    job: Job
+    signals: Signals
+
+
+@dataclass(frozen=True)
+class About:
+    """What every manifest of a run says alike, beside the tensors.
+
+    Attributes:
+        run: its id.
+        shapes: of every parameter.
+        dtype: of the optimizer's parameters and moments.
+    """
+
+    run: str
+    config: Config
+    grid: Grid
+    shapes: Mapping[str, list[int]]
+    dtype: torch.dtype
+    identity: Identity
+
+    def manifest(self, step: int, progress: Progress, parts: Sequence[Part]) -> Manifest:
+        """The whole manifest of a step, of what all ranks have written."""
+        config, grid = self.config, self.grid
+        tensors: dict[str, list[list[int]]] = {name: [] for name in self.shapes}
+        for part in parts:
+            for name, pieces in part.tensors.items():
+                tensors[name] += pieces
+        assert config.zero.stage is not None, "a resolved config"
+        sizes = {axis.name: axis.size for axis in (grid.tensor, grid.pipeline, grid.data)}
+        return Manifest(
+            format=FORMAT,
+            run=self.run,
+            step=step,
+            grid={**sizes, "stage": config.zero.stage},
+            dtype=NAMES[self.dtype],
+            kinds=list(KINDS),
+            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=_by_start)) for n, s in self.shapes.items()},
+            block=BLOCK,
+            files=[File(name=p.shard.name, size=p.shard.size, blocks=list(p.shard.blocks)) for p in parts],
+            progress=progress,
+            random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
+            identity={"data": self.identity.data, "tokenizer": self.identity.tokenizer},
+            config=plain(config),
+            software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+
+
+def about_run(config: Config, built: Built, grid: Grid, site: Site, identity: Identity) -> About:
+    dtype = built.engine.units[0].masters.dtype
+    return About(site.job.run, config, grid, shapes_of(built), dtype, identity)
+
+
+def checkpoints_of(
+    config: Config, built: Built, grid: Grid, device: torch.device, about: About, site: Site
+) -> Checkpoints:
+    """What saves this rank's part of the run; rank 0 commits."""
+    store = Store(site.folder.checkpoints, site.job.word)
+    options, log = config.checkpoint, logging.getLogger("megazero")
+
+    def conclude(step: int, progress: Progress, parts: list[Part]) -> None:
+        manifest = about.manifest(step, progress, parts)
+        if not site.lock.held:
+            what = "another job has taken this folder over: the lock was not renewed in time"
+            raise UserError(421, what, "see what held this job up", where=site.folder.path, step=step)
+        log.info("saved %s", store.commit(step, manifest.to_bytes()))
+        if options.keep is not None:
+            retire(store, options.keep, warn)
+
+    first = grid.world.rank == 0
+    saver = Saver(
+        store,
+        holdings_to_save(built, grid),
+        rank=grid.world.rank,
+        size=grid.world.size,
+        snapshot=options.async_,
+        conclude=conclude if first else None,
+    )
+    grid.world.wire.ledger.hold("checkpoint", saver.copy_bytes)
+    return Checkpoints(saver, grid.world, device, every=options.every, background=options.async_)
+
+
+def check_space(config: Config, about: About, folder: Path) -> None:
+    """Refuses a run whose checkpoints would not fit: it would find out when it has something to lose.
+
+    Raises:
+        UserError: 403, there is not room for one, or with several for two.
+    """
+    elements = sum(torch.Size(shape).numel() for shape in about.shapes.values())
+    one = elements * len(KINDS) * about.dtype.itemsize
+    needed, free = one * (1 if config.checkpoint.every is None else 2), shutil.disk_usage(folder).free
+    if free < needed:
+        what = (
+            f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each), got {free / 1e9:.3g} GB"
+        )
+        raise UserError(403, what, "free space there, or give another run.dir", where=folder)
+
+
+def _by_start(piece: list[int]) -> int:
+    return piece[1]
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The config flat, in JSON's types."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
+
+
+def check_same(manifest: Manifest, about: About, where: Path) -> None:
+    """Refuses a checkpoint of another model, other data or another optimizer.
+
+    Raises:
+        UserError: 412, with what differs, the checkpoint's value first.
+    """
+    theirs, ours = manifest.config, plain(about.config)
+    names = [*_SAME, *_SAME_OPTIMIZER]
+    if manifest.progress is None:  # weights alone: of a model, not of a run
+        names = [key for key in ours if key.startswith("model.") and key not in _free(about.config)]
+    odd = [f"{key} {theirs.get(key)} -> {ours[key]}" for key in _matching(ours, names) if theirs.get(key) != ours[key]]
+    if manifest.progress:
+        mine = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}
+        theirs = manifest.identity
+        odd += [f"{key} {theirs.get(key)} -> {mine[key]}" for key in mine if theirs.get(key) != mine[key]]
+    shapes = {name: logical.shape for name, logical in manifest.tensors.items()}
+    if not odd and (shapes != dict(about.shapes) or manifest.dtype != NAMES[about.dtype]):
+        name = next((n for n in sorted({*shapes, *about.shapes}) if shapes.get(n) != about.shapes.get(n)), "dtype")
+        odd = [f"{name} {shapes.get(name, manifest.dtype)} -> {about.shapes.get(name, NAMES[about.dtype])}"]
+    if odd:
+        raise UserError(
+            412,
+            f"is not of this run (its -> this): {_some(odd)}",
+            "resume with the config it was made with",
+            where=where,
+        )
+
+
+def _free(config: Config) -> set[str]:
+    """What of a model its weights do not depend on."""
+    return {"model.dropout"} | ({"model.seq_len"} if config.model.position == "rotary" else set())
+
+
+def changes(manifest: Manifest, config: Config) -> str:
+    """What is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
+    theirs, ours = manifest.config, plain(config)
+    if manifest.progress is None:
+        return ""
+    said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key]]
+    return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])
+
+
+def _matching(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [k for k in values if any(k == name or (name.endswith("*") and k.startswith(name[:-1])) for name in names)]
+
+
+def _some(found: list[str]) -> str:
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

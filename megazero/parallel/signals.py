@@ -1,0 +1,39 @@
+"""Signals that ask a run to end: noted when they come, acted upon between steps.
+
+A scheduler that wants its machines back sends one and waits a while before it kills. Wherever it arrives, at all ranks
+or one, in whatever phase, the handler only notes it; the ranks agree on it after the step (`stopping.py`), save, and
+end. Who interrupts twice does not want to wait: after the first SIGINT the second one ends the process at once.
+"""
+
+import signal
+from types import FrameType
+
+NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Signals:
+    """
+    Attributes:
+        first: the first one that came; None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._before: dict[int, object] = {}
+
+    def note(self) -> None:
+        """From here on they are noted, and do nothing else. In the main thread."""
+        for number in NOTED:
+            self._before[number] = signal.signal(number, self._on)
+
+    def restore(self) -> None:
+        """They do again what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def _on(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+        if self.first is None:
+            self.first = signal.Signals(number)

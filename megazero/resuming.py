@@ -1,0 +1,128 @@
+"""Where a run goes on from: found by rank 0, said to all, read and verified by all.
+
+`checkpoint.resume` is `none`, `auto` (this run's own folder; a run that has saved nothing yet begins), or a path: of
+another run, which goes on from its newest whole step, or of one step, which is that one or none.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint.choose import load_newest
+from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from megazero.checkpoint.save import Holding
+from megazero.checkpoint.store import Store, step_of
+from megazero.errors import UserError
+from megazero.parallel.agreement import agree
+from megazero.parallel.collectives import gather_bytes
+from megazero.parallel.grid import Axis
+from megazero.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a job know alike of it.
+
+    Attributes:
+        word: of this job, from its lock.
+        run: id of the run, the word of the job that began it.
+        stopped: the kill switch is there.
+        source: folder of the steps to go on from.
+        steps: that are there, newest first; none: the run begins.
+        own: they are this run's.
+    """
+
+    word: str
+    run: str
+    stopped: bool
+    source: str
+    steps: list[int]
+    own: bool
+
+    @property
+    def store(self) -> Store:
+        return Store(Path(self.source), self.word)
+
+
+def find_job(resume: str, folder: RunFolder, word: str) -> Job:
+    """What rank 0 finds, once the folder is its own.
+
+    Raises:
+        UserError: 402, there is nothing to go on from; 401, the disk does not answer.
+    """
+    stopped = folder.stop.exists()
+    own = Store(folder.checkpoints, word)
+    own.reap()
+    if resume == "none":
+        return Job(word, word, stopped, str(folder.checkpoints), [], True)
+    path = Path(resume)
+    if resume == "auto":
+        store, steps = own, own.steps()
+    elif (step := step_of(path)) is not None and (path / FILE_NAME).exists():
+        store, steps = Store(path.parent), [step]
+    else:
+        store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        steps = store.steps()
+        if not steps:
+            raise UserError(402, "no checkpoint to resume from", "give a run's folder, or one of a step", where=path)
+    is_own = store.folder.resolve() == folder.checkpoints.resolve()
+    run = next((id for step in steps if (id := _run_of(store.path(step)))), word) if is_own else word
+    return Job(word, run, stopped, str(store.folder), steps, is_own)
+
+
+def _run_of(folder: Path) -> str | None:
+    with contextlib.suppress(UserError):
+        return read_manifest(folder).run
+    return None
+
+
+def share(job: Job | None, world: Axis, device: torch.device) -> Job:
+    """Rank 0's job, on all ranks."""
+    text = gather_bytes(json.dumps(asdict(job)).encode() if job else b"", world, "agree", device)[0]
+    return Job(**json.loads(text))
+
+
+def resume(
+    job: Job,
+    folder: RunFolder,
+    holdings: Sequence[Holding],
+    check: Callable[[Manifest, Path], None],
+    *,
+    world: Axis,
+    device: torch.device,
+    warn: Callable[[str], object],
+) -> Manifest | None:
+    """Loads the newest whole step into all ranks' tensors; None where there is none yet. Every rank calls it.
+
+    Steps of this run that are damaged are put aside, so that it can reach them again.
+
+    Raises:
+        UserError: of `check`; 411, none is whole; 413, this run has newer steps than the one asked for.
+    """
+    if not job.steps:
+        return None
+    first, store, damaged = world.rank == 0, job.store, []
+
+    def note(step: int, fault: str) -> None:
+        damaged.append(step)
+        if first:
+            warn(f"{fault}; going on from an older step" if len(job.steps) > 1 else fault)
+
+    manifest = load_newest(store, job.steps, holdings, check=check, world=world, device=device, damaged=note)
+    agree(world, device, lambda: _clear_the_way(store, manifest.step, damaged) if first and job.own else None)
+    return manifest
+
+
+def _clear_the_way(store: Store, step: int, damaged: Sequence[int]) -> None:
+    try:
+        for found in damaged:
+            store.put_aside(found)
+        if newer := [found for found in store.steps() if found > step]:
+            what = f"holds step {newer[0]}, which is newer than the step {step} to go on from"
+            raise UserError(413, what, "give another run.dir, or move the newer steps away", where=store.folder)
+    except OSError as error:
+        raise UserError(401, f"cannot be written: {error.strerror}", "mend that", where=error.filename) from None

@@ -1,0 +1,169 @@
+"""One job per run directory: a file that says whose it is.
+
+The owner writes its host, its process and a word of its own into `lock`, and touches the file every few seconds.
+Another job that finds it there is refused, unless the owner is dead: on the same host when its process is gone, on
+another when the file is not touched for several times that long. No clock is compared with another's: the newcomer
+watches whether anything changes.
+
+Taking over is replacing the file, and a job whose lock has been taken over (it was stopped for a while, or its disk
+did not answer) finds another's word in it, and may not commit a step any more.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from megazero.errors import UserError
+from megazero.files import temporary_name
+
+_TOUCH = 2.0  # seconds
+_WATCH = 8.0  # seconds without a touch: the owner is dead
+_LOOKS = 20
+
+
+class RunLock:
+    """The lock of one run directory; `take` first.
+
+    Attributes:
+        word: of this job, new each time.
+    """
+
+    def __init__(self, path: Path, job: str = ""):
+        self._path, self.word = path, uuid.uuid4().hex[:12]
+        self._content = json.dumps(
+            {
+                "word": self.word,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "born": _born(os.getpid()),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "job": job,
+            }
+        )
+        self._released = threading.Event()
+
+    def take(self) -> str | None:
+        """Makes the directory this job's; returns whose dead lock it took over, if there was one.
+
+        Raises:
+            UserError: 420, another job has it.
+            OSError: it cannot be written.
+        """
+        dead, looks = None, 0
+        while not self._create():
+            owner = _read(self._path)
+            if owner is None:  # released meanwhile: look again
+                looks += 1
+                if looks == _LOOKS:
+                    what = "is no lock of ours, or damaged"
+                    raise UserError(420, what, "remove it if no job trains there", where=self._path)
+                time.sleep(0.05)
+                continue
+            if not self._is_dead(owner):
+                raise _taken(self._path, owner)
+            if self._replace(owner):
+                dead = _who(owner)
+                break
+        threading.Thread(target=self._keep_touching, name="lock", daemon=True).start()
+        return dead
+
+    @property
+    def held(self) -> bool:
+        """It is still this job's."""
+        owner = _read(self._path)
+        return owner is not None and owner["word"] == self.word
+
+    def release(self) -> None:
+        """The directory is free; nothing is said if it is another's by now."""
+        self._released.set()
+        if self.held:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def _create(self) -> bool:
+        """A whole lock or none: linked to its name once it is written."""
+        temporary = self._write()
+        try:
+            os.link(temporary, self._path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def _write(self) -> Path:
+        temporary = temporary_name(self._path)
+        temporary.write_text(self._content)
+        return temporary
+
+    def _replace(self, owner: dict[str, Any]) -> bool:
+        """Takes a dead owner's lock over, if no other newcomer has done so."""
+        with self._path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _read(self._path) != owner:
+                return False
+            self._write().replace(self._path)
+        return True
+
+    def _is_dead(self, owner: dict[str, Any]) -> bool:
+        if owner["host"] == socket.gethostname():
+            return _born(owner["pid"]) != owner["born"]
+        before, until = _touched(self._path), time.monotonic() + _WATCH
+        while time.monotonic() < until:
+            time.sleep(_TOUCH / 4)
+            if _touched(self._path) != before:
+                return False
+        return True
+
+    def _keep_touching(self) -> None:
+        while not self._released.wait(_TOUCH):
+            with contextlib.suppress(OSError):
+                if self.held:
+                    os.utime(self._path)
+
+
+def _taken(path: Path, owner: dict[str, Any]) -> UserError:
+    what = f"another job trains here: {_who(owner)}"
+    return UserError(420, what, "wait for it, end it, or give another run.dir", where=path.parent)
+
+
+def _who(owner: dict[str, Any]) -> str:
+    job = f", job {owner['job']}" if owner["job"] else ""
+    return f"process {owner['pid']} on {owner['host']}{job}, since {owner['since']}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _touched(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _born(pid: int) -> str:
+    """When a process of this host started, which tells it from a later one of the same number; "" if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass
+        return "alive"
+    state, *rest = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else rest[18]  # a process that has ended and was not waited for is dead

@@ -1,0 +1,243 @@
+"""Saving and loading beside torch.distributed.checkpoint (DCP): time of a save, of a load, and stall of training.
+
+    python scripts/bench/checkpoint.py [--pairs 15] [--folder DIR] [--json]
+
+Two ranks of one thread each hold the state of the *small* GPT (33.8M parameters: fp32 weights and both moments of
+AdamW, 12 bytes a parameter) sharded over them as ZeRO stage 1 does. Both systems write the same bytes to the same disk
+and flush them. *save* is from the call until the checkpoint exists; *load* fills all tensors again from files that are
+in the page cache (ours verifies every block, DCP nothing); *stall* is how long training stands still for a save in the
+background: in the call, and (ours) before the next update, after one forward and backward pass that both do meanwhile.
+
+Ratios are paired to DCP's: below 1.000 is faster than DCP. With --json also the GB/s.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megazero.build import Built, build
+from megazero.checkpoint.choose import load_newest
+from megazero.checkpoint.manifest import Progress
+from megazero.checkpoint.store import Store
+from megazero.checkpointing import Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.config import Batch, Checkpoint, Config, Model, Zero, resolved
+from megazero.kernels.choice import choose
+from megazero.parallel.collectives import gather_bytes
+from megazero.parallel.grid import Grid
+from megazero.parallel.signals import Signals
+from megazero.resuming import Job
+from megazero.run_folder import RunFolder
+from megazero.run_lock import RunLock
+from scripts.bench.harness import (
+    WARM_UP,
+    Comparison,
+    Measured,
+    System,
+    compare,
+    machine,
+    median_interval,
+    table,
+    versions,
+)
+from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, feeder, grid_of
+
+RANKS = 2
+MODEL = Model(layers=8, hidden=512, heads=8, vocab=VOCAB, seq_len=SEQ_LEN, dropout=0.0)
+KINDS = ("save", "load", "stall")
+PROGRESS = Progress(updates=1, skipped=0, overflows=0, next_sample=4, loss_scale=None, good_steps=0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--folder", help="of the disk to write to; default: the system's for temporary files")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    size = 12 * sum(parameter.numel() for parameter in _meta().parameters())
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.folder) as folder:
+        comparisons = {kind: measured(kind, folder, options.pairs) for kind in KINDS}
+    if options.json:
+        rows = [vars(row) for comparison in comparisons.values() for row in comparison.rows]
+        for row in rows:
+            row["gb_per_s"] = None if row["system"].endswith("stall") else size / row["seconds"] / 1e9
+        print(json.dumps({"machine": machine(), "versions": versions(), "bytes": size, "rows": rows}, indent=1))
+        return 0
+    for kind, comparison in comparisons.items():
+        print(table(f"{kind} of {size / 1e6:.0f} MB", comparison), end="\n\n")
+    return 0
+
+
+def measured(kind: str, folder: str, rounds: int) -> Comparison:
+    """The systems time themselves, because what they clear away between rounds does not count."""
+    systems = [System(f"{who}-{kind}", _build, (who, kind, folder), 1, RANKS) for who in ("dcp", "ours")]
+    found = compare(systems[0], systems[1:], rounds)
+    theirs = found.losses[systems[0].name][WARM_UP:]
+    rows = []
+    for system, row in zip(systems, found.rows, strict=True):
+        seconds = found.losses[system.name][WARM_UP:]
+        ratios = [a / b for a, b in zip(seconds, theirs, strict=True)]
+        ratio, interval = statistics.median(ratios), median_interval(ratios)
+        rows.append(Measured(system.name, ratio, interval, row.peak_mb, statistics.median(seconds)))
+    return Comparison(rows, {}, found.quiet_rounds, len(theirs))
+
+
+def meet_again(grid: Grid) -> None:
+    gather_bytes(b"", grid.world, "agree", CPU)
+
+
+def _config() -> Config:
+    batch = Batch.model_validate({"global": 4, "micro": 2})
+    return resolved(Config(model=MODEL, zero=Zero(stage=1), batch=batch))
+
+
+def _meta():
+    from megazero.build import build_model
+
+    return build_model(_config())
+
+
+def _build(who: str, kind: str, folder: str, rank: int, size: int, store: str) -> Callable[[], float]:
+    grid = grid_of(rank, size, store)
+    config = _config()
+    if who == "ours" and kind == "stall":
+        config = config.model_copy(update={"checkpoint": Checkpoint.model_validate({"async": True})})
+    built = build(config, grid, CPU, choose("auto", CPU, torch.float32))
+    feed = feeder(config, grid)
+
+    def passes() -> None:
+        built.engine.begin_step()
+        built.pipeline.train([feed(0)], lambda batch: batch)
+
+    passes()
+    built.engine.finish_step(1e-4)  # moments that are not zero
+    where = Path(folder) / f"{who}-{kind}"
+    return (_ours if who == "ours" else _dcp)(kind, where, config, grid, built, passes)
+
+
+def _ours(
+    kind: str, where: Path, config: Config, grid: Grid, built: Built, passes: Callable[[], None]
+) -> Callable[[], float]:
+    run = RunFolder(where)
+    lock = RunLock(run.lock)
+    if grid.world.rank == 0:
+        run.create(lock, resume=True)
+    meet_again(grid)
+    job = Job("bench", "bench", False, str(run.checkpoints), [], True)
+    site = Site(run, lock, job, Signals())
+    about = about_run(config, built, grid, site, Identity("none", None))
+    checkpoints = checkpoints_of(config, built, grid, CPU, about, site)
+    holdings, store = holdings_to_load(built, grid), Store(run.checkpoints)
+    steps = iter(range(1, 1 << 30))
+
+    def clear() -> None:
+        if grid.world.rank == 0:
+            for step in store.steps():
+                shutil.rmtree(store.path(step))
+        meet_again(grid)
+
+    def save() -> float:
+        clear()
+        began = time.perf_counter()
+        checkpoints.save(next(steps), PROGRESS)
+        return time.perf_counter() - began
+
+    def stall() -> float:
+        clear()
+        began = time.perf_counter()
+        checkpoints.save(next(steps), PROGRESS)
+        stalled = time.perf_counter() - began
+        passes()
+        began = time.perf_counter()
+        checkpoints.settle()
+        stalled += time.perf_counter() - began
+        checkpoints.finish()
+        return stalled
+
+    def load() -> float:
+        if not store.steps():
+            save()
+        meet_again(grid)
+        began = time.perf_counter()
+        load_newest(
+            store,
+            store.steps(),
+            holdings,
+            check=lambda manifest, where: None,
+            world=grid.world,
+            device=CPU,
+            damaged=lambda step, fault: print(fault, file=sys.stderr),
+        )
+        meet_again(grid)
+        return time.perf_counter() - began
+
+    return {"save": save, "load": load, "stall": stall}[kind]
+
+
+def _dcp(
+    kind: str, where: Path, config: Config, grid: Grid, built: Built, passes: Callable[[], None]
+) -> Callable[[], float]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    mesh = init_device_mesh("cpu", (grid.world.size,))
+    state = {}
+    for unit in built.engine.units:
+        for name, flat in zip(("weight", "m", "v"), (unit.masters, *built.engine.optimizer.moments[unit]), strict=True):
+            state[f"{unit.layout.name}.{name}"] = DTensor.from_local(flat, mesh, [Shard(0)], run_check=False)
+    steps = iter(range(1, 1 << 30))
+
+    def clear() -> Path:
+        if grid.world.rank == 0:
+            shutil.rmtree(where, ignore_errors=True)
+        meet_again(grid)
+        return where / str(next(steps))
+
+    def save() -> float:
+        path = clear()
+        began = time.perf_counter()
+        dcp_save(state, checkpoint_id=path)
+        return time.perf_counter() - began
+
+    def stall() -> float:
+        path = clear()
+        began = time.perf_counter()
+        future = dcp_async_save(state, checkpoint_id=path)
+        assert isinstance(future, Future)
+        stalled = time.perf_counter() - began
+        passes()
+        future.result()
+        meet_again(grid)
+        return stalled
+
+    def load() -> float:
+        if not list(where.glob("*/.metadata")):
+            save()
+        meet_again(grid)
+        (path,) = where.iterdir()
+        began = time.perf_counter()
+        dcp_load(state, checkpoint_id=path)
+        meet_again(grid)
+        return time.perf_counter() - began
+
+    return {"save": save, "load": load, "stall": stall}[kind]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

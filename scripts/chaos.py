@@ -1,0 +1,230 @@
+"""Kills jobs in the middle of saving, over and over, and looks whether anything is ever lost.
+
+    python scripts/chaos.py [--kills 1000] [--ranks 2] [--seed 0] [--json]
+
+One tiny run is started again and again in one folder. As soon as a job has begun to write a checkpoint (in the
+foreground or in the background, by turns) it gets a SIGKILL some milliseconds later: one of its ranks, its parent, or
+all at once. After every kill
+
+    every committed step is read from end to end and verified
+    no committed step has gone, but those that retention may delete
+    what was trained beyond the newest step is less than one interval between saves; in the background, where the
+    next interval is trained while a step is being written, less than two
+    no process of the job is left after two seconds
+
+and at the end, when the run has been allowed to finish, the files of its last step are those of a run that nobody
+disturbed, byte for byte. Exit code 1 and a line for every time that something of this was not so.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+
+import numpy as np
+import torch
+
+from megazero.checkpoint.retention import verify
+from megazero.checkpoint.store import Store
+from megazero.config_file import load
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.errors import UserError
+from megazero.observe.jsonl import read_rows
+from megazero.run import launch
+
+KEEP = 3
+T = TypeVar("T")
+CONFIG = """
+run: {steps: 1000000}
+model: {layers: 2, hidden: 40, heads: 4, vocab: 400, seq_len: 32, dropout: 0.1}
+schedule: {warmup: 5, decay: constant}
+batch: {global: 4, micro: 1}
+data: {train: data}
+parallel: {timeout: 20}
+observe: {every: 1}
+"""
+
+
+class Chance:
+    """Private random numbers, the same for the same seed."""
+
+    def __init__(self, seed: int):
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def random(self) -> float:
+        return torch.rand((), generator=self._generator).item()
+
+    def choice(self, options: Sequence[T]) -> T:
+        return options[int(self.random() * len(options))]
+
+
+@dataclass
+class Tally:
+    """What has been seen."""
+
+    kills: int = 0
+    whom: dict[str, int] = field(default_factory=dict)
+    jobs: int = 0
+    partial: int = 0  # kills that left a step half written
+    steps: int = 0
+    lost: int = 0  # the most steps trained beyond the newest committed
+    faults: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4))
+    parser.add_argument("--seed", type=int, default=0, help="of whom to kill, and when")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="megazero-chaos-") as folder:
+        tally = storm(Path(folder), options.kills, options.ranks, Chance(options.seed))
+    answer = {**vars(tally), "ranks": options.ranks, "seed": options.seed}
+    text = (
+        f"{tally.kills} kills ({', '.join(f'{n} of {w}' for w, n in sorted(tally.whom.items()))}) of {tally.jobs} jobs"
+    )
+    text += (
+        f", {tally.partial} left a step half written; {tally.steps} steps trained, at most {tally.lost} lost by a kill"
+    )
+    print(json.dumps(answer) if options.json else text)
+    for fault in tally.faults:
+        print(fault, file=sys.stderr)
+    return 1 if tally.faults else 0
+
+
+def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
+    """Everything that the module says, in an empty folder."""
+    config = folder / "tiny.yaml"
+    config.write_text(CONFIG)
+    with IndexedDatasetWriter(folder / "data", np.uint16) as writer:
+        for document in torch.randint(400, (50, 100), generator=torch.Generator().manual_seed(0)):
+            writer.append(document.numpy())
+            writer.end_document()
+    run, tally = folder / "run", Tally()
+    store = Store(run / "checkpoints")
+    split = ["parallel.tensor=2"] if ranks > 1 else []
+    common = [f"data.train={folder / 'data'}", "checkpoint.resume=auto", f"checkpoint.keep={KEEP}", *split]
+
+    def job(where: Path, *overrides: str) -> int:
+        given = load(str(config), [*common, f"run.dir={where}", *overrides])
+        return _fork(lambda: launch(given, "chaos", ranks), folder / "output")
+
+    while tally.kills < kills:
+        every, background = chance.choice((1, 2)), chance.choice(("true", "false"))
+        before = store.steps()
+        pid = job(run, f"checkpoint.every={every}", f"checkpoint.async={background}")
+        tally.jobs += 1
+        family = _kill_while_saving(pid, store, chance, tally)
+        _look(store, run, every if background == "false" else 2 * every, before, family, tally)
+    last = max([*store.steps(), 0]) + 3
+    for where in (run, folder / "undisturbed"):
+        _, status = os.waitpid(job(where, f"run.steps={last}"), 0)
+        if status:
+            tally.faults.append(f"a job that nobody killed ended with {os.waitstatus_to_exitcode(status)}")
+            return tally
+    tally.steps = last
+    whole = Store(folder / "undisturbed/checkpoints").path(last)
+    for path in whole.glob("shard_*"):
+        if path.read_bytes() != (store.path(last) / path.name).read_bytes():
+            tally.faults.append(f"{path.name} of step {last} is not that of the run that nobody disturbed")
+    return tally
+
+
+def _kill_while_saving(pid: int, store: Store, chance: Chance, tally: Tally) -> list[int]:
+    """Waits until some steps are saved and another is being written; returns the job's processes."""
+    passed, seen = chance.choice((0, 0, 1, 3)), set[str]()
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        staging = {path.name for path in store.folder.glob(".step_*.tmp")} if store.folder.exists() else set()
+        seen |= staging
+        if not staging or len(seen) <= passed:
+            time.sleep(0.0005)
+            continue
+        time.sleep(chance.random() * chance.choice((0.002, 0.02, 0.1)))
+        family = [pid, *_children(pid)]
+        whom = chance.choice(("one rank", "one rank", "the parent", "all"))
+        if whom == "one rank":
+            doomed = [chance.choice(family[1:] or family)]
+        else:
+            doomed = [pid] if whom == "the parent" else family
+        for one in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        tally.kills += 1
+        tally.whom[whom] = tally.whom.get(whom, 0) + 1
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        return family
+    tally.faults.append("a job ended before it was killed")
+    tally.kills += 1
+    return []
+
+
+def _look(store: Store, run: Path, most: int, before: list[int], family: list[int], tally: Tally) -> None:
+    deadline = time.monotonic() + 2.0
+    while (left := [pid for pid in family if _lives(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    kill = f"kill {tally.kills}"
+    if left:
+        tally.faults.append(f"{kill}: processes {left} are left")
+    steps = store.steps()
+    tally.partial += any(store.folder.glob(".step_*.tmp"))
+    for step in steps:
+        try:
+            verify(store.path(step))
+        except UserError as error:
+            tally.faults.append(f"{kill}: {error}")
+    if gone := set(before[:1]) - set(steps):
+        deleted = len(steps) >= KEEP and max(gone) < min(steps)
+        if not deleted:
+            tally.faults.append(f"{kill}: step {gone} is gone, there are {steps}")
+    rows = read_rows(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    trained = max((row["step"] for row in rows), default=0)
+    lost = trained - max(steps, default=0)
+    tally.lost = max(tally.lost, lost)
+    if lost >= most:
+        tally.faults.append(f"{kill}: {trained} steps were trained, {lost} more than were saved, expected below {most}")
+
+
+def _fork(action: Callable[[], int], output: Path) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        code = action()
+    except UserError as error:
+        print(error, file=sys.stderr)
+    finally:
+        os._exit(code)
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

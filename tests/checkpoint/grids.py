@@ -1,0 +1,141 @@
+"""Checkpoints of the tests' layouts: saved by all ranks of one grid, loaded by all of another."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.choose import load_newest
+from megazero.checkpoint.load import load_tensors
+from megazero.checkpoint.manifest import KINDS, Manifest, Progress, read_manifest
+from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.save import Holding
+from megazero.checkpoint.store import Store
+from megazero.checkpointing import About, Identity, Site, about_run, check_same, checkpoints_of, holdings_to_load
+from megazero.data.sampler import index_of, sample_id
+from megazero.parallel.grid import Grid
+from megazero.parallel.signals import Signals
+from megazero.resuming import Job
+from megazero.run_folder import RunFolder
+from megazero.run_lock import RunLock
+from megazero.zero.placement import Precision
+from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Layout, Rank
+
+IDENTITY = Identity("some data", None)
+
+
+class Saving:
+    """What one rank of a layout needs to save and to load."""
+
+    def __init__(self, rank: Rank, folder: Path, precision: Precision, *, keep: int | None = None, background: bool):
+        self.rank, self.grid = rank, rank.grid
+        options = {"keep": keep, "async": background}
+        config = rank.layout.config(rank.shape, precision)
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_validate(options)})
+        self.folder = RunFolder(folder)
+        lock = RunLock(self.folder.lock)
+        if self.grid.world.rank == 0:
+            self.folder.create(lock, resume=True)
+        job = Job("word", "run", False, str(self.folder.checkpoints), [], True)
+        site = Site(self.folder, lock, job, Signals())
+        self.about: About = about_run(config, rank.built, self.grid, site, IDENTITY)
+        self.lock = lock
+        self.checkpoints = checkpoints_of(config, rank.built, self.grid, CPU, self.about, site)
+
+    def save(self, done: int) -> None:
+        scale = self.rank.engine.loss_scale
+        progress = Progress(
+            updates=int(self.rank.engine.optimizer.steps(self.rank.engine.units[0])[0]),
+            skipped=0,
+            overflows=0,
+            next_sample=done * GLOBAL_BATCH,
+            loss_scale=float(scale.scale) if scale.dynamic else None,
+            good_steps=int(scale.good),
+        )
+        self.checkpoints.save(done, progress)
+
+    def close(self) -> None:
+        self.checkpoints.finish()
+        self.checkpoints.close()
+        if self.grid.world.rank == 0:
+            self.lock.release()
+
+
+def save_after(grid: Grid, layout: Layout, flavour: str, precision: Precision, folder: Path, steps: int) -> float:
+    """Trains some steps, saves, and trains one more: its loss."""
+    rank = Rank(grid, layout, SHAPES[flavour], precision)
+    saving = Saving(rank, folder, precision, background=False)
+    for step in range(steps):
+        rank.step(step)
+    saving.save(steps)
+    saving.close()
+    return float(rank.step(steps).loss)
+
+
+@dataclass
+class Loaded:
+    """What a rank found: the manifest's digest, bytes read, the samples of the next step, the next step's loss."""
+
+    digest: str
+    bytes_read: int
+    samples: list[int]
+    loss: float
+
+
+def load_all(
+    grid: Grid, layout: Layout, flavour: str, precision: Precision, folders: dict[str, Path], again: Path
+) -> dict[str, Loaded]:
+    """Loads the newest step of each folder, saves it again, and trains one more step."""
+    rank = Rank(grid, layout, SHAPES[flavour], precision)
+    found = {}
+    for name, folder in folders.items():
+        saving = Saving(rank, again / name, precision, background=False)
+        store = Store(RunFolder(folder).checkpoints)
+        holdings = holdings_to_load(rank.built, rank.grid)
+        step = store.steps()[0]
+        manifest = load_newest(
+            store,
+            [step],
+            holdings,
+            check=lambda manifest, where, about=saving.about: check_same(manifest, about, where),
+            world=rank.grid.world,
+            device=CPU,
+            damaged=lambda step, fault: None,
+        )
+        progress = manifest.progress
+        assert progress is not None
+        rank.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
+        saving.save(step)
+        saving.close()
+        read = load_tensors(store.path(step), manifest, holdings, rank=rank.grid.world.rank, size=rank.grid.world.size)
+        ids = [
+            sample_id(step, index_of(rank.data.rank, m, row, rank.data.size, layout.micro), GLOBAL_BATCH)
+            for m in range(layout.accumulation)
+            for row in range(layout.micro)
+        ]
+        found[name] = Loaded(manifest.digest, read, ids, float(rank.step(step).loss))
+    return found
+
+
+def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]:
+    """Of the newest step of a run every kind of every parameter, whole."""
+    store = Store(RunFolder(folder).checkpoints)
+    step = store.path(store.steps()[0])
+    manifest = read_manifest(step)
+    flat: dict[str, dict[str, Tensor]] = {
+        name: {kind: torch.empty(logical.numel, dtype=_dtype(manifest)) for kind in KINDS}
+        for name, logical in manifest.tensors.items()
+    }
+    holdings = [Holding([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
+    load_tensors(step, manifest, holdings, rank=0, size=1)
+    return manifest, flat
+
+
+def _dtype(manifest: Manifest) -> torch.dtype:
+    return {"F32": torch.float32, "F64": torch.float64}[manifest.dtype]
+
+
+def options(layout: Layout) -> dict[str, Any]:
+    return {"tensor": layout.tensor, "pipeline": layout.pipeline}

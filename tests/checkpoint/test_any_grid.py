@@ -1,0 +1,67 @@
+"""Any grid reads what any grid wrote: every ordered pair of twelve layouts of up to eight ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.tolerances import LOSS_FP32, difference
+from megazero.zero.placement import Precision
+from tests.checkpoint.grids import Loaded, load_all, logical_state, options, save_after
+from tests.layouts import GLOBAL_BATCH, Layout
+from tests.ranks import run_ranks
+
+FP32 = Precision()
+STEPS = 2
+LAYOUTS = {
+    "one": Layout(accumulation=4),
+    "dp2-stage1": Layout(data=2, accumulation=2, stage=1),
+    "dp4-stage0": Layout(data=4, accumulation=2, stage=0),
+    "dp8-stage3": Layout(data=8, accumulation=1, stage=3),
+    "dp2-stage2": Layout(data=2, accumulation=4, stage=2),
+    "tp2": Layout(tensor=2, accumulation=4, stage=1),
+    "tp4-sequence": Layout(tensor=4, sequence=True, accumulation=2, stage=1),
+    "tp2-dp2-stage3": Layout(tensor=2, data=2, accumulation=2, stage=3),
+    "pp2": Layout(pipeline=2, accumulation=4, stage=1),
+    "pp2-interleaved-dp2-stage2": Layout(pipeline=2, schedule="interleaved", chunks=2, data=2, accumulation=4, stage=2),
+    "pp4-zb-h1-dp2-stage3": Layout(pipeline=4, schedule="zb-h1", data=2, accumulation=4, stage=3),
+    "tp2-pp2-zb-v-dp2-stage1": Layout(
+        tensor=2, sequence=True, pipeline=2, schedule="zb-v", chunks=2, data=2, accumulation=4, stage=1
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["deep", "deep-untied"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict]:
+    """(flavour, folder of folders, loss of the step after saving) by every layout."""
+    folder, flavour = tmp_path_factory.mktemp("written"), request.param
+    losses = {}
+    for name, layout in LAYOUTS.items():
+        arguments = (layout, flavour, FP32, folder / name, STEPS)
+        losses[name] = run_ranks(layout.size, save_after, *arguments, **options(layout))[0]
+    return flavour, folder, losses
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_grid_reads_every_grid(written, name: str, tmp_path: Path) -> None:
+    """Bitwise equal logical state, the same next samples, and a next step as near as one process to another grid."""
+    flavour, folder, losses = written
+    layout = LAYOUTS[name]
+    folders = {other: folder / other for other in LAYOUTS}
+    ranks: list[dict[str, Loaded]] = run_ranks(
+        layout.size, load_all, layout, flavour, FP32, folders, tmp_path, **options(layout)
+    )
+    for other in LAYOUTS:
+        before, theirs = logical_state(folder / other)
+        after, ours = logical_state(tmp_path / other)
+        assert before.progress == after.progress
+        for parameter, kinds in theirs.items():
+            for kind, values in kinds.items():
+                assert torch.equal(values, ours[parameter][kind]), f"{kind} of {parameter} from {other}"
+        assert any(kinds["exp_avg_sq"].any() for kinds in theirs.values())
+        found = [rank[other] for rank in ranks]
+        samples = {id for rank in found for id in rank.samples}
+        assert samples == set(range(STEPS * GLOBAL_BATCH, (STEPS + 1) * GLOBAL_BATCH))
+        assert len({rank.loss for rank in found}) == 1 and difference([found[0].loss], [losses[other]]) <= LOSS_FP32
+        if other == name:
+            assert found[0].loss == losses[other], "the same grid goes on bit for bit"

@@ -1,0 +1,226 @@
+"""transformers' models in and out: equal logits both ways, equal bits round the circle."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from megazero.__main__ import main
+from megazero.build import build_model
+from megazero.checkpoint.store import Store
+from megazero.config_file import load
+from megazero.generate import load_newest_weights
+from megazero.model.step import Step
+from megazero.observe.jsonl import read_rows
+from megazero.run_folder import RunFolder
+from megazero.zero.placement import Precision
+from tests.checkpoint.grids import save_after
+from tests.layouts import SHAPES, Layout
+from tests.ranks import run_ranks
+from tests.tiny_run import TinyData, command
+
+LOGITS = 2e-5  # fp32 through a few layers, in two orders of addition; logits are of the order of 1
+
+
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    options = {"n_layer": 2, "n_embd": 40, "n_head": 4, "vocab_size": 400, "n_positions": 32} | changes
+    return _random(GPT2LMHeadModel(GPT2Config(**options)))
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    options = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+    options |= {"intermediate_size": 100, "vocab_size": 400, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
+    return _random(LlamaForCausalLM(LlamaConfig(**(options | changes))))
+
+
+def _random(model: Any) -> Any:
+    """Also what transformers initialises with constants: biases and norms."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.dim() == 1) * 0.5)
+    return model.eval()
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2-untied-wide": lambda: gpt2(tie_word_embeddings=False, n_inner=96, layer_norm_epsilon=1e-3),
+    "llama": llama,
+    "llama-tied-theta": lambda: llama(tie_word_embeddings=True, rope_theta=500.0),
+    "llama-mha": lambda: llama(num_key_value_heads=6),
+}
+TOKENS_BS = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
+
+
+def ours(run: RunFolder, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of a run's newest weights."""
+    model = build_model(load(str(run.config)))
+    load_newest_weights(model, Store(run.checkpoints), torch.float32)
+    with torch.no_grad():
+        return model(tokens_BS.T, Step(0, torch.zeros(len(tokens_BS), dtype=torch.int64), training=False)).transpose(
+            0, 1
+        )
+
+
+def theirs(folder: Path, tokens_BS: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return model(tokens_BS).logits
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out_again(tmp_path: Path, name: str, shards: str, capsys) -> None:
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > (shards == "20KB")
+    run = RunFolder(tmp_path / "run")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    with torch.no_grad():
+        expected = model(TOKENS_BS).logits
+    assert (ours(run, TOKENS_BS) - expected).abs().max() <= LOGITS
+    again = tmp_path / "again"
+    part = ("--part-mb", "1") if shards == "20KB" else ()
+    assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(again), *part]) == 0
+    assert torch.equal(theirs(again, TOKENS_BS), expected)
+    before, after = tensors(tmp_path / "theirs"), tensors(again)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert "step 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(accumulation=4), Layout(tensor=2, pipeline=2, data=2, accumulation=4, stage=3)]
+)
+@pytest.mark.parametrize("flavour", ["deep", "deep-untied"])
+def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Layout, capsys) -> None:
+    """Trained weights, from one rank or eight."""
+    run = RunFolder(tmp_path / "run")
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    run_ranks(layout.size, save_after, layout, flavour, Precision(), run.path, 2, **axes)
+    from megazero.config_file import dump
+
+    dump(layout.config(SHAPES[flavour], Precision()), run.config)
+    assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(tmp_path / "out")]) == 0
+    tokens_BS = TOKENS_BS[:, : SHAPES[flavour].seq_len] % SHAPES[flavour].vocab
+    assert (theirs(tmp_path / "out", tokens_BS) - ours(run, tokens_BS)).abs().max() <= LOGITS
+
+
+def test_parts_of_a_large_model(tmp_path: Path, capsys) -> None:
+    model = gpt2(n_embd=160, n_layer=4)
+    model.save_pretrained(tmp_path / "theirs")
+    main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")])
+    line = ["export", "--to", "hf", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--part-mb", "1"]
+    assert main(line) == 0
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
+    assert torch.equal(theirs(tmp_path / "out", TOKENS_BS), theirs(tmp_path / "theirs", TOKENS_BS))
+
+
+def test_published_gpt2_has_no_prefix_and_a_mask(tmp_path: Path, capsys) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    plain = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    save_file(plain | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, path)
+    assert main(["import", "--from", "hf", "--model", str(path.parent), "--out", str(tmp_path / "run")]) == 0
+    assert (ours(RunFolder(tmp_path / "run"), TOKENS_BS) - gpt2()(TOKENS_BS).logits).abs().max() <= LOGITS
+
+
+def test_training_goes_on_from_what_was_imported(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    """On any grid, from its weights, with fresh moments, and in either folder."""
+    gpt2().save_pretrained(tmp_path / "theirs")
+    run = tmp_path / "imported"
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run)]) == 0
+    options = (f"data.train={tiny_data.train}", "run.steps=3", "batch.global=4", "model.dropout=0.0", "observe.every=1")
+    line = ("train.py", "--config", run / "config.yaml", *options, f"checkpoint.resume={run}")
+    losses = {}
+    for name, grid in (("one", ()), ("four", ("parallel.tensor=2", "parallel.pipeline=2", "zero.stage=3"))):
+        done = command(*line, f"run.dir={tmp_path / name}", *grid)
+        assert (done.returncode, done.stderr) == (
+            0,
+            "",
+        ) and f"going on from {run}/checkpoints/step_00000000" in done.stdout
+        losses[name] = [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
+    assert losses["one"] == pytest.approx(losses["four"], rel=2e-6)
+    fresh = command(*line[:-1], f"run.dir={tmp_path / 'fresh'}")
+    assert fresh.returncode == 0
+    assert read_rows(tmp_path / "fresh/metrics.jsonl")[0]["loss"] != losses["one"][0]
+    own = command(*line[:-1], f"run.dir={run}", "checkpoint.resume=auto")
+    assert own.returncode == 0 and [row["loss"] for row in read_rows(run / "metrics.jsonl")] == losses["one"]
+
+
+def refused(capsys, code: int, *line: object) -> str:
+    capsys.readouterr()  # what transformers has said
+    assert main([str(word) for word in line]) != 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"MZ-{code}") and err.count("\n") == 1 and len(err) <= 301
+    return err
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "bert"}, "model_type bert"),
+        ({"activation_function": "relu"}, "activation_function relu: our models have gelu_new"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ({"n_layer": None}, "n_layer is missing"),
+    ],
+)
+def test_a_model_that_is_none_of_ours(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert what in refused(capsys, 415, *line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path, capsys) -> None:
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert "config.json: cannot be read" in refused(capsys, 414, *line)
+    gpt2(n_layer=1).save_pretrained(tmp_path / "theirs")
+    config = tmp_path / "theirs/config.json"
+    config.write_text(config.read_text().replace('"n_layer": 1', '"n_layer": 2'))
+    assert "transformer.h.1." in refused(capsys, 414, *line)
+    path = tmp_path / "theirs/model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "cannot be read" in refused(capsys, 414, *line)
+    path.unlink()
+    (tmp_path / "theirs/model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret"}}')
+    assert "names a file elsewhere" in refused(capsys, 414, *line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_path: Path, capsys) -> None:
+    run = RunFolder(shutil.copytree(finished.path, tmp_path / "run"))
+    line = ("export", "--to", "hf", "--run", run.path, "--out", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    assert "exists already" in refused(capsys, 403, *line)
+    (tmp_path / "out").rmdir()
+    text = run.config.read_text()
+    run.config.write_text(text.replace("norm: layernorm", "norm: rmsnorm"))
+    assert "transformers has no model with position learned, norm rmsnorm" in refused(capsys, 415, *line)
+    run.config.write_text(text)
+    shard = Store(run.checkpoints).path(4) / "shard_00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "expected" in refused(capsys, 410, *line)
+    shutil.rmtree(run.checkpoints)
+    assert "no checkpoint" in refused(capsys, 402, *line)
+    assert "not a run's folder" in refused(
+        capsys, 113, "export", "--to", "hf", "--run", tmp_path, "--out", tmp_path / "o"
+    )
+    assert "invalid choice" in refused(
+        capsys, 100, "export", "--to", "onnx", "--run", run.path, "--out", tmp_path / "o"
+    )
+    assert not (tmp_path / "out").exists()

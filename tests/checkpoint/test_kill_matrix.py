@@ -1,0 +1,146 @@
+"""Ranks that are killed at named points of a run: whoever it is, the run goes on from its last checkpoint and ends as
+if nothing had happened, bit for bit.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.checkpoint import save, shard
+from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.store import Store
+from megazero.data.loader import BatchLoader
+from megazero.pipeline.stage import Stage
+from megazero.run import launch
+from megazero.run_folder import RunFolder
+from megazero.validation import Validation
+from megazero.zero.engine import Engine
+from megazero.zero.optimizer import AdamW
+from megazero.zero.presence import Presence
+from megazero.zero.reduction import Reduction
+from tests.tiny_run import TinyData
+
+STEPS = 6
+OPTIONS = ("model.dropout=0.1", f"run.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=1", "data.valid_every=3")
+OPTIONS += ("data.valid_samples=4", "parallel.timeout=20", "model.layers=4", "batch.micro=1")
+
+# What is called there, and the how many-th call in the run's life is the last. Only rank 0 commits and deletes.
+POINTS: dict[str, tuple[Any, str, int]] = {
+    "build": ("megazero.run", "build_trainer", 1),
+    "read a batch": (BatchLoader, "step", 4),
+    "forward": (Stage, "forward", 15),
+    "backward": (Stage, "backward", 15),
+    "reduce gradients": (Reduction, "_start", 9),
+    "norm and clip": ("megazero.zero.engine", "unit_squares", 4),
+    "in the middle of an update": (AdamW, "update", 14),
+    "gather parameters": (Presence, "publish", 14),
+    "validate": (Validation, "score", 1),
+    "begin to save": (Checkpoints, "save", 2),
+    "copy": (save, "copy_all", 2),
+    "write a shard": (shard, "_write", 3),
+    "flush a shard": (shard, "flush", 2),
+    "say what was written": (save, "replace_file", 2),
+    "write the manifest": (Store, "commit", 2),
+    "rename the folder": ("megazero.checkpoint.store", "flush_folder", 2),
+    "delete an old step": (Store, "delete", 1),
+    "read a manifest": ("megazero.checkpoint.choose", "read_manifest", 1),
+    "load tensors": ("megazero.checkpoint.choose", "load_tensors", 1),
+    "publish what was loaded": (Engine, "restore", 1),
+}
+FIRST_ONLY = ("write the manifest", "rename the folder", "delete an old step")
+IN_LOADING = ("read a manifest", "load tensors", "publish what was loaded")
+LAYOUTS = {
+    "data": ("zero.stage=2",),
+    "tensor": ("parallel.tensor=2", "parallel.sequence=true"),
+    "pipeline": ("parallel.pipeline=2", "zero.stage=3"),
+}
+CASES = [
+    (layout, rank, point)
+    for layout in LAYOUTS
+    for point in POINTS
+    for rank in ((0,) if point in FIRST_ONLY else (0, 1))
+]
+COVER = {
+    (layout, (i + j) % 2, point) for i, layout in enumerate(LAYOUTS) for j, point in enumerate(POINTS) if j % 3 == i
+}
+
+
+def job(config: Any, point: str | None, rank: int) -> int:
+    """Two ranks; one of them is killed at the point, after or before what is done there. The exit code."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        if point is not None:
+            _plant(point, rank)
+        code = launch(config, "small", 2)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _plant(point: str, rank: int) -> None:
+    place, name, last = POINTS[point]
+    holder = sys.modules[place] if isinstance(place, str) else place
+    honest: Callable[..., Any] = getattr(holder, name)
+    counts = {"calls": 0, "parent": os.getpid()}
+
+    def deadly(*arguments: Any, **options: Any) -> Any:
+        counts["calls"] += 1
+        if counts["calls"] >= last and _rank_of(counts["parent"]) == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return honest(*arguments, **options)
+
+    setattr(holder, name, deadly)
+
+
+def _rank_of(parent: int) -> int:
+    """Ranks are forked in their order."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return sorted(map(int, children)).index(os.getpid())
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    step = Store(RunFolder(folder).checkpoints).path(STEPS)
+    return {path.name: path.read_bytes() for path in step.glob("shard_*")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory):
+    found: dict[str, dict[str, bytes]] = {}
+
+    def of(layout: str) -> dict[str, bytes]:
+        if layout not in found:
+            folder = tmp_path_factory.mktemp(layout) / "run"
+            assert job(tiny_data.load(folder, *OPTIONS, *LAYOUTS[layout], "data.valid=0.1"), None, 0) == 0
+            found[layout] = shards(folder)
+        return found[layout]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "point"),
+    [pytest.param(*case, marks=() if case in COVER else pytest.mark.full) for case in CASES],
+)
+def test_a_killed_run_ends_as_if_nothing_had_happened(
+    tiny_data: TinyData, undisturbed, tmp_path: Path, layout: str, rank: int, point: str
+) -> None:
+    options = (*OPTIONS, *LAYOUTS[layout], "checkpoint.async=true", "data.valid=0.1")
+    config = tiny_data.load(tmp_path / "run", *options)
+    again = tiny_data.load(tmp_path / "run", *options, "checkpoint.resume=auto")
+    if point in IN_LOADING:  # killed twice
+        assert job(config, "validate", rank) == 1
+    assert job(again if point in IN_LOADING else config, point, rank) == 1, "it was killed"
+    assert job(again, None, 0) == 0
+    assert shards(tmp_path / "run") == undisturbed(layout)
+    assert not list((tmp_path / "run/checkpoints").glob(".step_*"))

@@ -1,0 +1,106 @@
+"""Manifests: canonical, complete, and not to be edited."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, Progress, read_manifest
+from megazero.checkpoint.shard import BLOCK
+from megazero.errors import UserError
+
+
+def manifest(**changes: Any) -> Manifest:
+    progress = Progress(updates=3, skipped=1, overflows=0, next_sample=32, loss_scale=None, good_steps=0)
+    content = {
+        "format": FORMAT,
+        "run": "abc",
+        "step": 4,
+        "grid": {"data": 2},
+        "dtype": "F32",
+        "kinds": ["weight", "exp_avg", "exp_avg_sq"],
+        "tensors": {"a": Logical(shape=[2, 3], pieces=[[0, 0, 4, 100, 116, 132], [1, 4, 6, 100, 108, 116]])},
+        "block": BLOCK,
+        "files": [File(name=f"shard_{i:05d}.safetensors", size=200, blocks=["0" * 16]) for i in range(2)],
+        "progress": progress,
+        "random": {"seed": 0},
+        "identity": {"data": "x", "tokenizer": None},
+        "config": {"model.layers": 2},
+        "software": {"megazero": "0"},
+    }
+    return Manifest(**{**content, **changes})
+
+
+def refuse(folder: Path, raw: bytes, what: str) -> None:
+    (folder / FILE_NAME).write_bytes(raw)
+    with pytest.raises(UserError, match=rf"MZ-410 .*{FILE_NAME}: {what}") as caught:
+        read_manifest(folder)
+    assert len(str(caught.value)) <= 300
+
+
+def test_reads_what_it_wrote(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(manifest().to_bytes())
+    found = read_manifest(tmp_path)
+    assert found.model_copy(update={"digest": ""}) == manifest()
+    assert found.to_bytes() == manifest().to_bytes()
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    raw = manifest().to_bytes()
+    for position in range(len(raw)):
+        for bit in (1, 32):
+            refuse(tmp_path, raw[:position] + bytes([raw[position] ^ bit]) + raw[position + 1 :], "")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 50, -2, -1])
+def test_a_truncated_one_is_found(tmp_path: Path, cut: int) -> None:
+    refuse(tmp_path, manifest().to_bytes()[:cut], "is no manifest|was edited or damaged")
+
+
+def test_a_missing_one_is_found(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"MZ-410 .*cannot be read: No such file"):
+        read_manifest(tmp_path)
+
+
+def test_an_edited_one_is_found(tmp_path: Path) -> None:
+    content = json.loads(manifest().to_bytes())
+    content["step"] = 5
+    refuse(tmp_path, json.dumps(content).encode(), r"was edited or damaged: expected SHA-256 \w{16}, got \w{16}")
+    content = json.loads(manifest().to_bytes())
+    refuse(tmp_path, json.dumps(content, indent=1).encode(), "was edited or damaged: it is not in canonical form")
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"dtype": "F8"}, "dtype F8"),
+        ({"kinds": ["exp_avg"]}, "dtype F32"),
+        ({"block": 7}, "dtype F32, block 7"),
+        ({"files": [File(name="shard_00000.safetensors", size=2 * BLOCK, blocks=["0"])]}, "1 hashes"),
+        ({"files": [File(name="shard_00001.safetensors", size=200, blocks=["0"])]}, "file 0 is called"),
+        ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 4, 100, 116, 132]])}}, "a has 4 of 6 elements"),
+        ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 1, 6, 100, 120, 140]])}}, "1 to 6 after element 0"),
+        ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 6, 190, 100, 100]])}}, "behind the end of shard_00000"),
+        ({"tensors": {"a": Logical(shape=[6], pieces=[[2, 0, 6, 100, 100, 100]])}}, "has a piece"),
+        ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 6, 100]])}}, "has a piece"),
+        ({"tensors": {"a": Logical(shape=[0], pieces=[[0, 0, 0, 100, 100, 100]])}}, "has a piece of elements 0 to 0"),
+    ],
+)
+def test_one_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
+    """Even if whoever made it has made the right digest too: no reader looks outside a file."""
+    refuse(tmp_path, manifest(**changes).to_bytes(), f"contradicts itself: .*{what}")
+
+
+@pytest.mark.parametrize(
+    "name", ["../shard_00000.safetensors", "/etc/passwd", "shard_00000.safetensors/..", "shard_0.safetensors", ""]
+)
+def test_names_stay_in_the_folder(tmp_path: Path, name: str) -> None:
+    content = json.loads(manifest().to_bytes())
+    content["files"][0]["name"] = name
+    refuse(tmp_path, json.dumps(content).encode(), "is no manifest: files.0.name")
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"null", b"\xff", b'{"a": ' + b"[" * 100_000, b"{}"])
+def test_what_is_no_manifest_at_all(tmp_path: Path, raw: bytes) -> None:
+    refuse(tmp_path, raw, "is no manifest")

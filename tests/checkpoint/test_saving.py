@@ -1,0 +1,248 @@
+"""Saving: whole or not at all, in the background as in the foreground, and never at the price of what is saved."""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.checkpoint import save, shard, store
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.retention import retire, verify
+from megazero.checkpoint.store import Store
+from megazero.errors import UserError
+from megazero.run import launch
+from megazero.run_folder import RunFolder
+from tests.tiny_run import TinyData, command
+
+OPTIONS = ("run.steps=4", "data.valid=null", "checkpoint.every=1", "model.dropout=0.1")
+
+
+def steps(folder: Path) -> list[int]:
+    return Store(folder / "checkpoints").steps()
+
+
+def check_whole(folder: Path) -> None:
+    for step in steps(folder):
+        verify(Store(folder / "checkpoints").path(step))
+    assert not list((folder / "checkpoints").glob(".step_*")) and not (folder / "lock").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint behind each of its four steps."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert launch(tiny_data.load(folder, *OPTIONS), "small", 1) == 0
+    check_whole(folder)
+    assert steps(folder) == [4, 3, 2, 1]
+    return folder
+
+
+def same(one: Path, other: Path) -> None:
+    for step in steps(one):
+        a, b = (Store(folder / "checkpoints").path(step) / "shard_00000.safetensors" for folder in (one, other))
+        assert a.read_bytes() == b.read_bytes(), step
+
+
+@pytest.mark.parametrize("slow", ["copy", "write", "commit"])
+def test_in_the_background_the_same_is_saved(
+    tiny_data: TinyData, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """However slow it is: updates wait for the copy, the next save for the one before."""
+    name, module = {"copy": ("copy_all", save), "write": ("write_shard", save), "commit": ("replace_file", store)}[slow]
+    honest, threads = getattr(module, name), set()
+
+    def late(*arguments):
+        threads.add(threading.current_thread().name)
+        time.sleep(0.1)
+        return honest(*arguments)
+
+    monkeypatch.setattr(module, name, late)
+    assert launch(tiny_data.load(tmp_path / "run", *OPTIONS, "checkpoint.async=true"), "small", 1) == 0
+    assert threads == {"saver_0"}
+    assert steps(tmp_path / "run") == [4, 3, 2, 1]
+    check_whole(tmp_path / "run")
+    same(whole, tmp_path / "run")
+
+
+class Full:
+    """A disk that is full from the n-th call on of what writes to it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int):
+        self.calls, self.at = 0, at
+        for module, name in (
+            (shard, "_write"),
+            (shard, "flush"),
+            (save, "replace_file"),
+            (store, "replace_file"),
+            (store, "flush_folder"),
+        ):
+            patch.setattr(module, name, self._spoilt(getattr(module, name)))
+
+    def _spoilt(self, honest):
+        def write(*arguments):
+            self.calls += 1
+            if self.calls >= self.at:
+                raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
+            return honest(*arguments)
+
+        return write
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_full_disk_costs_nothing_that_is_saved(tiny_data: TinyData, whole: Path, tmp_path: Path, background: str):
+    """At every single write of the second save."""
+    with pytest.MonkeyPatch.context() as patch:
+        counted = Full(patch, 10**9)
+        assert launch(tiny_data.load(tmp_path / "count", *OPTIONS, "run.steps=1"), "small", 1) == 0
+    writes = counted.calls
+    assert writes >= 5
+    for at in range(writes + 1, 2 * writes + 1):
+        run = tmp_path / str(at)
+        config = tiny_data.load(run, *OPTIONS, f"checkpoint.async={background}")
+        with pytest.MonkeyPatch.context() as patch:
+            Full(patch, at)
+            with pytest.raises(
+                UserError, match=r"^MZ-403 .*No space left on device; earlier ones are intact"
+            ) as caught:
+                launch(config, "small", 1)
+        assert len(str(caught.value)) <= 300 and caught.value.exit_code == 1
+        # Its last write makes a rename durable that has happened: then the step is there, and whole.
+        assert steps(run) == ([2, 1] if at == 2 * writes else [1]), at
+        check_whole(run)
+        if at % 3 == 0:
+            again = tiny_data.load(run, *OPTIONS, "checkpoint.resume=auto")
+            assert launch(again, "small", 1) == 0
+            same(run, whole)
+
+
+def test_a_real_full_disk(tiny_data: TinyData, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.system(f"mount -t tmpfs -o size=3m none {disk} 2> /dev/null"):
+        pytest.skip("nothing can be mounted here")
+    try:
+        line = ("train.py", "--config", tiny_data.config, f"run.dir={disk / 'run'}", *OPTIONS, "run.steps=9")
+        done = command(*line, "parallel.tensor=2", "checkpoint.async=true")
+        assert done.returncode == 1 and done.stderr.startswith("MZ-403 rank=") and done.stderr.count("\n") == 1
+        assert "No space left on device" in done.stderr and steps(disk / "run")[:1] >= [2]
+        check_whole(disk / "run")
+        again = command(*line, "checkpoint.resume=auto")
+        assert again.returncode == 1 and "expected room for 0.00136 GB of checkpoints" in again.stderr
+        os.system(f"mount -o remount,size=9m {disk}")
+        again = command(*line, "parallel.tensor=2", "checkpoint.keep=1", "checkpoint.resume=auto")
+        assert (again.returncode, again.stderr) == (0, "") and steps(disk / "run") == [9]
+    finally:
+        os.system(f"umount {disk}")
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_first_step(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = 56_800 * 12
+    for room, every, fits in (
+        (one, "null", True),
+        (one - 1, "null", False),
+        (2 * one - 1, "2", False),
+        (2 * one, "2", True),
+    ):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, room=room: shutil._ntuple_diskusage(0, 0, room))
+        config = tiny_data.load(tmp_path / f"{room}", "run.steps=1", "data.valid=null", f"checkpoint.every={every}")
+        if fits:
+            assert launch(config, "small", 1) == 0
+            continue
+        with pytest.raises(
+            UserError, match=r"MZ-403 .*expected room for 0.00\d+ GB of checkpoints \(0.000682 GB each\)"
+        ):
+            launch(config, "small", 1)
+
+
+def test_values_that_are_no_numbers_are_not_saved(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megazero.zero.optimizer import AdamW
+
+    honest, calls = AdamW.update, []
+
+    def update(self, unit, **options):
+        honest(self, unit, **options)
+        calls.append(unit)
+        if len(calls) == 6:  # of five units, in the second step
+            self.moments[unit][1][5] = float("inf")
+
+    monkeypatch.setattr(AdamW, "update", update)
+    with pytest.raises(
+        UserError,
+        match=r"MZ-302 .*step=2 .*not saved: exp_avg_sq of embedding.tokens.weight is not finite .* earlier are intact",
+    ):
+        launch(tiny_data.load(tmp_path / "run", *OPTIONS), "small", 1)
+    assert steps(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tiny_data: TinyData, tmp_path: Path, keep: int) -> None:
+    assert launch(tiny_data.load(tmp_path / "run", *OPTIONS, f"checkpoint.keep={keep}"), "small", 1) == 0
+    assert steps(tmp_path / "run") == [4, 3, 2, 1][:keep]
+    check_whole(tmp_path / "run")
+
+
+def test_the_last_whole_one_is_never_deleted(whole: Path, tmp_path: Path) -> None:
+    copy = Store(Path(shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")))
+    spoil(copy.path(4) / "shard_00000.safetensors")
+    said: list[str] = []
+    retire(copy, 1, said.append)
+    assert copy.steps() == [4, 3, 2, 1] and len(said) == 1 and "expected xxh3" in said[0]
+    assert said[0].endswith("older checkpoints are kept")
+    retire(copy, 2, said.append)
+    assert copy.steps() == [4, 3], "one of the kept is whole"
+    spoil(copy.path(3) / "manifest.json")
+    retire(copy, 1, said.append)
+    assert copy.steps() == [4, 3]
+
+
+def test_a_step_is_deleted_whole_or_not_at_all(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Store(Path(shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")))
+
+    def killed(path: Path) -> None:
+        (path / "shard_00000.safetensors").unlink()
+        raise OSError(errno.EIO, "as if it had been killed there")
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    said: list[str] = []
+    retire(copy, 3, said.append)
+    assert copy.steps() == [4, 3, 2] and said == [
+        "old checkpoints are not deleted: [Errno 5] as if it had been killed there"
+    ]
+    monkeypatch.undo()
+    copy.reap()
+    assert sorted(path.name for path in copy.folder.iterdir()) == ["step_00000002", "step_00000003", "step_00000004"]
+
+
+def test_a_committed_step_is_never_overwritten(whole: Path, tmp_path: Path) -> None:
+    copy = Store(Path(shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")), "word")
+    before = {path.name: path.read_bytes() for path in copy.path(4).iterdir()}
+    copy.staging(4).mkdir()
+    (copy.staging(4) / "shard_00000.safetensors").write_bytes(b"other")
+    with pytest.raises(OSError):
+        copy.commit(4, read_manifest(copy.path(3)).to_bytes())
+    assert {path.name: path.read_bytes() for path in copy.path(4).iterdir()} == before
+
+
+def test_what_killed_jobs_have_left_is_removed_and_nothing_else(
+    tiny_data: TinyData, whole: Path, tmp_path: Path
+) -> None:
+    run = RunFolder(shutil.copytree(whole, tmp_path / "run"))
+    for name in (".step_00000009.abc.tmp", ".step_00000002.abc.old", ".step_x", "notes"):
+        (run.checkpoints / name).mkdir()
+        (run.checkpoints / name / "file").touch()
+    assert launch(tiny_data.load(run.path, *OPTIONS, "checkpoint.resume=auto"), "small", 1) == 0
+    assert sorted(path.name for path in run.checkpoints.iterdir() if path.name[0] != "s") == [".step_x", "notes"]
+
+
+def spoil(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 16
+    path.write_bytes(raw)

@@ -1,0 +1,142 @@
+"""One job per run directory: who is refused, who takes over, and who finds out."""
+
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megazero import run_lock
+from megazero.errors import UserError
+from megazero.run_lock import RunLock
+
+
+def in_a_process(action: Callable[[], None]) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=action)
+    process.start()
+    return process
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_living_owner_is_named(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "lock", job="17")
+    assert lock.take() is None and lock.held
+    with pytest.raises(
+        UserError, match=rf"MZ-420 .*process {os.getpid()} on {socket.gethostname()}, job 17, since 20"
+    ) as e:
+        RunLock(tmp_path / "lock").take()
+    assert len(str(e.value)) <= 300 and e.value.exit_code == 1
+    lock.release()
+    assert not list(tmp_path.iterdir())
+    assert RunLock(tmp_path / "lock").take() is None
+
+
+def test_a_dead_owner_s_lock_is_taken_over(tmp_path: Path) -> None:
+    process = in_a_process(lambda: (RunLock(tmp_path / "lock").take(), os._exit(0)))
+    process.join()
+    lock = RunLock(tmp_path / "lock")
+    assert f"process {process.pid} on" in (lock.take() or "") and lock.held
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_process_of_the_same_number_is_another(tmp_path: Path) -> None:
+    RunLock(tmp_path / "lock").take()
+    rewrite(tmp_path / "lock", born="1")
+    assert RunLock(tmp_path / "lock").take() is not None
+
+
+def test_a_process_that_ended_and_was_not_waited_for_is_dead(tmp_path: Path) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            RunLock(tmp_path / "lock").take()
+        finally:
+            os._exit(0)
+    while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    assert RunLock(tmp_path / "lock").take() is not None
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_on_another_host_a_touch_is_life(tmp_path: Path, alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its clock says: here it is a day ahead."""
+    monkeypatch.setattr(run_lock, "_TOUCH", 0.05)
+    monkeypatch.setattr(run_lock, "_WATCH", 2.0 if alive else 0.3)
+    owner = RunLock(tmp_path / "lock")
+    owner.take()
+    owner._released.set()
+    time.sleep(0.1)
+    rewrite(tmp_path / "lock", host="elsewhere")
+    os.utime(tmp_path / "lock", (time.time() + 86400,) * 2)
+
+    def touch() -> None:
+        for second in range(1000):
+            os.utime(tmp_path / "lock", (time.time() + 86400 + second,) * 2)
+            time.sleep(0.02)
+
+    toucher = in_a_process(touch) if alive else None
+    lock = RunLock(tmp_path / "lock")
+    if toucher is None:
+        assert "on elsewhere" in (lock.take() or "")
+        return
+    with pytest.raises(UserError, match=r"MZ-420 .* on elsewhere"):
+        lock.take()
+    toucher.kill()
+    toucher.join()
+
+
+def test_who_has_lost_it_knows_and_leaves_it_alone(tmp_path: Path) -> None:
+    one, other = RunLock(tmp_path / "lock"), RunLock(tmp_path / "lock")
+    one.take()
+    rewrite(tmp_path / "lock", pid=2**22 + 1, born="1")
+    other.take()
+    assert not one.held and other.held
+    one.release()
+    assert other.held
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_of_many_newcomers_one_wins(tmp_path: Path, dead: bool) -> None:
+    for round_ in range(8):
+        folder = tmp_path / str(round_)
+        folder.mkdir()
+        if dead:
+            RunLock(folder / "lock").take()
+            rewrite(folder / "lock", pid=2**22 + 1, born="1")
+
+        def newcomer(folder: Path = folder) -> None:
+            lock = RunLock(folder / "lock")
+            try:
+                lock.take()
+                (folder / f"won_{lock.word}").touch()
+                time.sleep(0.3)
+                os._exit(0 if lock.held else 3)
+            except UserError as error:
+                os._exit(2 if error.code == 420 else 4)
+
+        processes = [in_a_process(newcomer) for _ in range(6)]
+        for process in processes:
+            process.join()
+        assert sorted(process.exitcode or 0 for process in processes) == [0, 2, 2, 2, 2, 2]
+        assert len(list(folder.glob("won_*"))) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "null"])
+def test_what_is_no_lock_of_ours_is_left_alone(tmp_path: Path, content: str) -> None:
+    (tmp_path / "lock").write_text(content)
+    with pytest.raises(UserError, match=r"MZ-420 .*lock: is no lock of ours, or damaged; remove it"):
+        RunLock(tmp_path / "lock").take()
+    assert (tmp_path / "lock").read_text() == content
+
+
+def test_a_folder_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        RunLock(tmp_path / "gone" / "lock").take()

@@ -1,0 +1,185 @@
+"""A run that is told to end saves and says so by its exit code, whoever is told, and whatever it is doing."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.checkpoint.retention import verify
+from megazero.checkpoint.store import Store
+from megazero.observe.jsonl import read_rows
+from megazero.parallel.grid import single
+from megazero.parallel.signals import NOTED, Signals
+from megazero.stopping import BY_SIGNAL, FAILED, FILE, TIME, Stopping
+from tests.test_run import stream, training
+from tests.tiny_run import TinyData, command
+
+ENDLESS = ("run.steps=1000000", "data.valid=null", "schedule.decay=constant")
+TWO = ("parallel.tensor=2",)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(process: subprocess.Popen[str], text: str) -> None:
+    for line in stream(process.stdout):
+        if line.startswith(text):
+            return
+    raise AssertionError(f"it ended before {text!r}: {stream(process.stderr).read()}")
+
+
+def check_saved(folder: Path, out: str, by: str) -> int:
+    """The last line is true; returns the step."""
+    last = out.splitlines()[-1]
+    (step, *_) = steps = Store(folder / "checkpoints").steps()
+    assert last == (
+        f"stopped by {by} after step {step} of 1000000, saved in {folder / 'checkpoints'}; "
+        "go on with checkpoint.resume=auto"
+    )
+    assert len(steps) == 1 and [row["step"] for row in read_rows(folder / "metrics.jsonl")] == list(range(1, step + 1))
+    verify(Store(folder / "checkpoints").path(step))
+    assert not (folder / "lock").exists()
+    return step
+
+
+@pytest.mark.parametrize("number", NOTED, ids=lambda number: number.name)
+@pytest.mark.parametrize("whom", ["alone", "parent", "rank"])
+def test_a_signal_saves_and_asks_to_be_started_again(
+    tiny_data: TinyData, tmp_path: Path, number: signal.Signals, whom: str
+) -> None:
+    run = tmp_path / "run"
+    with training(tiny_data, run, *ENDLESS, *(TWO if whom != "alone" else ())) as process:
+        until(process, "step 3/")
+        ranks = children(process.pid) if whom != "alone" else []
+        os.kill(ranks[1] if whom == "rank" else process.pid, number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (75, "") and not any(alive(rank) for rank in ranks)
+    assert check_saved(run, out, number.name) >= 3
+
+
+def test_going_on_after_a_signal_is_the_run_without_it(tiny_data: TinyData, tmp_path: Path) -> None:
+    options = ("schedule.decay=constant", "data.valid=null", "model.dropout=0.1")
+    with training(tiny_data, tmp_path / "run", *options, "run.steps=1000000") as process:
+        until(process, "step 2/")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    (step,) = Store(tmp_path / "run/checkpoints").steps()
+    line = ("train.py", "--config", tiny_data.config, *options, f"run.steps={step + 2}")
+    assert command(*line, f"run.dir={tmp_path / 'run'}", "checkpoint.resume=auto").returncode == 0
+    assert command(*line, f"run.dir={tmp_path / 'whole'}").returncode == 0
+    one, other = (Store(tmp_path / name / "checkpoints").path(step + 2) for name in ("run", "whole"))
+    assert (one / "shard_00000.safetensors").read_bytes() == (other / "shard_00000.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("phase", ["build", "first step", "validation", "saving"])
+def test_a_signal_in_any_phase(tiny_data: TinyData, tmp_path: Path, phase: str) -> None:
+    """In the middle of building there is nothing to save; of saving or validating, that is finished first."""
+    run = tmp_path / "run"
+    often = ("checkpoint.every=1", "checkpoint.keep=1") if phase == "saving" else ()
+    valid = ("data.valid=0.5", "data.valid_every=1") if phase == "validation" else ("data.valid=null",)
+    with training(tiny_data, run, *ENDLESS[:1], *ENDLESS[2:], *TWO, *often, *valid) as process:
+        if phase == "build":
+            while not (run / "lock").exists():
+                time.sleep(0.001)
+        elif phase == "first step":
+            until(process, "small: ")
+        elif phase == "validation":
+            until(process, "step 1/")
+            time.sleep(0.02)
+        else:
+            until(process, "step 2/")
+            while not list((run / "checkpoints").glob(".step_*.tmp")):
+                pass
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    if "nothing to save" in out:
+        assert phase in ("build", "first step") and not Store(run / "checkpoints").steps()
+    else:
+        check_saved(run, out, "SIGTERM")
+
+
+@pytest.mark.parametrize("ranks", [(), TWO], ids=["alone", "two"])
+def test_a_second_interruption_leaves_at_once(tiny_data: TinyData, tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    """Even in the middle of something long, here a validation of the whole data set over and over."""
+    run = tmp_path / "run"
+    with training(tiny_data, run, *ENDLESS, *ranks, "checkpoint.every=1") as process:
+        until(process, "step 3/")
+        family = [process.pid, *children(process.pid)]
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT, 75) and "Traceback" not in err
+    assert not any(alive(pid) for pid in family)
+    for step in Store(run / "checkpoints").steps():
+        verify(Store(run / "checkpoints").path(step))
+
+
+def test_the_kill_switch(tiny_data: TinyData, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with training(tiny_data, run, *ENDLESS, *TWO) as process:
+        until(process, "step 2/")
+        (run / "STOP").touch()
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    step = check_saved(run, out, "the file STOP")
+    line = ("train.py", "--config", tiny_data.config, f"run.dir={run}", *ENDLESS, "checkpoint.resume=auto")
+    again = command(*line, *TWO)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == f"nothing done: {run / 'STOP'} is there; remove it to train\n"
+    assert Store(run / "checkpoints").steps() == [step]
+
+
+def test_the_time_limit(tiny_data: TinyData, tmp_path: Path) -> None:
+    line = ("train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", *ENDLESS, "run.time_limit=3")
+    done = command(*line, *TWO)
+    assert (done.returncode, done.stderr) == (75, "")
+    check_saved(tmp_path / "run", done.stdout, "run.time_limit")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("saving", "at"), [(0.0, 80.0), (20.0, 50.0)])
+def test_there_is_time_for_two_steps_and_a_save(tmp_path: Path, saving: float, at: float) -> None:
+    """Steps of 10 seconds, a limit of 100."""
+    clock = Clock()
+    stopping = Stopping(single().world, torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
+    for now in range(0, 100, 10):
+        clock.now = float(now)
+        stopping.ask(failed=False, saving=saving)
+        assert stopping.answer() == (TIME if now >= at else None), now
+        assert stopping.answer() is None, "said once"
+
+
+def test_a_lost_checkpoint_comes_first_then_signals(tmp_path: Path) -> None:
+    clock, signals = Clock(), Signals()
+    stopping = Stopping(single().world, torch.device("cpu"), signals, tmp_path / "STOP", 1.0, clock)
+    (tmp_path / "STOP").touch()
+    stopping.ask(failed=False, saving=0.0)
+    assert stopping.answer() == FILE
+    clock.now = 5.0
+    stopping.ask(failed=False, saving=0.0)
+    assert stopping.answer() == TIME
+    signals.first = signal.SIGUSR1
+    stopping.ask(failed=False, saving=0.0)
+    assert stopping.answer() == BY_SIGNAL[signal.SIGUSR1]
+    stopping.ask(failed=True, saving=0.0)
+    assert stopping.answer() == FAILED
