@@ -163,6 +163,8 @@ def checkpoints_of(
             what = "another job has taken this folder over: the lock was not renewed in time"
             raise UserError(421, what, "see what held this job up", where=site.folder.path, step=step)
         log.info("saved %s", store.commit(step, manifest.to_bytes()))
+
+    def tidy() -> None:
         if options.keep is not None:
             retire(store, options.keep, warn)
 
@@ -174,6 +176,7 @@ def checkpoints_of(
         size=grid.world.size,
         snapshot=options.async_,
         conclude=conclude if first else None,
+        tidy=tidy if first else None,
     )
     grid.world.wire.ledger.hold("checkpoint", saver.copy_bytes)
     return Checkpoints(saver, grid.world, device, every=options.every, background=options.async_)

@@ -150,7 +150,7 @@ class Trainer:
         """Ends background work and writes out what is left."""
         try:
             self.loader.close()
-            self.checkpoints.close()
+            self.checkpoints.close(tidy=self.reason is None)
         finally:
             self.recorder.close()
 

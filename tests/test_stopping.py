@@ -54,8 +54,17 @@ def check_saved(folder: Path, out: str, by: str) -> int:
     return step
 
 
-@pytest.mark.parametrize("number", NOTED, ids=lambda number: number.name)
-@pytest.mark.parametrize("whom", ["alone", "parent", "rank"])
+COVER = {("alone", signal.SIGINT), ("parent", signal.SIGTERM), ("rank", signal.SIGUSR1), ("parent", signal.SIGUSR2)}
+
+
+@pytest.mark.parametrize(
+    ("whom", "number"),
+    [
+        pytest.param(whom, number, marks=() if (whom, number) in COVER else pytest.mark.full)
+        for whom in ("alone", "parent", "rank")
+        for number in NOTED
+    ],
+)
 def test_a_signal_saves_and_asks_to_be_started_again(
     tiny_data: TinyData, tmp_path: Path, number: signal.Signals, whom: str
 ) -> None:

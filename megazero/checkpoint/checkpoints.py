@@ -6,6 +6,7 @@ import torch
 
 from megazero.checkpoint.manifest import Progress
 from megazero.checkpoint.save import Saver
+from megazero.errors import UserError
 from megazero.parallel.agreement import agree
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
@@ -77,9 +78,13 @@ class Checkpoints:
             ended = bool(all_own.all() | any_failed.any())
         if any_failed.any():
             self._saver.give_up()
-        agree(self._world, self._device, self._saver.finish)
+        try:
+            agree(self._world, self._device, self._saver.finish)
+        except UserError:  # nobody writes any more
+            self._saver.store.abandon(self.saved)
+            raise
         self.seconds = time.monotonic() - self._began
 
-    def close(self) -> None:
-        """Ends what goes on in the background; what is not committed will not be."""
-        self._saver.close()
+    def close(self, *, tidy: bool) -> None:
+        """Ends what goes on in the background, after old steps have been deleted if `tidy`."""
+        self._saver.close(tidy=tidy)

@@ -31,6 +31,7 @@ from megazero.files import replace_file
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25
+_PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than it should
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Saver:
         rank, size: in the world.
         snapshot: copy first, so that training can go on while the copy is written.
         conclude: on rank 0, called with the step, its progress and all ranks' parts once these are on the disk.
+        tidy: on rank 0, called some time after a step has been committed; nobody waits for it but `close`.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Saver:
         size: int,
         snapshot: bool,
         conclude: Callable[[int, Progress, list[Part]], None] | None,
+        tidy: Callable[[], None] | None,
     ):
-        self.store, self._rank, self._size, self._conclude = store, rank, size, conclude
+        self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
         self._sources = [holding.tensors[kind] for holding in holdings for kind in KINDS if holding.pieces]
         # What is on a GPU has to be copied to be written at all.
         snapshot = snapshot or any(source.is_cuda for source in self._sources)
@@ -96,8 +99,8 @@ class Saver:
         self._entries = list(_entries(holdings, iter(self._copies or self._sources)))
         self._copied, self._give_up = threading.Event(), threading.Event()
         self._copied.set()
-        self._step = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
+        self._tidying = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidy")
         self._under_way: list[Future[None]] = []  # its own part, then on rank 0 the commit
 
     @property
@@ -117,7 +120,6 @@ class Saver:
         """
         assert not self._under_way, "one at a time"
         self._copied.clear()
-        self._step = step
         self._under_way = [self._thread.submit(self._write, step)]
         if self._conclude is not None:
             self._under_way.append(self._thread.submit(self._wait_and_conclude, step, progress))
@@ -143,21 +145,23 @@ class Saver:
     def finish(self) -> None:
         """What was begun has ended. Raises UserError 403: it failed; the step does not exist."""
         ended, self._under_way = self._under_way, []
-        try:
-            for future in ended:
-                future.result()
-        except UserError:
-            self.store.abandon(self._step)
-            raise
+        for future in ended:
+            future.result()
 
     def give_up(self) -> None:
         """Other ranks' parts will not come."""
         self._give_up.set()
 
-    def close(self) -> None:
-        """Ends the background thread; what is not committed will not be."""
+    def close(self, *, tidy: bool) -> None:
+        """Ends the background threads. What is not committed by then, or soon, will not be.
+
+        Args:
+            tidy: wait for what `tidy` does.
+        """
+        wait(self._under_way, _PATIENCE)
         self.give_up()
         self._thread.shutdown(cancel_futures=True)
+        self._tidying.shutdown(wait=tidy, cancel_futures=not tidy)
 
     def _write(self, step: int) -> None:
         staging = self.store.staging(step)
@@ -205,14 +209,14 @@ class Saver:
                 path = staging / _part_name(rank)
                 while not path.exists():
                     if self._give_up.wait(pause):
-                        raise UserError(
-                            403, "not saved: other ranks have failed", "see what they say", where=self.store.folder
-                        )
+                        return  # those that have failed say why
                     pause = min(1.5 * pause, _SELDOM)
                 part = json.loads(path.read_bytes())
                 parts.append(Part(Shard(**part["shard"]), part["tensors"]))
                 path.unlink()
             self._conclude(step, progress, parts)
+            if self._tidy is not None:
+                self._tidying.submit(self._tidy)
         except OSError as error:
             raise self._not_saved(error, step) from None
 

@@ -16,6 +16,11 @@ from torch.utils._pytree import tree_iter
 class Allocations(TorchDispatchMode):
     """Counts while it is active: `with Allocations() as counted: ...; counted.peak`."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; True (torch's default) imports the whole compiler, for a second in every rank."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0

@@ -58,7 +58,7 @@ class Recorder:
     def __init__(self, sinks: Sinks, profile: Profile, work: Work, ledger: Ledger):
         self._sinks, self._profile, self._work, self._ledger = sinks, profile, work, ledger
         self._interval = Interval()
-        self._sent = 0
+        self._sent = self._steps = 0
 
     def start(self) -> None:
         """The first step begins now: what was built before is not training time."""
@@ -68,15 +68,16 @@ class Recorder:
     def step(self, done: int) -> Iterator[None]:
         """Around step number `done` (from 1)."""
         before = self._ledger.bytes_sent
-        with self._profile.step(done), self._allocations(done):
+        self._steps += 1
+        with self._profile.step(done), self._allocations():
             yield
         self._sent = self._ledger.bytes_sent - before
         self._interval.add_step(self._work.tokens_per_step)
 
     @contextmanager
-    def _allocations(self, done: int) -> Iterator[None]:
-        """Once: in the second step, when everything that is kept has been allocated."""
-        if done != _MEASURED_STEP:
+    def _allocations(self) -> Iterator[None]:
+        """Once: in the second step here, when everything that is kept has been allocated."""
+        if self._steps != _MEASURED_STEP:
             yield
             return
         with Allocations() as counted:

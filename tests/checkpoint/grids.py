@@ -58,7 +58,7 @@ class Saving:
 
     def close(self) -> None:
         self.checkpoints.finish()
-        self.checkpoints.close()
+        self.checkpoints.close(tidy=True)
         if self.grid.world.rank == 0:
             self.lock.release()
 

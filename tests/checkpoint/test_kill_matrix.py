@@ -65,9 +65,7 @@ CASES = [
     for point in POINTS
     for rank in ((0,) if point in FIRST_ONLY else (0, 1))
 ]
-COVER = {
-    (layout, (i + j) % 2, point) for i, layout in enumerate(LAYOUTS) for j, point in enumerate(POINTS) if j % 3 == i
-}
+COVER = [case for number, case in enumerate(CASES) if number % 11 == 0]
 
 
 def job(config: Any, point: str | None, rank: int) -> int:

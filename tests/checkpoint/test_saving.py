@@ -246,3 +246,30 @@ def spoil(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 16
     path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_the_rank_whose_disk_is_full_is_named(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd, bad: int, background: str
+) -> None:
+    """The other rank's disk has room: both end, and neither says anything else."""
+    honest, calls = shard._write, []
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+
+    before = set(children.read_text().split())
+
+    def full(*arguments):
+        calls.append(arguments)
+        ranks = sorted(int(pid) for pid in children.read_text().split() if pid not in before)
+        if len(calls) > 1 and ranks.index(os.getpid()) == bad:
+            raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
+        return honest(*arguments)
+
+    monkeypatch.setattr(shard, "_write", full)
+    config = tiny_data.load(tmp_path / "run", *OPTIONS, "parallel.tensor=2", f"checkpoint.async={background}")
+    assert launch(config, "small", 2) == 1
+    err = capfd.readouterr().err
+    assert err.startswith(f"MZ-403 rank={bad} step=2 ") and "No space left on device" in err and err.count("\n") == 1
+    assert steps(tmp_path / "run") == [1]
+    check_whole(tmp_path / "run")
