@@ -1,0 +1,117 @@
+"""What is wrong before the first step: command line, config, data, folder."""
+
+import os
+import shutil
+
+from tests.faults.site import (
+    Site,
+    fault,
+    usage,
+)
+
+usage(
+    "an option misspelt",
+    "MZ-104 command line: unknown key optimizer.lrr; did you mean optimizer.lr?",
+    "optimizer.lrr=1",
+)
+usage("a word for a number", "MZ-105 command line: run.steps…", "run.steps=many")
+usage("sizes that do not divide", "MZ-106 …model.hidden % model.heads == 0 is broken: 40 % 3 = 1…", "model.heads=3")
+usage("an override without a value", "MZ-108 …", "run.steps")
+usage(
+    "what is not built yet",
+    "MZ-109: zero.offload.optimizer = cpu is not built yet; today it must be none",
+    "zero.offload.optimizer=cpu",
+)
+usage(
+    "more ranks than the batch divides",
+    "MZ-106: expected batch.global % (batch.micro * data ranks) == 0, got "
+    "4 % (2 * 3) = 4; change batch.global or batch.micro",
+    "--nproc",
+    "3",
+)
+usage(
+    "a tokenizer with more pieces than the model",
+    "MZ-112 …the tokenizer has 400 pieces, model.vocab is 300…",
+    "model.vocab=300",
+)
+
+
+@fault("no such config", "MZ-101 …nowhere.yaml…", code=2)
+def _(site: Site) -> list[str]:
+    return ["train", "--config", "nowhere.yaml"]
+
+
+@fault("a key twice in a config", "MZ-103 twice.yaml:3: …", code=2)
+def _(site: Site) -> list[str]:
+    path = site.folder / "twice.yaml"
+    path.write_text("run: {steps: 1}\n\nrun: {steps: 2}\n")
+    return ["train", "--config", str(path)]
+
+
+@fault(
+    "RANK without WORLD_SIZE",
+    "MZ-111: RANK set, WORLD_SIZE and LOCAL_RANK not; unset them or start through torchrun",
+    code=2,
+)
+def _(site: Site) -> list[str]:
+    site.patch.setenv("RANK", "0")
+    return site.train()
+
+
+@fault("a folder that holds a run", "MZ-110 RUN: holds a run already (metrics.jsonl); give another run.dir=…", code=2)
+def _(site: Site) -> list[str]:
+    return site.train()
+
+
+@fault("no token files", "MZ-201 …gone.idx…")
+def _(site: Site) -> list[str]:
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={site.folder / 'gone'}")
+
+
+@fault("the index of a data set cut off", "MZ-20… DATA.idx: …")
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 500)
+    os.truncate(f"{data}.idx", 30)
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null")
+
+
+@fault("the tokens of a data set cut off", "MZ-204 DATA.bin: expected 1,000 bytes… got 900…")
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 500)
+    os.truncate(f"{data}.bin", 900)
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null")
+
+
+@fault(
+    "a token that the model does not know",
+    "MZ-205 …DATA.bin: token 50 of document 1 is 999, expected 0 <= id < 400; …",
+)
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 100, [2] * 50 + [999] + [2] * 50)
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null", "run.steps=9")
+
+
+@fault("less text than one sequence", "MZ-207 DATA.bin: expected at least seq_len + 1 = 33 tokens, got 9…")
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 9)
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null")
+
+
+@fault("no tokenizer", "MZ-209 …gone.model…")
+def _(site: Site) -> list[str]:
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.tokenizer={site.folder / 'gone.model'}")
+
+
+@fault("a file where the run's folder should be", "MZ-401 …: cannot be written: …; choose another run.dir")
+def _(site: Site) -> list[str]:
+    (site.folder / "file").touch()
+    return site.train("run.dir=" + str(site.folder / "file"))
+
+
+@fault(
+    "a disk without room for a checkpoint",
+    "MZ-403 …/checkpoints: expected room for 0.00136 GB of checkpoints (0.000682 GB each), got 1e-06 GB; …",
+)
+def _(site: Site) -> list[str]:
+    site.patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1000))
+    return site.train("run.dir=" + str(site.folder / "new"), "checkpoint.every=2")

@@ -1,0 +1,244 @@
+"""Disks, checkpoints and locks."""
+
+import errno
+import json
+import os
+import shutil
+
+from megazero.checkpoint.manifest import FILE_NAME
+from megazero.checkpoint.store import Store
+from megazero.observe.jsonl import JsonlSink
+from megazero.run_lock import RunLock
+from megazero.zero.optimizer import AdamW
+from tests.faults.site import (
+    SINCE,
+    STEP,
+    TWO,
+    Site,
+    fault,
+    full_from,
+    is_rank_1,
+    spoil,
+)
+
+FULL = (
+    "MZ-403 …step=6 RUN/checkpoints: checkpoint not saved: No space left on device; earlier "
+    "ones are intact; mend that, and run again with checkpoint.resume=auto"
+)
+
+
+@fault("a disk that is full in the middle of a save", FULL, SINCE)
+def _(site: Site) -> list[str]:
+    full_from(site, 1)
+    return site.resume()
+
+
+@fault("the same in the background", FULL, SINCE)
+def _(site: Site) -> list[str]:
+    full_from(site, 1)
+    return site.resume("checkpoint.async=true")
+
+
+@fault(
+    "one rank's disk full",
+    FULL.replace("MZ-403 …", "MZ-403 rank=1 ").replace(" intact; ", " intact (in save on …); "),
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    full_from(site, 1, is_rank_1(site))
+    return site.resume(*TWO)
+
+
+@fault("a disk that is full for metrics.jsonl", "warning: JsonlSink: …No space left on device…", "the row", 0)
+def _(site: Site) -> list[str]:
+    def row(self: JsonlSink, row: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    site.patch.setattr(JsonlSink, "row", row)
+    return site.resume()
+
+
+BLOCK = "block 0 (bytes 0 to …): expected xxh3 …, got …; restore the file, or resume from another step"
+
+
+@fault(
+    "a bit flipped in a shard",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: {BLOCK}; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    spoil(site.step / "shard_00000.safetensors")
+    return site.resume()
+
+
+@fault(
+    "a shard cut off",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: expected … bytes, got …; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    os.truncate(site.step / "shard_00000.safetensors", 5000)
+    return site.resume()
+
+
+@fault(
+    "a shard missing",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: cannot be opened: No such file…; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    (site.step / "shard_00000.safetensors").unlink()
+    return site.resume()
+
+
+@fault(
+    "a shard of another step",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: {BLOCK}; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    shutil.copy(Store(site.run / "checkpoints").path(2) / "shard_00000.safetensors", site.step)
+    return site.resume()
+
+
+@fault(
+    "a link for a shard",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: cannot be opened: …; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    path = site.step / "shard_00000.safetensors"
+    path.rename(site.folder / "elsewhere")
+    path.symlink_to(site.folder / "elsewhere")
+    return site.resume()
+
+
+@fault(
+    "a manifest edited",
+    f"warning: MZ-410 {STEP}/{FILE_NAME}: was edited or damaged: "
+    f"expected SHA-256 …, got …; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    content = json.loads((site.step / FILE_NAME).read_text())
+    content["progress"]["next_sample"] = 0
+    (site.step / FILE_NAME).write_text(json.dumps(content))
+    return site.resume()
+
+
+@fault(
+    "a manifest cut off",
+    f"warning: MZ-410 {STEP}/{FILE_NAME}: is no manifest: not a JSON object; …; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    os.truncate(site.step / FILE_NAME, 100)
+    return site.resume()
+
+
+@fault(
+    "a manifest missing",
+    f"warning: MZ-410 {STEP}/{FILE_NAME}: cannot be read: No such file or directory; …; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    (site.step / FILE_NAME).unlink()
+    return site.resume()
+
+
+@fault(
+    "every checkpoint damaged",
+    "MZ-411 RUN/checkpoints: none of 2 checkpoints is whole (steps 4, "
+    "2); restore one, or start anew in another run.dir",
+    "the run",
+)
+def _(site: Site) -> list[str]:
+    for step in (2, 4):
+        spoil(Store(site.run / "checkpoints").path(step) / FILE_NAME)
+    return site.resume()
+
+
+OTHER = f"MZ-412 {STEP}: is not of this run (its -> this): "
+
+
+def other(what: str, line: str, *overrides: str) -> None:
+    fault(what, OTHER + line + "; resume with the config it was made with")(lambda site: site.resume(*overrides))
+
+
+other("resumed with another model", "model.layers 2 -> 3", "model.layers=3")
+other("resumed with another vocabulary", "model.vocab 400 -> 416", "model.vocab=416")
+other("resumed in another precision", "precision.dtype fp32 -> bf16", "precision.dtype=bf16")
+other("resumed with another optimizer", "optimizer.eps 1e-08 -> 1e-06", "optimizer.eps=1e-6")
+other("resumed with another seed", "run.seed 0 -> 1", "run.seed=1")
+other("resumed without the tokenizer", "tokenizer … -> None", "data.tokenizer=null")
+other("resumed with other data", "data … -> …", "data.valid=0.4")
+
+
+@fault(
+    "no checkpoint where to go on from",
+    "MZ-402 …nowhere: no checkpoint to resume from; give a run's folder, or one of a step",
+)
+def _(site: Site) -> list[str]:
+    return site.train("run.dir=" + str(site.folder / "new"), f"checkpoint.resume={site.folder / 'nowhere'}")
+
+
+@fault(
+    "an older step asked for", "MZ-413 RUN/checkpoints: holds step 4, which is newer than the step 2 to go on from; …"
+)
+def _(site: Site) -> list[str]:
+    return site.resume(f"checkpoint.resume={Store(site.run / 'checkpoints').path(2)}")
+
+
+@fault(
+    "two jobs in one folder",
+    "MZ-420 RUN: another job trains here: process … on …, since …; wait for it, end it, or give another run.dir",
+)
+def _(site: Site) -> list[str]:
+    RunLock(site.run / "lock").take()
+    return site.resume()
+
+
+@fault(
+    "the lock of a job that died", "warning: RUN: taken over from a job that has died (process … on …, since …)", code=0
+)
+def _(site: Site) -> list[str]:
+    pid = os.fork()
+    if not pid:
+        try:
+            RunLock(site.run / "lock").take()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return site.resume()
+
+
+@fault("a lock that is none", "MZ-420 RUN/lock: is no lock of ours, or damaged; remove it if no job trains there")
+def _(site: Site) -> list[str]:
+    (site.run / "lock").write_text("mine")
+    return site.resume()
+
+
+@fault(
+    "the lock taken by another job meanwhile",
+    "MZ-421 step=6 RUN: another job has taken this folder over: the lock "
+    "was not renewed in time; see what held this job up",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    honest = AdamW.update
+
+    def update(self: AdamW, unit: object, **options: object) -> None:
+        content = json.loads((site.run / "lock").read_text())
+        (site.run / "lock").write_text(json.dumps(content | {"word": "other"}))
+        honest(self, unit, **options)  # type: ignore[arg-type]
+
+    site.patch.setattr(AdamW, "update", update)
+    return site.resume()

@@ -1,0 +1,141 @@
+"""Numbers, ranks, and the other verbs."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megazero.data.loader import WindowDataset
+from megazero.pipeline.stage import Stage
+from megazero.zero.optimizer import AdamW
+from tests.faults.site import SINCE, TWO, Site, fault, is_rank_1
+
+
+def spoil_forward(site: Site, factor: float) -> None:
+    honest = Stage.forward
+
+    def forward(self: Stage, micro_batch: int, x: object, feed: object) -> torch.Tensor:
+        loss, self.loss = self.loss, lambda y, feed: loss(y, feed) * factor  # type: ignore[misc]
+        try:
+            return honest(self, micro_batch, x, feed)  # type: ignore[arg-type]
+        finally:
+            self.loss = loss
+
+    site.patch.setattr(Stage, "forward", forward)
+
+
+@fault(
+    "gradients that are not finite",
+    "MZ-301 rank=0 step=5: loss …, gradient norm nan; first not finite: "
+    "…; this step did not update; lower optimizer.lr…",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    spoil_forward(site, float("nan"))
+    return site.resume()
+
+
+@fault(
+    "a moment that is not finite",
+    "MZ-302 step=6 RUN/checkpoints: not saved: … is not finite after the last update; earlier are intact; …",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    honest = AdamW.update
+
+    def update(self: AdamW, unit: object, **options: object) -> None:
+        honest(self, unit, **options)  # type: ignore[arg-type]
+        self.moments[unit][0][3] = float("inf")  # type: ignore[index]
+
+    site.patch.setattr(AdamW, "update", update)
+    return site.resume("observe.every=100")
+
+
+def in_rank_1(site: Site, do: Callable[[], object]) -> None:
+    honest, here = Stage.forward, is_rank_1(site)
+
+    def forward(self: Stage, *arguments: object) -> torch.Tensor:
+        if here():
+            do()
+        return honest(self, *arguments)  # type: ignore[arg-type]
+
+    site.patch.setattr(Stage, "forward", forward)
+
+
+@fault(
+    "a rank killed",
+    "MZ-310 rank=1 step=5: was ended by SIGKILL in forward … on … (pid "
+    "…), after …; out of memory? see the system's log",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    in_rank_1(site, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return site.resume(*TWO)
+
+
+@fault(
+    "a rank stopped",
+    "MZ-311 rank=1 step=5: did not answer in … on … (pid …); rank 0 waited; stopped, slow or cut off? …",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    in_rank_1(site, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    return site.resume(*TWO)
+
+
+@fault("a rank that leaves", "MZ-313 rank=1 step=5: ended with exit code 0 in forward …", SINCE)
+def _(site: Site) -> list[str]:
+    in_rank_1(site, lambda: os._exit(0))
+    return site.resume(*TWO)
+
+
+@fault(
+    "a fault of our own on a rank", "MZ-390 rank=1 step=5: a fault of megazero's own, see the traceback above", SINCE
+)
+def _(site: Site) -> list[str]:
+    in_rank_1(site, lambda: 1 // 0)
+    return site.resume(*TWO)
+
+
+@fault(
+    "a data file damaged while training",
+    "MZ-205 …DATA.bin: token … of document … is 999, expected 0 <= id < 400; …",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    honest = WindowDataset.read
+
+    def read(self: WindowDataset, window: int) -> tuple[np.ndarray, np.ndarray]:
+        site.patch.setattr(self, "vocab", 400)
+        self.stream.dataset.tokens = np.where(np.arange(len(self.stream.dataset.tokens)) % 10 == 5, 999, 1)
+        return honest(self, window)
+
+    site.patch.setattr(WindowDataset, "read", read)
+    return site.resume()
+
+
+@fault(
+    "a sample of another model",
+    "MZ-404 RUN/checkpoints/step_00000004: …: expected …, got …; is this the run's own config.yaml?",
+)
+def _(site: Site) -> list[str]:
+    path = site.run / "config.yaml"
+    path.write_text(path.read_text().replace("hidden: 40", "hidden: 48"))
+    return ["generate", "--run", str(site.run), "--prompt", "a"]
+
+
+@fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; give a folder of transformers")
+def _(site: Site) -> list[str]:
+    return ["import", "--from", "hf", "--model", str(site.folder / "gone"), "--out", str(site.folder / "new")]
+
+
+@fault(
+    "an export of what transformers does not know",
+    "MZ-415: transformers has no model with position learned, norm rmsnorm, …",
+)
+def _(site: Site) -> list[str]:
+    path = site.run / "config.yaml"
+    path.write_text(path.read_text().replace("norm: layernorm", "norm: rmsnorm"))
+    return ["export", "--to", "hf", "--run", str(site.run), "--out", str(site.folder / "new")]
