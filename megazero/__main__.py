@@ -17,6 +17,7 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,12 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from megazero.config_file import find, load, refuse_unbuilt
+    from megazero.parallel.signals import NOTED
 
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    from megazero.run import launch
+    # A signal that comes while torch is imported waits until somebody can note it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
+    try:
+        from megazero.run import launch
 
-    return launch(config, find(options.config).stem, options.nproc)
+        return launch(config, find(options.config).stem, options.nproc)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
 
 
 def _explain(options: argparse.Namespace) -> int:

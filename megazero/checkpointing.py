@@ -5,7 +5,7 @@ in the manifest everything that is no tensor. Sees the config, as build.py does.
 import logging
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,9 @@ def checkpoints_of(
             raise UserError(421, what, "see what held this job up", where=site.folder.path, step=step)
         log.info("saved %s", store.commit(step, manifest.to_bytes()))
 
-    def tidy() -> None:
-        if options.keep is not None:
-            retire(store, options.keep, warn)
+    def tidy(stop: Callable[[], bool]) -> None:
+        if options.keep is not None and site.lock.held:
+            retire(store, options.keep, warn, stop)
 
     first = grid.world.rank == 0
     saver = Saver(

@@ -52,8 +52,16 @@ def find_job(resume: str, folder: RunFolder, word: str) -> Job:
     """What rank 0 finds, once the folder is its own.
 
     Raises:
-        UserError: 402, there is nothing to go on from; 401, the disk does not answer.
+        UserError: 402, there is nothing to go on from; 413, the folder has steps of another run than the one to go on
+            from; 401, the disk does not answer.
     """
+    try:
+        return _find_job(resume, folder, word)
+    except OSError as error:
+        raise UserError(401, f"cannot be read: {error.strerror}", "mend that", where=error.filename) from None
+
+
+def _find_job(resume: str, folder: RunFolder, word: str) -> Job:
     stopped = folder.stop.exists()
     own = Store(folder.checkpoints, word)
     own.reap()
@@ -70,6 +78,11 @@ def find_job(resume: str, folder: RunFolder, word: str) -> Job:
         if not steps:
             raise UserError(402, "no checkpoint to resume from", "give a run's folder, or one of a step", where=path)
     is_own = store.folder.resolve() == folder.checkpoints.resolve()
+    if not is_own and (mine := own.steps()):
+        if not any(_asked_for(own.path(step)) == resume for step in mine):
+            what = f"holds step {mine[0]} already, of a run that did not begin at {resume}"
+            raise UserError(413, what, "give another run.dir", where=own.folder)
+        store, steps, is_own = own, mine, True  # it has begun there, and goes on here
     run = next((id for step in steps if (id := _run_of(store.path(step)))), word) if is_own else word
     return Job(word, run, stopped, str(store.folder), steps, is_own)
 
@@ -77,6 +90,13 @@ def find_job(resume: str, folder: RunFolder, word: str) -> Job:
 def _run_of(folder: Path) -> str | None:
     with contextlib.suppress(UserError):
         return read_manifest(folder).run
+    return None
+
+
+def _asked_for(folder: Path) -> str | None:
+    """The checkpoint.resume of the job that wrote a step."""
+    with contextlib.suppress(UserError):
+        return read_manifest(folder).config.get("checkpoint.resume")
     return None
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,6 +32,7 @@ from megazero.parallel.grid import Grid
 from megazero.parallel.launch import Place, job_id, local_size, world_from_environment
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
+from megazero.parallel.signals import NOTED
 from megazero.parallel.spawn import run_local
 from megazero.pipelining import model_shape
 from megazero.resuming import Job, find_job, resume, share
@@ -70,6 +72,7 @@ def launch(config: Config, name: str, nproc: int | None) -> int:
         )
     place = Place.of(world)
     place.signals.note()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
     try:
         return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
     finally:
@@ -147,8 +150,8 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         if stopped is None:
             _last_words(trainer, folder, time.monotonic() - began)
         else:
-            kept = f"saved in {folder.checkpoints}" if done else "nothing to save"
-            _say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}; go on with checkpoint.resume=auto")
+            kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if done else "nothing to save"
+            _say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}")
     return stopped.exit_code if stopped else 0
 
 
@@ -181,7 +184,7 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
             _say(summary(report(config, grid.data.size)[0]))
     try:
         if found is not None:
-            trainer.go_on(found)
+            trainer.go_on(found, own=site.job.own)
         return trainer, trainer.run()
     finally:
         trainer.close()
@@ -189,8 +192,8 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
 
 def _begin_files(config: Config, folder: RunFolder, about: About, found: Manifest | None) -> None:
     """What an earlier job has written beyond the step to go on from is not true any more."""
-    check_space(config, about, folder.checkpoints)
     try:
+        check_space(config, about, folder.checkpoints)
         dump(config, folder.config)
         drop_rows_after(folder.metrics, found.step if found else 0)
     except (OSError, ValueError) as error:

@@ -116,13 +116,18 @@ class Trainer:
         self._pending: _Pending | None = None
         self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
 
-    def go_on(self, manifest: Manifest) -> None:
-        """What comes first is the step behind this one, whose tensors have been loaded."""
+    def go_on(self, manifest: Manifest, *, own: bool) -> None:
+        """What comes first is the step behind this one, whose tensors have been loaded.
+
+        Args:
+            own: it lies in the run's own folder.
+        """
         progress = manifest.progress
         if progress is None:  # weights alone
             self.engine.restore(0, None, 0)
             return
-        self.first = self.checkpoints.saved = manifest.step
+        self.first = manifest.step
+        self.checkpoints.saved = manifest.step if own else None
         self.skipped, self.overflows = progress.skipped, progress.overflows
         self.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
 
@@ -143,14 +148,18 @@ class Trainer:
             if self.reason or self.pace.logs(done) or self.pace.validates(done) or self.checkpoints.due(done + 1):
                 self._settle(complete=True)
             done += 1
+        if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
+            self._save(done)
         self.checkpoints.finish()
+        if self.reason is None:
+            self.checkpoints.tidy()
         return done
 
     def close(self) -> None:
         """Ends background work and writes out what is left."""
         try:
             self.loader.close()
-            self.checkpoints.close(tidy=self.reason is None)
+            self.checkpoints.close()
         finally:
             self.recorder.close()
 

@@ -1,19 +1,13 @@
 """Checkpoints as training sees them: begun, settled before the next update, finished on all ranks or on none."""
 
-import time
-
 import torch
 
 from megazero.checkpoint.manifest import Progress
 from megazero.checkpoint.save import Saver
 from megazero.errors import UserError
-from megazero.parallel.agreement import agree
+from megazero.parallel.agreement import agree, until_all
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
-
-# Seconds that a rank waits for its own disk before it meets the others again: disks differ, and no rank is to wait in
-# a collective for as long as another's takes.
-_SLICE = 1.0
 
 
 class Checkpoints:
@@ -26,16 +20,13 @@ class Checkpoints:
         background: training goes on while files are written.
 
     Attributes:
-        saved: the last step that was begun, or that the run went on from.
-        seconds: that the last one took, from its beginning to its commit.
+        saved: the last step that was begun, or that the run went on from in its own folder.
     """
 
     def __init__(self, saver: Saver, world: Axis, device: torch.device, *, every: int | None, background: bool):
         self._saver, self._world, self._device = saver, world, device
         self._every, self._background = every, background
         self.saved: int | None = None
-        self.seconds = 0.0
-        self._began = 0.0
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint belongs behind step `done`, counted from 1."""
@@ -51,7 +42,7 @@ class Checkpoints:
         if self.saved == done:
             return
         self.finish()
-        self.saved, self._began = done, time.monotonic()
+        self.saved = done
         self._saver.begin(done, progress)
         if not self._background:
             self.finish()
@@ -69,22 +60,29 @@ class Checkpoints:
         """What was begun is committed when this returns. Every rank calls it; errors as of `save`."""
         if self.saved is None or not self._saver.busy:
             return
-        ended = False
-        while not ended:
-            own = self._saver.wait(_SLICE)
-            # One that failed is not waited for any longer.
-            flags = torch.tensor([[own, self._saver.failed]], dtype=torch.int64, device=self._device)
-            all_own, any_failed = all_gather(flags, self._world, "agree").unbind(1)
-            ended = bool(all_own.all() | any_failed.any())
-        if any_failed.any():
-            self._saver.give_up()
+        until_all(self._world, self._device, self._written)
         try:
             agree(self._world, self._device, self._saver.finish)
         except UserError:  # nobody writes any more
             self._saver.store.abandon(self.saved)
             raise
-        self.seconds = time.monotonic() - self._began
 
-    def close(self, *, tidy: bool) -> None:
-        """Ends what goes on in the background, after old steps have been deleted if `tidy`."""
-        self._saver.close(tidy=tidy)
+    @property
+    def seconds(self) -> float:
+        """That a checkpoint takes, from its beginning to its commit."""
+        return self._saver.took
+
+    def tidy(self) -> None:
+        """Old steps have been deleted when this returns. Every rank calls it, after `finish`."""
+        until_all(self._world, self._device, self._saver.tidied)
+
+    def close(self) -> None:
+        """Ends what goes on in the background."""
+        self._saver.close()
+
+    def _written(self, seconds: float) -> bool:
+        ended = self._saver.wait(seconds)
+        failed = torch.tensor([self._saver.failed], dtype=torch.int64, device=self._device)
+        if all_gather(failed, self._world, "agree").any():
+            self._saver.give_up()  # rank 0 waits for parts that will not come
+        return ended

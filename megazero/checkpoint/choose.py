@@ -6,6 +6,7 @@ of the user's, and an older step has the same.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from megazero.checkpoint.manifest import Manifest, read_manifest
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
-from megazero.parallel.agreement import agree
+from megazero.parallel.agreement import agree, until_all
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Axis
 
@@ -67,10 +68,13 @@ def load_newest(
 def _attempt(action: Callable[[], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
     """(its result, "") where it went well on all ranks; else (None, what the first rank that failed says)."""
     result, fault = None, ""
-    try:
-        result = action()
-    except UserError as error:
-        fault = str(error)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
+        future = thread.submit(action)
+        until_all(world, device, lambda seconds: not wait([future], seconds).not_done)
+        try:
+            result = future.result()
+        except UserError as error:
+            fault = str(error)
     faults = [text.decode() for text in gather_bytes(fault.encode(), world, "agree", device)]
     first = next((text for text in faults if text), "")
     return (None, first) if first else (result, "")

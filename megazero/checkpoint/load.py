@@ -34,7 +34,7 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
 
     Args:
         manifest: of the folder, verified; its tensors have the shapes and the dtype of the holdings'.
-        holdings: what to fill; of a kind that the manifest does not have nothing is.
+        holdings: what to fill; with zeros where the manifest does not have the kind.
         rank, size: in the world, which shares the verification of headers.
 
     Raises:
@@ -42,6 +42,9 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
     starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
+    for holding in holdings:  # what a step tried before may have left
+        for kind in holding.tensors.keys() - set(manifest.kinds):
+            holding.tensors[kind].zero_()
     for copy in _copies(manifest, starts, holdings):
         copies[copy.shard].append(copy)
     read = 0

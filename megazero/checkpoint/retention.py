@@ -9,34 +9,41 @@ from megazero.checkpoint.store import Store
 from megazero.errors import UserError
 
 
-def verify(folder: Path) -> None:
-    """Reads a whole checkpoint. Raises UserError 410: something in it is damaged."""
+def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
+    """Reads a whole checkpoint, unless it is told to stop. Raises UserError 410: something in it is damaged."""
     manifest = read_manifest(folder)
     for index, file in enumerate(manifest.files):
         reader = ShardReader(folder, manifest.shard(index))
         try:
             for _ in reader.read(0, file.size):
-                pass
+                if stop():
+                    return
         finally:
             reader.close()
 
 
-def retire(store: Store, keep: int, warn: Callable[[str], object]) -> None:
-    """Deletes all but the newest `keep` steps, once one of these has been read back and found whole."""
+def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callable[[], bool] = lambda: False) -> None:
+    """Deletes all but the newest `keep` steps, once one of these has been read back and found whole.
+
+    Args:
+        stop: asked now and then; True: leave the rest for another time.
+    """
     try:
         steps = store.steps()
         if not steps[keep:]:
             return
-        if any(_is_whole(store.path(step), warn) for step in steps[:keep]):
+        if any(_is_whole(store.path(step), warn, stop) for step in steps[:keep]):
             for step in steps[keep:]:
+                if stop():
+                    return
                 store.delete(step)
     except OSError as error:
         warn(f"old checkpoints are not deleted: {error}")
 
 
-def _is_whole(folder: Path, warn: Callable[[str], object]) -> bool:
+def _is_whole(folder: Path, warn: Callable[[str], object], stop: Callable[[], bool]) -> bool:
     try:
-        verify(folder)
+        verify(folder, stop)
     except UserError as error:
         warn(f"{error}; older checkpoints are kept")
         return False

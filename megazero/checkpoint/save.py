@@ -14,6 +14,7 @@ or not. It talks to other ranks through files only, because the ranks' collectiv
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from megazero.files import replace_file
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25
+_SLOW_DISK = 2e8  # bytes a second
 _PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than it should
 
 
@@ -76,7 +78,10 @@ class Saver:
         rank, size: in the world.
         snapshot: copy first, so that training can go on while the copy is written.
         conclude: on rank 0, called with the step, its progress and all ranks' parts once these are on the disk.
-        tidy: on rank 0, called some time after a step has been committed; nobody waits for it but `close`.
+        tidy: on rank 0, called some time after a step has been committed, with a function that says when to stop.
+
+    Attributes:
+        took: seconds from the beginning to the commit of the last step that was committed here; before, a guess.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class Saver:
         size: int,
         snapshot: bool,
         conclude: Callable[[int, Progress, list[Part]], None] | None,
-        tidy: Callable[[], None] | None,
+        tidy: Callable[[Callable[[], bool]], None] | None,
     ):
         self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
         self._sources = [holding.tensors[kind] for holding in holdings for kind in KINDS if holding.pieces]
@@ -102,6 +107,8 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
         self._tidying = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidy")
         self._under_way: list[Future[None]] = []  # its own part, then on rank 0 the commit
+        self._tidied: list[Future[None]] = []
+        self._began, self.took = 0.0, self.nbytes / _SLOW_DISK
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +127,7 @@ class Saver:
         """
         assert not self._under_way, "one at a time"
         self._copied.clear()
+        self._began = time.monotonic()
         self._under_way = [self._thread.submit(self._write, step)]
         if self._conclude is not None:
             self._under_way.append(self._thread.submit(self._wait_and_conclude, step, progress))
@@ -139,8 +147,8 @@ class Saver:
         return any(future.done() and future.exception() is not None for future in self._under_way)
 
     def wait(self, seconds: float) -> bool:
-        """Whether what was begun has ended, well or not; waits for it for some time."""
-        return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done or self.failed
+        """Whether what was begun has ended, well or not; waits for it for some time, or until something has failed."""
+        return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
 
     def finish(self) -> None:
         """What was begun has ended. Raises UserError 403: it failed; the step does not exist."""
@@ -152,16 +160,16 @@ class Saver:
         """Other ranks' parts will not come."""
         self._give_up.set()
 
-    def close(self, *, tidy: bool) -> None:
-        """Ends the background threads. What is not committed by then, or soon, will not be.
+    def tidied(self, seconds: float) -> bool:
+        """Whether what `tidy` does is done; waits for it for some time."""
+        return not wait(self._tidied, seconds).not_done
 
-        Args:
-            tidy: wait for what `tidy` does.
-        """
+    def close(self) -> None:
+        """Ends the background threads. What is not committed by then, or soon, will not be."""
         wait(self._under_way, _PATIENCE)
         self.give_up()
-        self._thread.shutdown(cancel_futures=True)
-        self._tidying.shutdown(wait=tidy, cancel_futures=not tidy)
+        for thread in (self._thread, self._tidying):
+            thread.shutdown(cancel_futures=True)
 
     def _write(self, step: int) -> None:
         staging = self.store.staging(step)
@@ -215,8 +223,9 @@ class Saver:
                 parts.append(Part(Shard(**part["shard"]), part["tensors"]))
                 path.unlink()
             self._conclude(step, progress, parts)
+            self.took = time.monotonic() - self._began
             if self._tidy is not None:
-                self._tidying.submit(self._tidy)
+                self._tidied = [self._tidying.submit(self._tidy, self._give_up.is_set)]
         except OSError as error:
             raise self._not_saved(error, step) from None
 

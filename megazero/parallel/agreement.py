@@ -15,6 +15,7 @@ from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
 
 T = TypeVar("T")
+_SLICE = 1.0  # seconds
 
 
 class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
@@ -45,3 +46,17 @@ def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
     if first == world.rank and own is not None:
         raise own
     raise FailedElsewhere(first, codes[first])
+
+
+def until_all(world: Axis, device: torch.device, ready: Callable[[float], bool]) -> None:
+    """Waits until `ready` is true on all ranks, however much longer it takes some of them.
+
+    Ranks meet every second, so that none waits in one operation for as long as another's disk takes.
+
+    Args:
+        ready: waits for as many seconds at most, and says whether this rank is.
+    """
+    while True:
+        own = torch.tensor([ready(_SLICE)], dtype=torch.int64, device=device)
+        if all_gather(own, world, "agree").all():
+            return

@@ -2,13 +2,18 @@
 
 A scheduler that wants its machines back sends one and waits a while before it kills. Wherever it arrives, at all ranks
 or one, in whatever phase, the handler only notes it; the ranks agree on it after the step (`stopping.py`), save, and
-end. Who interrupts twice does not want to wait: after the first SIGINT the second one ends the process at once.
+end. Who interrupts twice does not want to wait: a second SIGINT ends the process at once. (One that comes right behind
+the first is the same, delivered twice: to a process and to its group.)
 """
 
+import math
+import os
 import signal
+import time
 from types import FrameType
 
 NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+TWICE = 0.5  # seconds between two interruptions that are meant as two
 
 
 class Signals:
@@ -20,6 +25,7 @@ class Signals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self._before: dict[int, object] = {}
+        self._interrupted = math.inf  # when the first SIGINT came
 
     def note(self) -> None:
         """From here on they are noted, and do nothing else. In the main thread."""
@@ -33,7 +39,11 @@ class Signals:
         self._before.clear()
 
     def _on(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted > TWICE:
             signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if number == signal.SIGINT and self._interrupted == math.inf:
+            self._interrupted = now
         if self.first is None:
             self.first = signal.Signals(number)

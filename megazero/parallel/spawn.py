@@ -8,6 +8,7 @@ thread of the rank.
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from megazero.parallel.board import DONE, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, stuck
 from megazero.parallel.launch import Place, World, threads_for
 from megazero.parallel.outcome import outcome
-from megazero.parallel.signals import NOTED
+from megazero.parallel.signals import NOTED, TWICE
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
@@ -38,6 +39,8 @@ class _Ranks:
     pids: dict[int, int]
     ended: dict[int, int] = field(default_factory=dict)
     signalled: int | None = None
+    interrupted: float = math.inf  # when the first SIGINT came
+    impatient: bool = False
 
     def look(self) -> None:
         for rank, pid in list(self.pids.items()):
@@ -53,9 +56,12 @@ class _Ranks:
 
     def pass_on(self, number: int, _: object) -> None:
         """A signal to the parent is one to all ranks; the second interruption is for the impatient."""
-        impatient = number == signal.SIGINT and self.signalled == signal.SIGINT
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            self.impatient = now - self.interrupted > TWICE
+            self.interrupted = min(self.interrupted, now)
         self.signalled = number
-        self.send(signal.SIGKILL if impatient else number)
+        self.send(signal.SIGKILL if self.impatient else number)
 
 
 def run_local(
@@ -166,7 +172,9 @@ def _verdict(ranks: _Ranks, board: Board) -> tuple[int, str]:
     failed = sorted(rank for rank in ranks.ended if standings[rank].state != DONE)
     if not failed:
         return max(ranks.ended.values()), ""
-    if ranks.signalled is not None and not any(standings[rank].has_said for rank in failed):
+    if ranks.signalled is not None and (
+        ranks.impatient or {-ranks.signalled, 128 + ranks.signalled} & set(ranks.ended.values())
+    ):
         name = signal.Signals(ranks.signalled).name
         return 128 + ranks.signalled, "interrupted" if ranks.signalled == signal.SIGINT else f"ended by {name}"
     for rank in failed:

@@ -58,7 +58,8 @@ class Saving:
 
     def close(self) -> None:
         self.checkpoints.finish()
-        self.checkpoints.close(tidy=True)
+        self.checkpoints.tidy()
+        self.checkpoints.close()
         if self.grid.world.rank == 0:
             self.lock.release()
 

@@ -151,6 +151,37 @@ def test_another_run_s_folder_or_step(tiny_data: TinyData, uninterrupted, tmp_pa
     assert Store(source / "checkpoints").steps() == list(range(STEPS, 0, -1))
 
 
+def test_a_line_that_begins_elsewhere_can_be_repeated(
+    tiny_data: TinyData, uninterrupted, tmp_path: Path, capsys
+) -> None:
+    """It begins there once, and then goes on in its own folder; another source is another run, and refused."""
+    step = Store(uninterrupted("fp32") / "checkpoints").path(3)
+
+    def line(*overrides: str):
+        return tiny_data.load(tmp_path / "run", *OPTIONS, f"checkpoint.resume={step}", *overrides)
+
+    assert launch(line("run.steps=5"), "small", 1) == 0
+    assert launch(line(), "small", 1) == 0
+    assert f"going on from {Store(tmp_path / 'run/checkpoints').path(5)}" in capsys.readouterr().out
+    assert [row[0] for row in rows(tmp_path / "run")] == [4, 5, 6, 7, 8]
+    other = line("checkpoint.resume=" + str(Store(uninterrupted("fp32") / "checkpoints").path(2)))
+    assert "of a run that did not begin at" in refused(other, 413)
+
+
+def test_a_step_of_another_run_is_saved_here_before_anything_else(
+    tiny_data: TinyData, uninterrupted, tmp_path: Path, capsys
+) -> None:
+    """Where there is nothing left to train, or no time to begin: what is said to go on from is there."""
+    source = uninterrupted("fp32")
+    config = tiny_data.load(tmp_path / "run", *OPTIONS, f"checkpoint.resume={source}")
+    assert launch(config, "small", 1) == 0
+    assert Store(tmp_path / "run/checkpoints").steps() == [STEPS]
+    one, other = (
+        Store(run / "checkpoints").path(STEPS) / "shard_00000.safetensors" for run in (source, tmp_path / "run")
+    )
+    assert one.read_bytes() == other.read_bytes()
+
+
 def refused(config, code: int) -> str:
     with pytest.raises(UserError, match=f"MZ-{code}") as caught:
         launch(config, "small", 1)

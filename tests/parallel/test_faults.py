@@ -148,7 +148,7 @@ def test_second_interruption_does_not_wait():
     pids = pids_of(process, 2)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    time.sleep(0.7)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=START)
     assert (process.returncode, err) == (130, "interrupted\n")
