@@ -186,11 +186,15 @@ def check_space(config: Config, about: About, folder: Path) -> None:
     """Refuses a run whose checkpoints would not fit: it would find out when it has something to lose.
 
     Raises:
-        UserError: 403, there is not room for one, or with several for two.
+        UserError: 403, there is not room for one, or with several for two; 401, the disk does not answer.
     """
     elements = sum(torch.Size(shape).numel() for shape in about.shapes.values())
     one = elements * len(KINDS) * about.dtype.itemsize
-    needed, free = one * (1 if config.checkpoint.every is None else 2), shutil.disk_usage(folder).free
+    needed = one * (1 if config.checkpoint.every is None else 2)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise UserError(401, f"cannot be read: {error.strerror}", "mend that", where=folder) from None
     if free < needed:
         what = (
             f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each), got {free / 1e9:.3g} GB"

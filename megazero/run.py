@@ -192,8 +192,8 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
 
 def _begin_files(config: Config, folder: RunFolder, about: About, found: Manifest | None) -> None:
     """What an earlier job has written beyond the step to go on from is not true any more."""
+    check_space(config, about, folder.checkpoints)
     try:
-        check_space(config, about, folder.checkpoints)
         dump(config, folder.config)
         drop_rows_after(folder.metrics, found.step if found else 0)
     except (OSError, ValueError) as error:

@@ -26,6 +26,7 @@ from megazero.files import temporary_name
 _TOUCH = 2.0  # seconds
 _WATCH = 8.0  # seconds without a touch: the owner is dead
 _LOOKS = 20
+_KEYS = {"word", "host", "kernel", "pid", "born", "since", "job"}
 
 
 class RunLock:
@@ -41,6 +42,7 @@ class RunLock:
             {
                 "word": self.word,
                 "host": socket.gethostname(),
+                "kernel": _kernel(),
                 "pid": os.getpid(),
                 "born": _born(os.getpid()),
                 "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -76,8 +78,14 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """It is still this job's."""
-        owner = _read(self._path)
+        """It is still this job's, as far as can be seen: a disk that does not answer has not shown another's."""
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        owner = _parsed(text)
         return owner is not None and owner["word"] == self.word
 
     def release(self) -> None:
@@ -93,7 +101,7 @@ class RunLock:
         try:
             os.link(temporary, self._path)
         except FileExistsError:
-            return False
+            return self.held  # a network's disk may have linked it and lost the answer
         finally:
             temporary.unlink(missing_ok=True)
         return True
@@ -105,15 +113,18 @@ class RunLock:
 
     def _replace(self, owner: dict[str, Any]) -> bool:
         """Takes a dead owner's lock over, if no other newcomer has done so."""
-        with self._path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _read(self._path) != owner:
-                return False
-            self._write().replace(self._path)
+        try:
+            with self._path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if _read(self._path) != owner:
+                    return False
+                self._write().replace(self._path)
+        except FileNotFoundError:
+            return False
         return True
 
     def _is_dead(self, owner: dict[str, Any]) -> bool:
-        if owner["host"] == socket.gethostname():
+        if (owner["host"], owner["kernel"]) == (socket.gethostname(), _kernel()):
             return _born(owner["pid"]) != owner["born"]
         before, until = _touched(self._path), time.monotonic() + _WATCH
         while time.monotonic() < until:
@@ -141,9 +152,25 @@ def _who(owner: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return _parsed(path.read_text())
+    except OSError:
         return None
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.keys() == _KEYS else None
+
+
+def _kernel() -> str:
+    """Of this boot and this space of process numbers: containers may share a host's name, and not its processes."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _touched(path: Path) -> int:

@@ -129,7 +129,21 @@ def test_of_many_newcomers_one_wins(tmp_path: Path, dead: bool) -> None:
         assert len(list(folder.glob("won_*"))) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "null"])
+def test_another_space_of_processes_is_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with the same name: whether its owner lives, the numbers of processes here do not tell."""
+    monkeypatch.setattr(run_lock, "_TOUCH", 0.05)
+    monkeypatch.setattr(run_lock, "_WATCH", 0.4)
+    owner = RunLock(tmp_path / "lock")
+    owner.take()
+    rewrite(tmp_path / "lock", kernel="elsewhere", pid=2**22 + 1)
+    word = json.loads((tmp_path / "lock").read_text())["word"]
+    assert word == owner.word and owner.held  # it goes on touching
+    with pytest.raises(UserError, match=r"MZ-420"):
+        RunLock(tmp_path / "lock").take()
+    owner._released.set()
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", '{"word": "x"}'])
 def test_what_is_no_lock_of_ours_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
     with pytest.raises(UserError, match=r"MZ-420 .*lock: is no lock of ours, or damaged; remove it"):

@@ -66,15 +66,24 @@ def load_newest(
 
 
 def _attempt(action: Callable[[], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
-    """(its result, "") where it went well on all ranks; else (None, what the first rank that failed says)."""
-    result, fault = None, ""
+    """(its result, "") where it went well on all ranks; else (None, what the first rank that found damage says).
+
+    What is no damage, a disk that does not answer, is no reason to fall back: it is raised.
+    """
+    result, fault, other = None, "", None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
         future = thread.submit(action)
         until_all(world, device, lambda seconds: not wait([future], seconds).not_done)
         try:
             result = future.result()
         except UserError as error:
-            fault = str(error)
+            fault, other = str(error), None if error.code == 410 else error
+
+    def raise_other() -> None:
+        if other is not None:
+            raise other
+
+    agree(world, device, raise_other)
     faults = [text.decode() for text in gather_bytes(fault.encode(), world, "agree", device)]
     first = next((text for text in faults if text), "")
     return (None, first) if first else (result, "")

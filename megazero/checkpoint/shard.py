@@ -5,6 +5,7 @@ code, but a flipped bit in it goes unnoticed. So the writer hashes every block o
 the reader hands out no byte of a block before its hash is the one that the manifest has.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +92,8 @@ class ShardReader:
         bytes_read: from the disk.
 
     Raises:
-        UserError: 410, the file is missing, no plain file, or of another size; on reading, a block is damaged.
+        UserError: 410, the file is missing, no plain file, or of another size; on reading, a block is damaged. 401, the
+            system cannot read it.
     """
 
     def __init__(self, folder: Path, shard: Shard):
@@ -100,6 +102,8 @@ class ShardReader:
         try:
             self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+                raise self._unreadable(error) from None
             raise self._damaged(f"cannot be opened: {error.strerror}") from None
         size = os.fstat(self._handle).st_size
         if size != shard.size:
@@ -126,10 +130,12 @@ class ShardReader:
         if index == self._at:
             return block
         self._at = -1
+        got = 0
         try:
-            got = os.preadv(self._handle, [block], start)
+            while got < len(block) and (read := os.preadv(self._handle, [block[got:]], start + got)):
+                got += read
         except OSError as error:
-            raise self._damaged(f"cannot be read: {error.strerror}") from None
+            raise self._unreadable(error) from None
         self.bytes_read += got
         what = f"block {index} (bytes {start:,} to {start + len(block):,}): expected "
         if got != len(block):
@@ -139,6 +145,10 @@ class ShardReader:
             raise self._damaged(f"{what}xxh3 {expected}, got {found}")
         self._at = index
         return block
+
+    def _unreadable(self, error: OSError) -> UserError:
+        """A fault of the machine, which says nothing of what is on the disk."""
+        return UserError(401, f"cannot be read: {error.strerror}", "mend that, and run again", where=self.path)
 
     def _damaged(self, what: str) -> UserError:
         return UserError(410, what, "restore the file, or resume from another step", where=self.path)
