@@ -79,7 +79,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
         _validation(
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
-        Recorder(_sinks(config, folder, first), _profile(config, folder, first), work, wire.ledger),
+        Recorder(_sinks(config, site, first), _profile(config, folder, first), work, wire.ledger),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
         Stopping(grid.world, device, site.signals, folder.stop, config.run.time_limit),
@@ -143,14 +143,15 @@ def _validation(
     return validation
 
 
-def _sinks(config: Config, folder: RunFolder, first: bool) -> Sinks:
+def _sinks(config: Config, site: Site, first: bool) -> Sinks:
     if not first:
         return Sinks([])
+    folder = site.folder
     sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
     if config.observe.tensorboard:
         sinks.append(TensorboardSink(folder.path / "tensorboard"))
     if config.observe.wandb is not None:
-        sinks.append(WandbSink(config.observe.wandb, folder.path.name, flatten(config), folder.path))
+        sinks.append(WandbSink(config.observe.wandb, folder.path.name, site.job.run, flatten(config), folder.path))
     return Sinks(sinks)
 
 

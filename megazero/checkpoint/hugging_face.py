@@ -203,6 +203,8 @@ def config_from_theirs(theirs: Mapping[str, Any]) -> dict[str, Any]:
     kind = theirs.get("model_type")
     if kind not in _FIXED:
         raise UserError(415, f"model_type {kind}", "gpt2 and llama can be imported")
+    if theirs.get("quantization_config"):
+        raise UserError(415, "quantised weights", "give the model before that")
     for option, allowed in _FIXED[kind].items():
         if theirs.get(option) not in allowed:
             raise UserError(415, f"{option} {theirs[option]}: our models have {allowed[0]}", "nothing to be done")
@@ -235,11 +237,9 @@ def _llama_section(theirs: Mapping[str, Any]) -> dict[str, Any]:
     rope = theirs.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
         raise UserError(415, f"rope_type {rope['rope_type']}: our models have default", "nothing to be done")
-    if (
-        theirs.get("head_dim", theirs["hidden_size"] // theirs["num_attention_heads"]) * theirs["num_attention_heads"]
-        != theirs["hidden_size"]
-    ):
-        raise UserError(415, f"head_dim {theirs['head_dim']}: expected hidden / heads", "nothing to be done")
+    head_dim = theirs.get("head_dim")
+    if head_dim and head_dim * theirs["num_attention_heads"] != theirs["hidden_size"]:
+        raise UserError(415, f"head_dim {head_dim}: expected hidden / heads", "nothing to be done")
     return {
         "layers": theirs["num_hidden_layers"],
         "hidden": theirs["hidden_size"],

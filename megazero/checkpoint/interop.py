@@ -160,7 +160,12 @@ def _ours(link: Link, where: Mapping[str, tuple[Path, str]]) -> Tensor:
     for name in link.theirs:
         path, key = where[name]
         with safe_open(path, framework="pt") as file:
-            theirs.append(file.get_tensor(key).to(torch.float32))
+            tensor = file.get_tensor(key)
+        if tensor.dtype not in NAMES:
+            raise UserError(
+                415, f"{key} is {tensor.dtype}: quantised weights", "give the model before that", where=path
+            )
+        theirs.append(tensor.to(torch.float32))
     return link.to_ours(theirs).contiguous()
 
 

@@ -41,13 +41,14 @@ class WandbSink:
     """Logs rows to the run `name` of `project`, with its files in `folder`/wandb.
 
     Args:
+        run: its id; a run that goes on has the one that it began with.
         config: the resolved config, as plain values.
 
     Raises:
         UserError: MZ-160, the package is not installed.
     """
 
-    def __init__(self, project: str, name: str, config: Mapping[str, Any], folder: Path):
+    def __init__(self, project: str, name: str, run: str, config: Mapping[str, Any], folder: Path):
         spec = importlib.util.find_spec("wandb")
         # A folder "wandb" beside the program, as the library itself makes, is found too, as a package without a file.
         if spec is None or spec.origin is None:
@@ -59,6 +60,7 @@ class WandbSink:
             )
         self._project = project
         self._name = name
+        self._id: str | None = run
         self._config = dict(config)
         self._folder = folder
         self._queue: SimpleQueue[dict[str, Value] | None] = SimpleQueue()
@@ -115,6 +117,7 @@ class WandbSink:
                 return run
             except Exception as error:  # a bad key, a server that hangs after all: as good as none
                 obstacle = f"{host_of(settings.base_url)} refused the run ({type(error).__name__}: {error})"[:120]
+                self._id = None  # the library thinks that it is in use
         run = self._init(wandb, "offline")
         self._warn_sync(obstacle)
         return run
@@ -150,6 +153,8 @@ class WandbSink:
         run = wandb.init(
             project=self._project,
             name=self._name,
+            id=self._id,
+            resume="allow",
             config=self._config,
             dir=str(self._folder),
             settings=wandb.Settings(**known),

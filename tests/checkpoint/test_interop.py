@@ -174,6 +174,7 @@ def refused(capsys, code: int, *line: object) -> str:
         ({"activation_function": "relu"}, "activation_function relu: our models have gelu_new"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ({"n_layer": None}, "n_layer is missing"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
     ],
 )
 def test_a_model_that_is_none_of_ours(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:

@@ -86,7 +86,7 @@ def assert_all_there(found: wandb_file.Recorded) -> None:
 
 def test_offline_by_the_librarys_own_switch_is_silent_and_complete(connect, tmp_path, capfd):
     connect("http://127.0.0.1:1", mode="offline")
-    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -99,7 +99,7 @@ def test_server_that_is_not_there_costs_nothing_but_a_warning(server, connect, t
     with black_hole() as hole:
         connect(closed_port() if server == "closed port" else hole)
         sinks: list[WandbSink] = []
-        start = timed(lambda: sinks.append(WandbSink("megazero", "demo", CONFIG, tmp_path)))
+        start = timed(lambda: sinks.append(WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)))
         until(lambda: (tmp_path / "wandb").exists())
         steps = [timed(lambda row=row: sinks[0].row(row)) for row in ROWS]
         close = timed(sinks[0].close)
@@ -116,7 +116,7 @@ def test_server_that_is_not_there_costs_nothing_but_a_warning(server, connect, t
 def test_run_that_ends_at_once_beside_a_black_hole_keeps_its_rows(connect, tmp_path):
     with black_hole() as hole:
         connect(hole)
-        sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+        sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
         for row in ROWS:
             sink.row(row)
         sink.close()
@@ -126,7 +126,7 @@ def test_run_that_ends_at_once_beside_a_black_hole_keeps_its_rows(connect, tmp_p
 def test_no_key_is_offline_without_a_prompt(connect, tmp_path, capfd):
     server = Server()
     connect(server.url, key="")
-    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -142,7 +142,7 @@ def test_server_that_refuses_the_key(connect, tmp_path, capfd):
     server = Server()
     server.refuses = True
     connect(server.url)
-    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -156,7 +156,7 @@ def test_server_that_refuses_the_key(connect, tmp_path, capfd):
 def test_living_server_gets_every_row(connect, tmp_path, capfd):
     server = Server()
     connect(server.url)
-    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -170,7 +170,7 @@ def test_living_server_gets_every_row(connect, tmp_path, capfd):
 def test_server_that_dies_under_the_run(death, connect, tmp_path, capfd):
     server = Server()
     connect(server.url)
-    sink = WandbSink("megazero", "demo", CONFIG, tmp_path)
+    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
     sink.row(ROWS[0])
     until(lambda: "wandb: http" in capfd.readouterr().err)
     if death == "closes":
@@ -192,4 +192,4 @@ def test_server_that_dies_under_the_run(death, connect, tmp_path, capfd):
 def test_missing_package_names_the_command(spec, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(UserError, match=r"MZ-160.*pip install wandb"):
-        WandbSink("megazero", "demo", CONFIG, tmp_path)
+        WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
