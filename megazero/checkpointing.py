@@ -3,6 +3,7 @@ in the manifest everything that is no tensor. Sees the config, as build.py does.
 """
 
 import logging
+import math
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -50,8 +51,9 @@ def shapes_of(built: Built) -> dict[str, list[int]]:
 
 def holdings_to_save(built: Built, grid: Grid) -> list[Holding]:
     """What only this rank saves: its share of every unit, whatever rests where."""
+    numel = _numel(built)
     return [
-        _holding(built, grid, unit, held(unit.numel, Placement.SHARD, grid.data), once=True)
+        _holding(built, grid, unit, held(unit.numel, Placement.SHARD, grid.data), numel, once=True)
         for unit in built.engine.units
         if not (unit.shared and grid.ends.rank == 1)  # the first rank of the pipeline has it too
     ]
@@ -59,11 +61,15 @@ def holdings_to_save(built: Built, grid: Grid) -> list[Holding]:
 
 def holdings_to_load(built: Built, grid: Grid) -> list[Holding]:
     """What this rank updates; the rest comes from there."""
-    return [_holding(built, grid, unit, unit.shard, once=False) for unit in built.engine.units]
+    numel = _numel(built)
+    return [_holding(built, grid, unit, unit.shard, numel, once=False) for unit in built.engine.units]
 
 
-def _holding(built: Built, grid: Grid, unit: Unit, share: slice, *, once: bool) -> Holding:
-    numel = {name: torch.Size(shape).numel() for name, shape in shapes_of(built).items()}
+def _numel(built: Built) -> dict[str, int]:
+    return {name: math.prod(shape) for name, shape in shapes_of(built).items()}
+
+
+def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[str, int], *, once: bool) -> Holding:
     pieces = tuple(pieces_of(unit.layout, share, numel, grid.tensor, once=once))
     flats = (unit.masters, *built.engine.optimizer.moments[unit])
     within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
@@ -188,7 +194,7 @@ def check_space(config: Config, about: About, folder: Path) -> None:
     Raises:
         UserError: 403, there is not room for one, or with several for two; 401, the disk does not answer.
     """
-    elements = sum(torch.Size(shape).numel() for shape in about.shapes.values())
+    elements = sum(math.prod(shape) for shape in about.shapes.values())
     one = elements * len(KINDS) * about.dtype.itemsize
     needed = one * (1 if config.checkpoint.every is None else 2)
     try:

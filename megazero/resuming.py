@@ -108,7 +108,6 @@ def share(job: Job | None, world: Axis, device: torch.device) -> Job:
 
 def resume(
     job: Job,
-    folder: RunFolder,
     holdings: Sequence[Holding],
     check: Callable[[Manifest, Path], None],
     *,

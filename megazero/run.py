@@ -163,7 +163,6 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     agree(grid.world, device, lambda: _same_kernels(names))
     found = resume(
         site.job,
-        folder,
         holdings,
         lambda manifest, where: check_same(manifest, about, where),
         world=grid.world,

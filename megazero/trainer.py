@@ -214,7 +214,7 @@ class Trainer:
             numbers = Numbers(
                 result.loss.item(), result.grad_norm.item(), pending.lr, result.loss_scale.item(), self.skipped
             )
-            self.recorder.record(pending.step + 1, numbers, valid_loss)
+            self.recorder.record(done, numbers, valid_loss)
 
     def _save(self, done: int) -> None:
         self.now(done, "save")

@@ -93,10 +93,11 @@ def flavour_of(model: Mapping[str, Any]) -> str:
     raise UserError(415, what, "learned + layernorm + gelu is GPT-2, rotary + rmsnorm + swiglu is Llama")
 
 
-def _gpt2(layers: int, heads: Heads) -> Iterator[Link]:
-    def turned(ours: str, theirs: str) -> Link:
-        return Link(ours, (theirs,), lambda t: t[0].T, lambda t: (t.T,))
+def _turned(ours: str, theirs: str) -> Link:
+    return Link(ours, (theirs,), lambda t: t[0].T, lambda t: (t.T,))
 
+
+def _gpt2(layers: int, heads: Heads) -> Iterator[Link]:
     def qkv_weight(ours: str, theirs: str) -> Link:
         return Link(
             ours,
@@ -120,14 +121,11 @@ def _gpt2(layers: int, heads: Heads) -> Iterator[Link]:
             yield Link(f"{new}mlp.down.{part}", (f"{old}mlp.c_proj.{part}",))
         yield qkv_weight(f"{new}attention.qkv.weight", f"{old}attn.c_attn.weight")
         yield qkv_bias(f"{new}attention.qkv.bias", f"{old}attn.c_attn.bias")
-        yield turned(f"{new}mlp.up.weight", f"{old}mlp.c_fc.weight")
+        yield _turned(f"{new}mlp.up.weight", f"{old}mlp.c_fc.weight")
         yield Link(f"{new}mlp.up_bias", (f"{old}mlp.c_fc.bias",))
 
 
 def _llama(layers: int, heads: Heads) -> Iterator[Link]:
-    def turned(ours: str, theirs: str) -> Link:
-        return Link(ours, (theirs,), lambda t: t[0].T, lambda t: (t.T,))
-
     yield Link("head.norm.weight", ("model.norm.weight",))
     for i in range(layers):
         old, new = f"model.layers.{i}.", f"blocks.{i}."
@@ -135,10 +133,10 @@ def _llama(layers: int, heads: Heads) -> Iterator[Link]:
         yield Link(f"{new}mlp_norm.weight", (f"{old}post_attention_layernorm.weight",))
         names = tuple(f"{old}self_attn.{part}_proj.weight" for part in "qkv")
         yield Link(f"{new}attention.qkv.weight", names, lambda t: grouped(t, heads), lambda t: apart(t, heads))
-        yield turned(f"{new}attention.out.weight", f"{old}self_attn.o_proj.weight")
+        yield _turned(f"{new}attention.out.weight", f"{old}self_attn.o_proj.weight")
         yield Link(f"{new}mlp.gate.weight", (f"{old}mlp.gate_proj.weight",))
         yield Link(f"{new}mlp.up.weight", (f"{old}mlp.up_proj.weight",))
-        yield turned(f"{new}mlp.down.weight", f"{old}mlp.down_proj.weight")
+        yield _turned(f"{new}mlp.down.weight", f"{old}mlp.down_proj.weight")
 
 
 def config_to_theirs(model: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from megazero import __version__
 from megazero.checkpoint.hugging_face import Link, config_from_theirs, config_to_theirs, links
-from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import FORMAT, File, Logical, Manifest, shard_name
-from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.save import Holding
-from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, plan_shard, write_shard
+from megazero.checkpoint.shard import BLOCK, NAMES, plan_shard, write_shard
 from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import read_weights
 from megazero.errors import UserError
 from megazero.files import flush_file, flush_folder, replace_file, temporary_name
 
@@ -143,14 +141,9 @@ def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> Iter
 def _theirs(
     source: Path, manifest: Manifest, group: Sequence[Link], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    shapes = {link.ours: manifest.tensors[link.ours].shape for link in group}
-    flat = {
-        name: torch.empty(torch.Size(shape).numel(), dtype=DTYPES[manifest.dtype]) for name, shape in shapes.items()
-    }
-    holdings = [Holding([Piece(name, 0, len(values), 0)], {"weight": values}) for name, values in flat.items()]
-    load_tensors(source, manifest, holdings, rank=0, size=1)
+    weights = read_weights(source, manifest, [link.ours for link in group])
     for link in group:
-        values = link.to_theirs(flat.pop(link.ours).view(shapes[link.ours]))
+        values = link.to_theirs(weights.pop(link.ours))
         for name, value in zip(link.theirs, values, strict=True):
             yield name, value.to(dtype).contiguous()
 

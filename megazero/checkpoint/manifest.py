@@ -7,6 +7,7 @@ it stands for the whole checkpoint.
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,10 +51,7 @@ class Logical(_Part):
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
 
 class Progress(_Part):

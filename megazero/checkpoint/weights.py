@@ -1,6 +1,7 @@
 """Whole weights out of a checkpoint of any grid, for one process: to generate, to export."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def newest_weights(
                 odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
                 what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
                 raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
-            return manifest, _read(store, manifest)
+            return manifest, read_weights(folder, manifest, manifest.tensors)
         except UserError as error:
             if error.code != 410 or step == steps[-1]:
                 raise
@@ -44,9 +45,10 @@ def newest_weights(
     raise UserError(402, "no checkpoint here", "has the run saved one? give --run a run's folder", where=store.folder)
 
 
-def _read(store: Store, manifest: Manifest) -> dict[str, Tensor]:
+def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
+    """Some of a checkpoint's parameters, whole. Raises UserError 410: damaged."""
     dtype = DTYPES[manifest.dtype]
-    flat = {name: torch.empty(logical.numel, dtype=dtype) for name, logical in manifest.tensors.items()}
+    flat = {name: torch.empty(manifest.tensors[name].numel, dtype=dtype) for name in names}
     holdings = [Holding([Piece(name, 0, len(values), 0)], {KINDS[0]: values}) for name, values in flat.items()]
-    load_tensors(store.path(manifest.step), manifest, holdings, rank=0, size=1)
+    load_tensors(folder, manifest, holdings, rank=0, size=1)
     return {name: values.view(manifest.tensors[name].shape) for name, values in flat.items()}

@@ -18,6 +18,7 @@ so that
   grid is read on another by the overlap of intervals.
 """
 
+import math
 from dataclasses import dataclass
 
 # Elements that what decays, what does not, and every shard are made a multiple of. Vectorised kernels treat the last
@@ -37,10 +38,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

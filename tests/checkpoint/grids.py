@@ -12,6 +12,7 @@ from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import KINDS, Manifest, Progress, read_manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import Holding
+from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.checkpointing import About, Identity, Site, about_run, check_same, checkpoints_of, holdings_to_load
 from megazero.data.sampler import index_of, sample_id
@@ -126,16 +127,12 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
     step = store.path(store.steps()[0])
     manifest = read_manifest(step)
     flat: dict[str, dict[str, Tensor]] = {
-        name: {kind: torch.empty(logical.numel, dtype=_dtype(manifest)) for kind in KINDS}
+        name: {kind: torch.empty(logical.numel, dtype=DTYPES[manifest.dtype]) for kind in KINDS}
         for name, logical in manifest.tensors.items()
     }
     holdings = [Holding([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
     load_tensors(step, manifest, holdings, rank=0, size=1)
     return manifest, flat
-
-
-def _dtype(manifest: Manifest) -> torch.dtype:
-    return {"F32": torch.float32, "F64": torch.float64}[manifest.dtype]
 
 
 def options(layout: Layout) -> dict[str, Any]:

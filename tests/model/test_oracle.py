@@ -6,7 +6,8 @@ transformers' Llama computes its norms and rotary angles in fp32 whatever the mo
 for the fp64 comparison those two islands are widened, everything else (attention, rotation, MLP, heads) stays theirs.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -14,13 +15,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from megazero.checkpoint.hugging_face import links
 from megazero.kernels.choice import choose
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape
 from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis, Grid
 from megazero.tolerances import difference
-from tests.model.huggingface import from_gpt2, from_llama
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.ranks import run_ranks
 
@@ -86,18 +87,23 @@ def widen(model: nn.Module) -> None:
 
 
 CASES = {
-    "gpt2": (GPT, their_gpt2, from_gpt2),
-    "llama": (LLAMA, their_llama, from_llama),
-    "llama-tied": (replace(LLAMA, tie_embeddings=True), their_llama, from_llama),
-    "llama-one-kv-head": (replace(LLAMA, kv_heads=1), their_llama, from_llama),
-    "llama-theta": (replace(LLAMA, rope_theta=500000.0, kv_heads=4), their_llama, from_llama),
+    "gpt2": (GPT, their_gpt2),
+    "llama": (LLAMA, their_llama),
+    "llama-tied": (replace(LLAMA, tie_embeddings=True), their_llama),
+    "llama-one-kv-head": (replace(LLAMA, kv_heads=1), their_llama),
+    "llama-theta": (replace(LLAMA, rope_theta=500000.0, kv_heads=4), their_llama),
 }
+
+
+def under_our_names(theirs: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """transformers' weights, or gradients, as an import makes ours of them."""
+    return {link.ours: link.to_ours([theirs[name] for name in link.theirs]) for link in links(asdict(shape))}
 
 
 @cache
 def reference(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
     """transformers' weights under our names, its logits [S, B, V], and its gradients under our names."""
-    shape, build, translate = CASES[case]
+    shape, build = CASES[case]
     torch.manual_seed(0)
     theirs = build(shape).to(dtype)
     if dtype == torch.float64:
@@ -107,8 +113,8 @@ def reference(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor,
     tokens_SB, targets_SB, _ = batch(shape, ROWS)
     logits = theirs(tokens_SB.T).logits
     nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.T.flatten()).backward()
-    weights = translate({n: p.detach() for n, p in theirs.named_parameters()}, shape)
-    gradients = translate({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, shape)
+    weights = under_our_names({n: p.detach() for n, p in theirs.named_parameters()}, shape)
+    gradients = under_our_names({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, shape)
     return weights, logits.detach().transpose(0, 1), gradients
 
 
