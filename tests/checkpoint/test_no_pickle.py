@@ -1,4 +1,6 @@
-"""Nothing is unpickled from training to a sample on another grid: a data file cannot express code."""
+"""Nothing is unpickled from training to a sample on another grid, nor out to transformers' files and in again: a data
+file cannot express code.
+"""
 
 from pathlib import Path
 
@@ -21,7 +23,9 @@ pickle.loads(pickle.dumps(Exception))
 """
 
 
-def test_training_saving_resuming_and_resharding_unpickle_nothing(tiny_data: TinyData, tmp_path: Path) -> None:
+def test_training_saving_resuming_resharding_and_exporting_unpickle_nothing(
+    tiny_data: TinyData, tmp_path: Path
+) -> None:
     """In this process, in forked ranks, and in their threads."""
     train = ["train", "--config", str(tiny_data.config), f"run.dir={tmp_path / 'run'}", "data.valid=0.1"]
     resume = [*train, "checkpoint.resume=auto"]
@@ -30,6 +34,9 @@ def test_training_saving_resuming_and_resharding_unpickle_nothing(tiny_data: Tin
         [*resume, "run.steps=3"],
         [*resume, "run.steps=4", "parallel.tensor=2", "zero.stage=3"],
         ["generate", "--run", str(tmp_path / "run"), "--prompt", "def ", "--tokens", "2"],
+        ["export", "--to", "hf", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "hf")],
+        ["import", "--from", "hf", "--model", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")],
+        [*train, f"run.dir={tmp_path / 'on'}", "run.steps=1", f"checkpoint.resume={tmp_path / 'imported'}"],
     ]
     done = command("-c", WATCH.format(lines=lines, seen=str(tmp_path / "seen")))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,40 @@
+"""SIGKILLs at random moments of saving. `python scripts/chaos.py` has more of them; `make test-all` a thousand."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.chaos import Chance, Tally, storm
+
+
+@pytest.mark.parametrize(
+    ("kills", "ranks", "seed"),
+    [
+        (60, 2, 1),
+        pytest.param(740, 2, 2, marks=pytest.mark.full),
+        pytest.param(150, 1, 3, marks=pytest.mark.full),
+        pytest.param(50, 4, 4, marks=pytest.mark.full),
+    ],
+)
+def test_no_kill_ever_costs_more_than_an_interval(tmp_path: Path, kills: int, ranks: int, seed: int) -> None:
+    tally = storm(tmp_path, kills, ranks, Chance(seed))
+    assert tally.faults == []
+    assert tally.kills == kills and tally.partial > 0, "steps were being written when the kills came"
+    assert tally.steps > 0
+
+
+def test_what_is_lost_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps that say they are whole before they are, and with steps that go, the storm finds faults."""
+    from megazero.checkpoint import store
+
+    commit = store.Store.commit
+
+    def careless(self: store.Store, step: int, manifest: bytes) -> Path:
+        path = commit(self, step, manifest)
+        with next(path.glob("shard_*")).open("r+b") as file:
+            file.write(b"\0" * 16)
+        return path
+
+    monkeypatch.setattr(store.Store, "commit", careless)
+    tally: Tally = storm(tmp_path, 3, 1, Chance(0))
+    assert any("MZ-410" in fault for fault in tally.faults)
