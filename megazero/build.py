@@ -1,10 +1,10 @@
 """From a config to what computes a step on one rank: config -> grid -> model -> units -> stages.
 
-With config.py, pipelining.py and build_run.py this is the only file that sees the config. Every piece below receives
-the plain values it uses, so the order of construction can be read here from top to bottom.
+With config.py, pipelining.py, recomputing.py and build_run.py this is the only file that sees the config. Every piece
+below receives the plain values it uses, so the order of construction can be read here from top to bottom.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ from megazero.errors import UserError
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.parameter import Declaration, declaration_of
 from megazero.model.step import Step
-from megazero.model.transformer import TIED, Shape, Transformer
+from megazero.model.transformer import TIED, Part, Shape, Transformer
 from megazero.parallel.grid import Axis, Grid, data_size, make_grid, single
+from megazero.parallel.host import Host
 from megazero.parallel.launch import World
 from megazero.parallel.pool import Pool
 from megazero.parallel.wire import Wire
@@ -25,6 +26,7 @@ from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
 from megazero.pipelining import Layers, layers_of, lowered
+from megazero.recomputing import recompute
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, UnitLayout, lay_out
 from megazero.zero.optimizer import AdamW
@@ -145,11 +147,13 @@ def build_engine(
     optimizer: Optimizer,
     tokens_per_step: int,
     ops: Operations,
+    replayed: Container[Part] = (),
 ) -> Engine:
     """Units, optimizer state, and the events of a step around the parts of the model that this rank has.
 
     Args:
         stages: of each of this rank's stages the parts of the model's path, in forward order.
+        replayed: parts that run again in their backward.
     """
     on_path = model.units_on_path()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
@@ -172,7 +176,8 @@ def build_engine(
     )
     for parts in stages:
         last = parts.stop == len(model.path)
-        watched = engine.watch([model.path[i] for i in parts], [on_path[i] for i in parts], keep_last=last)
+        own = [model.path[i] for i in parts]
+        watched = engine.watch(own, [on_path[i] for i in parts], keep_last=last, replayed=replayed)
         model.path[parts.start : parts.stop] = watched
     return engine
 
@@ -191,11 +196,17 @@ class Built:
     layers: Layers
 
 
-def build(config: Config, grid: Grid, device: torch.device, ops: Operations) -> Built:
-    """The model that a config asks for, as one rank of a grid has it."""
+def build(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host | None = None) -> Built:
+    """The model that a config asks for, as one rank of a grid has it.
+
+    Args:
+        host: where what is offloaded goes; None: the memory of this machine.
+    """
     layers, precision, spread = layers_of(config), precision_of(config), spread_of(config, grid)
     stages = layers.of_rank(grid.pipeline.rank)
     model = build_model(config, ops, grid.tensor)
+    host = host or Host(device, spread.data.wire.ledger)
+    replayed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,
         list(stages.values()),
@@ -206,6 +217,7 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations) -> 
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
         ops=ops,
+        replayed=replayed,
     )
     each = spread.stage.gradients is Placement.SHARD
     tied = config.model.tie_embeddings

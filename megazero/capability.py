@@ -133,9 +133,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("zero.offload.optimizer", ("none",)),
     Limit("zero.offload.parameters", ("none",)),
     Limit("zero.offload.path", (None,)),
-    Limit("memory.recompute", ("none",)),
-    Limit("memory.partition", (False,)),
-    Limit("memory.offload", (False,)),
     Limit("precision.kernels", ("auto", "fused", "reference")),
 )
 

@@ -21,13 +21,19 @@ from torch import Tensor
 from megazero.build import check_world
 from megazero.capability import broken_exclusions, broken_relations
 from megazero.certified_rank import Results, load_results, train_rank
-from megazero.config import Config
+from megazero.config import Config, Memory, Recompute
 from megazero.config_file import flatten
 from megazero.errors import UserError
 from megazero.parallel.spawn import run_local
 from megazero.tolerances import difference, tolerance_of, weight_differences
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
+RECOMPUTES: tuple[tuple[Recompute, bool], ...] = (
+    ("none", False),
+    ("selective", False),
+    ("full", False),
+    ("full", True),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Layout:
     sequence: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
+    recompute: Recompute = "none"
+    partition: bool = False
 
     @property
     def size(self) -> int:
@@ -50,6 +58,7 @@ class Layout:
         words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
         words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
+        words += [f"recompute-{self.recompute}"] * (self.recompute != "none") + ["Pa"] * self.partition
         return " ".join(words) or "one process"
 
     def of(self, config: Config) -> Config:
@@ -61,6 +70,7 @@ class Layout:
                 "parallel": config.parallel.model_copy(update=parallel),
                 "pipeline": config.pipeline.model_copy(update=pipeline),
                 "zero": config.zero.model_copy(update={"stage": self.stage}),
+                "memory": Memory(recompute=self.recompute, partition=self.partition),
             }
         )
 
@@ -93,10 +103,13 @@ def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
     found = []
     for tensor, pipeline, data in grids:
         stages = range(4) if data > 1 else (1,)  # a stage shares with data ranks
-        for stage, sequence, (schedule, chunks) in product(stages, (False, True), SCHEDULES):
+        choices = product(stages, (False, True), SCHEDULES, RECOMPUTES)
+        for stage, sequence, (schedule, chunks), (recompute, partition) in choices:
             if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
                 continue
-            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks)
+            if partition and (tensor == 1 or sequence):  # it would change nothing
+                continue
+            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks, recompute, partition)
             if _admits(layout.of(config), layout.size):
                 found.append(layout)
     return found
@@ -256,8 +269,9 @@ def _admits(config: Config, size: int) -> bool:
 
 
 def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-    values = [(name, getattr(layout, name)) for name in ("tensor", "pipeline", "data", "stage", "sequence", "schedule")]
-    return set(combinations(values, 2))
+    memory = f"{layout.recompute} {layout.partition}"
+    sizes = [(name, getattr(layout, name)) for name in ("tensor", "pipeline", "data", "stage", "sequence", "schedule")]
+    return set(combinations([*sizes, ("memory", memory)], 2))
 
 
 def _number(value: float) -> str:

@@ -107,11 +107,15 @@ class Zero(Section):
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
 class Memory(Section):
-    recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="Activations recomputed in backward."
+    recompute: Recompute = Field(
+        default="none",
+        description="What is computed again in backward instead of kept: the core of attention (selective), or blocks.",
     )
-    partition: bool = Field(default=False, description="Pa: saved block inputs are split over the tensor axis.")
+    partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
     offload: bool = Field(default=False, description="Pa+cpu: they rest in host memory.")
 
 

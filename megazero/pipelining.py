@@ -8,7 +8,7 @@ from megazero.plan.model import ModelShape
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.lower import add_reductions, add_transfers
-from megazero.schedules.simulate import simulate
+from megazero.schedules.simulate import peak_inputs, simulate
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Layers:
     chunks: int
     rank_of: tuple[int, ...]
     parts: list[range]
+
+    def kept_inputs(self, micro_batches: int) -> list[int]:
+        """Of each stage the most micro-batches whose forward has been and whose input's backward is still to come."""
+        return peak_inputs(make(self.schedule, self.ranks, micro_batches, self.chunks))
 
     def of_rank(self, rank: int) -> dict[int, range]:
         return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}

@@ -16,6 +16,7 @@ from megazero.model.parameter import declaration_of
 from megazero.model.step import Step
 from megazero.model.transformer import Shape, Transformer
 from megazero.parallel.grid import Grid
+from megazero.parallel.host import Host
 from megazero.parallel.wire import BUCKET
 from megazero.pipeline.stage import Stage
 from megazero.zero.engine import StepResult
@@ -44,6 +45,7 @@ class Layout:
         schedule, chunks: of the pipeline.
         bucket: bytes of a communication that may be under way.
         sockets: ranks talk through sockets, as if on different hosts.
+        recompute, partition, offload: of activations; the host is apart, as beside a GPU.
     """
 
     tensor: int = 1
@@ -56,6 +58,9 @@ class Layout:
     pipeline: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
+    recompute: str = "none"
+    partition: bool = False
+    offload: bool = False
 
     @property
     def size(self) -> int:
@@ -68,6 +73,7 @@ class Layout:
             "model": asdict(shape),
             "parallel": {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence},
             "pipeline": {"schedule": self.schedule, "chunks": self.chunks},
+            "memory": {"recompute": self.recompute, "partition": self.partition, "offload": self.offload},
             "zero": {"stage": self.stage, "grad_dtype": "fp32" if wide else "param"},
             "precision": {"dtype": names[precision.parameters]},
             "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
@@ -122,7 +128,8 @@ class Rank:
         self.grid = Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
         self.data, self.tensor = self.grid.data, self.grid.tensor
         self.layout, self.shape = layout, shape
-        self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE)
+        self.host = Host(CPU, wire.ledger, apart=True)
+        self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE, self.host)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
     @property

@@ -116,9 +116,8 @@ ROWS: dict[str, Works | Refused] = {
     "zero.offload.optimizer": Refused("cpu"),
     "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
     "zero.offload.path": Refused("somewhere"),
-    "memory.recompute": Refused("full"),
-    "memory.partition": Refused("true", ("memory.recompute=full",)),
-    "memory.offload": Refused("true", ("memory.recompute=full", "memory.partition=true")),
+    "memory.recompute": Works("full", held),
+    # memory.partition, memory.offload: tests/memory/test_recompute.py
     "precision.dtype": Works("fp64", losses),
     # precision.kernels: test_kernels
     "optimizer.lr": Works("0.01", losses),
@@ -156,6 +155,8 @@ OTHERWISE = {
     "parallel.timeout",
     "precision.kernels",
     "batch.micro",
+    "memory.partition",
+    "memory.offload",
     "run.time_limit",
     "checkpoint.async",
     "checkpoint.resume",

@@ -8,6 +8,8 @@ then its value. A rank of the tensor axis holds whole groups, so its part is one
 gradient of q, k and v is put together by one concatenation.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -47,6 +49,10 @@ class Attention(nn.Module):
     Args:
         rotary: None with learned positions.
         out_std: initial std of the output projection (scaled down with depth as in GPT-2).
+
+    Attributes:
+        core: what lies between the projections. Whoever has something to do around it puts another callable in its
+            place.
     """
 
     def __init__(
@@ -68,9 +74,14 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
         self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region)
         self.rotary = rotary
+        self.core: Callable[[Tensor, Step], Tensor] = self._core
 
     def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
-        q, k, v = self._heads(x_SBD, step)
+        return self.out(self.core(self.qkv(x_SBD), step))
+
+    def _core(self, qkv: Tensor, step: Step) -> Tensor:
+        """From the projection [S, B, G (Q + 2) d] to what the heads have seen, [S, B, H d]."""
+        q, k, v = self._heads(qkv, step)
         a_BHSd = F.scaled_dot_product_attention(
             q,
             k,
@@ -79,12 +90,12 @@ class Attention(nn.Module):
             is_causal=step.attend_B1SS is None,
             enable_gqa=self.queries_per_group > 1,
         )
-        return self.out(rearrange(a_BHSd, "b h s d -> s b (h d)"))
+        return rearrange(a_BHSd, "b h s d -> s b (h d)")
 
-    def _heads(self, x_SBD: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, S, d], k and v [B, G, S, d] (views into one projection where the layout allows it)."""
         per_group = self.queries_per_group
-        qkv = rearrange(self.qkv(x_SBD), "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
+        qkv = rearrange(qkv, "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
         if per_group == 1:
             # unbind's backward is a single stack; split's would be the same with one more reshape
             q, k, v = qkv.unbind(dim=3)

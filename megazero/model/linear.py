@@ -63,9 +63,13 @@ class _RowProduct(torch.autograd.Function):
         bias_O: Tensor | None,
         weight_slot: GradientSlot | None,
         bias_slot: GradientSlot | None,
+        unseen: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_NI, weight_IO)
         ctx.region, ctx.slots, ctx.has_bias = region, (weight_slot, bias_slot), bias_O is not None
+        if unseen:
+            rows = len(x_NI) // (region.axis.size if region.sequence else 1)
+            return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
         partial = _product(x_NI, weight_IO, bias_O if region.axis.rank == 0 else None)
         return region.sum(partial, "forward").wait()
@@ -80,7 +84,7 @@ class _RowProduct(torch.autograd.Function):
         grad_NO = gathering.wait()
         grad_x = grad_NO @ weight_IO.T if ctx.needs_input_grad[0] else None
         grad_weight = deliver_product(weight_slot, x_NI.T, grad_NO)
-        return grad_x, None, grad_weight, grad_bias, None, None
+        return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
 def _product(x_NI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -100,11 +104,17 @@ def column_products(
     return tuple(y_NO.view(-1, *x.shape[1:-1], y_NO.shape[-1]) for y_NO in products)
 
 
-def row_product(x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None) -> Tensor:
-    """sum(x weight) + bias for x of shape [S, ..., I]; returns [S or S / t, ..., O]."""
+def row_product(
+    x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None, *, unseen: bool = False
+) -> Tensor:
+    """sum(x weight) + bias for x of shape [S, ..., I]; returns [S or S / t, ..., O].
+
+    Args:
+        unseen: nobody looks at the result, only at its graph: it is not computed, and nothing is sent.
+    """
     bias_slot = None if bias_O is None else use(bias_O)
     flat = x.reshape(-1, x.shape[-1])
-    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, use(weight_IO), bias_slot)
+    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, use(weight_IO), bias_slot, unseen)
     return y_nO.view(-1, *x.shape[1:-1], y_nO.shape[-1])
 
 
@@ -130,5 +140,5 @@ class RowLinear(nn.Module):
         self.bias = declare((outputs,)) if bias else None
         self.region = region
 
-    def forward(self, x: Tensor) -> Tensor:
-        return row_product(x, self.region, self.weight, self.bias)
+    def forward(self, x: Tensor, *, unseen: bool = False) -> Tensor:
+        return row_product(x, self.region, self.weight, self.bias, unseen=unseen)

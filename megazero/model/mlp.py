@@ -1,6 +1,7 @@
 """The feed-forward part of a block: GELU (GPT) or SwiGLU (Llama).
 
-Gate and up are two parameters, so that each is split over the tensor axis by whole rows.
+Gate and up are two parameters, so that each is split over the tensor axis by whole rows. The last product is a block's
+last, so where nobody looks at the block's output it is left out.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear, column_products
 from megazero.model.parameter import GradientSlot, declare, deliver, use
+from megazero.model.step import Step
 from megazero.parallel.regions import Region
 
 
@@ -41,9 +43,9 @@ class GeluMlp(nn.Module):
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
         self.ops = ops
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
         slot = None if self.up_bias is None else use(self.up_bias)
-        return self.down(_BiasGelu.apply(self.up(x_SBD), self.up_bias, self.ops, slot))
+        return self.down(_BiasGelu.apply(self.up(x_SBD), self.up_bias, self.ops, slot), unseen=step.replay)
 
 
 class SwigluMlp(nn.Module):
@@ -55,10 +57,10 @@ class SwigluMlp(nn.Module):
         self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
 
-    def forward(self, x_SBD: Tensor) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
         gate, up = self.gate, self.up
         gate_SBF, up_SBF = column_products(x_SBD, gate.region, (gate.weight, gate.bias), (up.weight, up.bias))
-        return self.down(reference.swiglu(gate_SBF, up_SBF))
+        return self.down(reference.swiglu(gate_SBF, up_SBF), unseen=step.replay)
 
 
 def make_mlp(

@@ -22,6 +22,8 @@ class Step:
         positions_SB: int64 positions of each token in its document, None when they are 0..S-1 for every sample.
         attend_B1SS: bool, True where query (row) may see key (column); None for plain causal attention.
         training: dropout acts only when True.
+        replay: a part has run before on the same input, and now only its backward is wanted: nobody looks at what it
+            returns, so whatever nothing else depends on may be left out.
     """
 
     step: int
@@ -30,6 +32,7 @@ class Step:
     positions_SB: Tensor | None = None
     attend_B1SS: Tensor | None = None
     training: bool = True
+    replay: bool = False
 
     def within_documents(self, positions_SB: Tensor, documents_SB: Tensor) -> Self:
         """The same step with attention and positions confined to documents (`data.mask_eod`).
@@ -46,6 +49,10 @@ class Step:
     def evaluation(self) -> Self:
         """The same step with dropout off."""
         return replace(self, training=False)
+
+    def replayed(self) -> Self:
+        """The same step for a part whose output nobody will look at."""
+        return replace(self, replay=True)
 
     def positions_S(self, length: int) -> Tensor:
         """int64 positions in the sequence of the `length` tokens of the residual stream that this rank holds."""

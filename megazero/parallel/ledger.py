@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+HOST = "host"  # the way between a rank's device and its host's memory, told like an axis
+
 
 @dataclass
 class Sent:
@@ -70,8 +72,9 @@ class Ledger:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes over all axes and purposes."""
-        return sum(sent.bytes_sent for purposes in self.traffic.values() for sent in purposes.values())
+        """Bytes to other ranks, over all axes and purposes."""
+        axes = (purposes for axis, purposes in self.traffic.items() if axis != HOST)
+        return sum(sent.bytes_sent for purposes in axes for sent in purposes.values())
 
     def traffic_as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
         """The contract's `traffic` object."""

@@ -1,7 +1,8 @@
 """One stage of the model as its rank runs it: forward of a micro-batch, and later its backward, whole or in two parts.
 
-Between the two a stage keeps its input and the place in autograd's graph where backward begins; its output is the next
-stage's. The last stage's output are the token losses, and its backward begins at their sum.
+Between the two a stage keeps the place in autograd's graph where backward begins; its output is the next stage's, and
+its input is kept by whatever needs it. The last stage's output are the token losses, and its backward begins at their
+sum.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,23 @@ class Passes(Protocol):
     def finish_reduction(self) -> None: ...
 
 
+class _Input(torch.autograd.Function):
+    """The identity at a stage's beginning, where the gradient that backward leaves is what the stage before waits for.
+
+    A leaf would be kept until then. `root` has no elements, and makes the graph begin here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, root: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.arrived.append(grads[0])
+        return None, None, None
+
+
 class Stage:
     """
     Args:
@@ -40,18 +58,22 @@ class Stage:
 
     def __init__(self, index: int, run: Run, passes: Passes, loss: Callable[[Tensor, Feed], Tensor] | None):
         self.index, self.run, self.passes, self.loss = index, run, passes, loss
-        self._live: dict[int, tuple[Tensor | None, Tensor | GradientEdge]] = {}
+        # Of each micro-batch: where the input's gradient will be, None in the first stage; where backward begins.
+        self._live: dict[int, tuple[list[Tensor] | None, Tensor | GradientEdge]] = {}
+        self._root = torch.empty(0, requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None, feed: Feed) -> Tensor:
         """The output, without its graph."""
         if not torch.is_grad_enabled():
             return self.run(x, feed)
         self.passes.forward(micro_batch)
+        arrived: list[Tensor] | None = None
         if x is not None:
-            x.requires_grad_()
+            arrived = []
+            x = _Input.apply(x, self._root, arrived)
         y = self.run(x, feed)
         # The output itself need not be kept, only where it came from.
-        self._live[micro_batch] = x, get_gradient_edge(y) if self.loss is None else self.loss(y, feed)
+        self._live[micro_batch] = arrived, get_gradient_edge(y) if self.loss is None else self.loss(y, feed)
         return y.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None, *, reduce: bool) -> Tensor | None:
@@ -61,15 +83,15 @@ class Stage:
             gradient: of its output; None in the last stage.
             reduce: it is followed by a reduction of the gradients.
         """
-        x, begin = self._begin(micro_batch, gradient)
+        arrived, begin = self._begin(micro_batch, gradient)
         self.passes.backward(micro_batch, begin, reduce=reduce)
-        return self._gradient(x)
+        return self._gradient(arrived)
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """The same without the weights' gradients, which `backward_weight` computes later."""
-        x, begin = self._begin(micro_batch, gradient)
+        arrived, begin = self._begin(micro_batch, gradient)
         self.passes.backward_input(micro_batch, begin)
-        return self._gradient(x)
+        return self._gradient(arrived)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool) -> None:
         self.passes.backward_weight(micro_batch, reduce=reduce)
@@ -81,13 +103,12 @@ class Stage:
         """Nothing is under way."""
         self._live.clear()
 
-    def _begin(self, micro_batch: int, gradient: Tensor | None) -> tuple[Tensor | None, Callable[[], None]]:
-        x, root = self._live.pop(micro_batch)
-        return x, lambda: torch.autograd.backward(root, gradient)
+    def _begin(self, micro_batch: int, gradient: Tensor | None) -> tuple[list[Tensor] | None, Callable[[], None]]:
+        arrived, root = self._live.pop(micro_batch)
+        return arrived, lambda: torch.autograd.backward(root, gradient)
 
-    def _gradient(self, x: Tensor | None) -> Tensor | None:
-        if x is None:
+    def _gradient(self, arrived: list[Tensor] | None) -> Tensor | None:
+        if arrived is None:
             return None
-        gradient, x.grad = x.grad, None
-        assert gradient is not None, f"the input of stage {self.index} has no gradient"
-        return gradient
+        assert len(arrived) == 1, f"the input of stage {self.index} has no gradient"
+        return arrived[0]

@@ -128,6 +128,17 @@ def peak_live(schedule: Schedule) -> list[int]:
     return peaks
 
 
+def peak_inputs(schedule: Schedule) -> list[int]:
+    """Of each stage the most micro-batches between its forward and the backward of its input: inputs that are kept
+    for a forward that is computed again there.
+    """
+    live, most = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for action in (action for actions in schedule.ranks for action in actions):
+        live[action.stage] += {F: 1, B: -1, I: -1}.get(action.kind, 0)
+        most[action.stage] = max(most[action.stage], live[action.stage])
+    return most
+
+
 def timetable(timeline: Timeline, culprits: Mapping[int, Action] | None = None) -> str:
     """A line for each rank, a column for each unit of time; >action< marks what a rank never began."""
     step = min((t.end - t.start for rank in timeline.ranks for t in rank if t.end > t.start), default=1)

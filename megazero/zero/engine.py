@@ -17,7 +17,7 @@ the host reads it later (`StepResult`). Once loss or norm were not finite the fl
 happen before the host has noticed; only with a loss scale (fp16) it is an ordinary event, and training goes on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,14 +115,18 @@ class Engine:
             taken.update(names)
             yield Passes([self._units[name] for name in names], Reduction(own, self.spread, device), self.presence)
 
-    def watch(self, parts: Sequence[Part], names: Sequence[list[str]], *, keep_last: bool) -> list[Part]:
+    def watch(
+        self, parts: Sequence[Part], names: Sequence[list[str]], *, keep_last: bool, replayed: Container[Part] = ()
+    ) -> list[Part]:
         """The parts of one stage, each with what has to be done around it.
 
         Args:
             names: of the units that each uses.
             keep_last: the last one's backward follows its forward, so its parameters stay.
+            replayed: parts that run again in their backward.
         """
-        return watch(parts, [[self._units[name] for name in of_part] for of_part in names], self.presence, keep_last)
+        units = [[self._units[name] for name in of_part] for of_part in names]
+        return watch(parts, units, self.presence, keep_last=keep_last, replayed=replayed)
 
     def begin_step(self) -> None:
         """What was gathered before is past."""

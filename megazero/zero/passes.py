@@ -33,8 +33,7 @@ class Passes:
 
     def forward(self, micro_batch: int) -> None:
         """What is computed from here on, until the next call, belongs to this micro-batch (counted from 0)."""
-        for unit in self.units:
-            unit.visits.forward = micro_batch
+        self._enter(micro_batch)
 
     def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool) -> None:
         """Gradients of the units are computed; where they have gathered enough, they begin to be reduced.
@@ -51,6 +50,7 @@ class Passes:
     def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None:
         """Gradients of the units are only noted."""
         noted = self._noted[micro_batch] = deque()
+        self._enter(micro_batch)
         for unit in self.units:
             unit.visits.noted = noted
         begin()
@@ -71,7 +71,10 @@ class Passes:
         """Reduced gradients are where the optimizer state is."""
         self.reduction.finish()
 
-    def _deliver(self, micro_batch: int, reduce: bool) -> None:
+    def _enter(self, micro_batch: int) -> None:
         for unit in self.units:
-            unit.visits.backward = micro_batch
+            unit.visits.micro_batch = micro_batch
+
+    def _deliver(self, micro_batch: int, reduce: bool) -> None:
+        self._enter(micro_batch)
         self.reduction.begin_backward(reduce=reduce)

@@ -10,7 +10,7 @@ import torch
 
 from megazero.parallel.collectives import MOST_LYING, Pending, start_all_gather_in_place
 from megazero.parallel.grid import Axis
-from megazero.zero.streams import SideStream
+from megazero.parallel.streams import SideStream
 from megazero.zero.unit import Unit
 
 

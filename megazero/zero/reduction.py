@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from megazero.parallel.collectives import Pending, done, start_all_reduce, start_reduce_scatter
+from megazero.parallel.streams import SideStream
 from megazero.zero.placement import Placement, Spread
-from megazero.zero.streams import SideStream
 from megazero.zero.unit import Unit
 
 _UNDER_WAY = 1  # reductions that may be begun and not finished

@@ -42,7 +42,7 @@ class Visits:
     """The visits of one unit.
 
     Attributes:
-        forward, backward: the micro-batches whose uses are announced and whose gradients are delivered now.
+        micro_batch: whose uses are announced, or whose gradients are delivered, now.
         on_complete: called when the last gradient of a visit has arrived.
         noted: where deliveries are put instead of being made, while backward computes the gradient of the input only.
     """
@@ -50,20 +50,20 @@ class Visits:
     def __init__(self, unit: str):
         self._unit = unit
         self._visits: dict[int, Visit] = {}
-        self.forward = self.backward = 0
+        self.micro_batch = 0
         self.on_complete: Callable[[], object] = lambda: None
         self.noted: deque[Callable[[], None]] | None = None
 
     def expect(self, parameter: str) -> None:
         """A use of a parameter in forward, or in a forward that is computed again."""
-        visit = self._visits.setdefault(self.forward, Visit())
+        visit = self._visits.setdefault(self.micro_batch, Visit())
         assert visit.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", visit)
         visit.due[parameter] += 1
         visit.left += 1
 
     def delivered(self, parameter: str) -> None:
         """A gradient has been added to what was there."""
-        visit = self._visits.get(self.backward)
+        visit = self._visits.get(self.micro_batch)
         assert visit is not None and visit.due[parameter] > 0, self._wrong(parameter, "has a gradient", visit)
         visit.phase = Phase.BACKWARD
         visit.due[parameter] -= 1
@@ -74,12 +74,12 @@ class Visits:
 
     def missing(self) -> list[str]:
         """Parameters whose announced gradients have not all arrived in the backward that runs or has run."""
-        visit = self._visits.get(self.backward)
+        visit = self._visits.get(self.micro_batch)
         return [] if visit is None else sorted(+visit.due)
 
     def end(self) -> None:
         """The backward of a micro-batch is over."""
-        self._visits.pop(self.backward, None)
+        self._visits.pop(self.micro_batch, None)
 
     def clear(self) -> None:
         """Nothing is under way: a forward that never had a backward does not count."""
@@ -87,7 +87,7 @@ class Visits:
 
     def _wrong(self, parameter: str, event: str, visit: Visit | None) -> str:
         state = "was never begun" if visit is None else visit.phase.value
-        return f"{parameter} {event} in micro-batch {self.backward} of unit {self._unit}, of which {state}"
+        return f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, of which {state}"
 
 
 class Owner(Protocol):

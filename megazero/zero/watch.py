@@ -9,10 +9,10 @@
 The two backward events of a part are identity functions of autograd around it. What a part saves for its backward of a
 sharded unit's parameters is replaced by (unit, interval), by torch's saved_tensors_hooks, and taken from wherever the
 unit's parameters are when it is needed: buffers rotate. A unit of which a part saved nothing (the embedding's table)
-is not gathered for its backward.
+is not gathered for its backward. A part that is replayed in its backward saves nothing before, and needs all it has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -46,7 +46,7 @@ class _Call:
 
     Attributes:
         before: the run of the part before it in the same forward.
-        needed: the units of which it saved parameters.
+        needed: the units of which it saved parameters, or will.
     """
 
     presence: Presence
@@ -98,10 +98,11 @@ class Watched:
     Args:
         part: called with what comes from the part before, and whatever else it takes.
         units: that it uses.
+        replayed: it runs again in its backward, and needs all of them then.
     """
 
-    def __init__(self, part: Part, units: list[Unit], presence: Presence):
-        self.part, self.units, self._presence = part, units, presence
+    def __init__(self, part: Part, units: list[Unit], presence: Presence, *, replayed: bool):
+        self.part, self.units, self._presence, self._replayed = part, units, presence, replayed
         self.before: Watched | None = None
         self.after: Watched | None = None
         self.keep = False
@@ -118,7 +119,8 @@ class Watched:
         return y
 
     def _with_backward(self, x: Tensor, circumstances: Sequence[Any], next_ones: list[Unit]) -> Tensor:
-        self._call = call = _Call(self._presence, self.units, self.before._call if self.before is not None else None)
+        before = self.before._call if self.before is not None else None
+        self._call = call = _Call(self._presence, self.units, before, list(self.units) if self._replayed else [])
         if x.is_floating_point():
             x = _Boundary.apply(x, call.post_backward)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
@@ -131,9 +133,22 @@ class Watched:
         self._presence.release([unit for unit in self.units if unit not in next_ones])
 
 
-def watch(parts: Sequence[Part], units: Sequence[list[Unit]], presence: Presence, keep_last: bool) -> list[Part]:
-    """The same parts, each with the units that it uses; the last one's stay after a forward that has a backward."""
-    watched = [Watched(part, of_part, presence) for part, of_part in zip(parts, units, strict=True)]
+def watch(
+    parts: Sequence[Part],
+    units: Sequence[list[Unit]],
+    presence: Presence,
+    *,
+    keep_last: bool,
+    replayed: Container[Part],
+) -> list[Part]:
+    """The same parts, each with the units that it uses; the last one's stay after a forward that has a backward.
+
+    Args:
+        replayed: parts that run again in their backward.
+    """
+    watched = [
+        Watched(part, of_part, presence, replayed=part in replayed) for part, of_part in zip(parts, units, strict=True)
+    ]
     for first, second in pairwise(watched):
         first.after, second.before = second, first
     watched[-1].keep = keep_last

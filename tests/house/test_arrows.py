@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "validation",
     },
     "pipelining": {"config", "pipeline.split", "plan", "schedules"},
+    "recomputing": {"config", "memory", "model", "parallel", "pipelining"},
     "explain": {"config", "config_file", "capability", "plan"},
     "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "observe", "run_folder"},
     "transformers_files": {"build", "checkpoint", "config", "config_file", "run_folder"},

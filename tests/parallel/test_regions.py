@@ -12,6 +12,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.model.linear import column_products, row_product
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.parameter import declaration_of
+from megazero.model.step import Step
 from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis, Grid
 from megazero.parallel.regions import Region, leave
@@ -87,7 +88,7 @@ def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
     for parameter in list(mlp.parameters()):
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
     x = torch.ones(S // grid.tensor.size if sequence else S, B, D, requires_grad=True)
-    mlp(x).sum().backward()
+    mlp(x, Step(0, torch.arange(B))).sum().backward()
     return {purpose: sent["elements"] for purpose, sent in grid.tensor.wire.ledger.traffic_as_dict()["tensor"].items()}
 
 

@@ -84,7 +84,7 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
             twin.zero_grad(set_to_none=True)
             for micro in range(2):
                 for unit in units:
-                    unit.visits.forward = unit.visits.backward = 2 * step + micro
+                    unit.visits.micro_batch = 2 * step + micro
                 each = batch(shape, 2, seed=10 * step + micro)
                 model.losses(*each, step_of(2, micro)).sum().backward()
                 twin.losses(*each, step_of(2, micro)).sum().backward()

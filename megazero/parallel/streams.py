@@ -1,4 +1,4 @@
-"""Communication beside computation on a GPU; on a CPU, nothing.
+"""Communication and copies beside computation on a GPU; on a CPU, nothing.
 
 What a rank sends depends on what has been computed, and what it computes next on what it has received. On a GPU both
 are queues of work, and this keeps them in order without the host ever waiting: work queued `aside` begins after all
@@ -22,6 +22,11 @@ class SideStream:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
+
+    def keep(self, x: torch.Tensor) -> None:
+        """The memory of x is not used for anything else before what is queued aside now has been done."""
+        if self._stream is not None:
+            x.record_stream(self._stream)
 
     def join(self) -> None:
         """What is queued from here on comes after everything queued aside."""

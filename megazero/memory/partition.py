@@ -1,0 +1,77 @@
+"""Kept inputs are split over the tensor axis (Pa, the ZeRO paper's section 6.1), and on the host if asked (Pa+cpu).
+
+The ranks of the tensor axis compute the same residual stream, and would all keep it. Instead each keeps one of `size`
+equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, beside the 2 n
+(t - 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is nothing to
+gather, and the host is all that is left to do.
+
+Inputs are needed in the reverse order in which they were kept, so when one is asked for the one before it is begun: it
+comes from the host, and from the other ranks, while the block behind it is being computed. Two whole inputs are there
+at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from megazero.memory.arena import Arena
+from megazero.parallel.collectives import Pending, start_all_gather_in_place
+from megazero.parallel.grid import Axis
+from megazero.parallel.pool import Pool
+from megazero.parallel.streams import SideStream
+
+
+class Parts:
+    """Keeps this rank's part of every input.
+
+    Args:
+        arena: of parts.
+        axis: whose ranks have the other parts; of size 1 the part is the whole.
+        pool: for whole inputs.
+    """
+
+    def __init__(self, arena: Arena, axis: Axis, pool: Pool, device: torch.device):
+        self.arena, self.axis, self.pool, self.stream = arena, axis, pool, SideStream(device)
+        self._last: _Part | None = None
+
+    def keep(self, x: Tensor) -> "_Part":
+        part = x.detach().reshape(-1).chunk(self.axis.size)[self.axis.rank]
+        self._last = _Part(self, self.arena.put(part), x.shape, self._last)
+        return self._last
+
+
+class _Part:
+    """One input. `before` is the one that was kept before it: by the block before it, or for another micro-batch, whose
+    backward has been if micro-batches go through backward in their order.
+    """
+
+    def __init__(self, shelf: Parts, slot: Tensor, shape: torch.Size, before: "_Part | None"):
+        self._shelf, self._slot, self._shape, self._before = shelf, slot, shape, before
+        self._coming: tuple[Tensor, Pending] | None = None
+
+    def start(self) -> None:
+        """It will be needed soon."""
+        shelf = self._shelf
+        if self._slot is None:
+            return
+        whole = shelf.pool.take(self._shape.numel())
+        with shelf.stream.aside():
+            shelf.arena.fetch(self._slot, whole.chunk(shelf.axis.size)[shelf.axis.rank])
+            self._coming = whole, start_all_gather_in_place(whole, shelf.axis, "inputs")
+        self._slot = None
+
+    def restore(self) -> Tensor:
+        self.start()
+        assert self._coming is not None
+        whole, pending = self._coming
+        with self._shelf.stream.aside():
+            pending.wait()
+        self._shelf.stream.join()
+        if self._before is not None:
+            self._before.start()
+            self._before = None
+        return whole.view(self._shape)
+
+    def free(self) -> None:
+        assert self._coming is not None
+        self._shelf.pool.give(self._coming[0])
+        self._coming = None

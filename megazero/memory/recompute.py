@@ -1,0 +1,102 @@
+"""Activations that are not kept but computed again when backward needs them (Chen et al. 2016, arXiv 1604.06174).
+
+A recomputed part of the model runs forward without a graph, and only its input is kept, however a `Shelf` does that. In
+backward the part runs once more on that input, now with a graph, and backward goes through it at once. What a part does
+depends on its input and its circumstances alone (dropout masks are functions of names), so it does the same again.
+
+The second time nobody looks at what the part returns, only at its graph: `replayed` circumstances say so, and a block
+leaves its last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that
+the ZeRO paper counts (section 8: two forward, two again, two backward) one is gone.
+
+The two grains of `memory.recompute`: *full* wraps whole blocks; *selective* wraps the core of attention, everything
+between the projections (Korthikanti et al. 2022, arXiv 2205.05198, section 5), whose input is kept where it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+class Circumstances(Protocol):
+    """What a part is told beside its input."""
+
+    def replayed(self) -> Self:
+        """The same for a part whose output nobody will look at."""
+        ...
+
+
+class Kept(Protocol):
+    """A part's input, between forward and backward."""
+
+    def restore(self) -> Tensor:
+        """The input, good until `free`."""
+        ...
+
+    def free(self) -> None:
+        """It is not needed any more."""
+        ...
+
+
+class Shelf(Protocol):
+    """How inputs are kept."""
+
+    def keep(self, x: Tensor) -> Kept: ...
+
+
+class Here:
+    """Keeps a tensor by not letting go of it."""
+
+    def __init__(self, x: Tensor):
+        self._x = x
+
+    @classmethod
+    def keep(cls, x: Tensor) -> "Here":
+        return cls(x)
+
+    def restore(self) -> Tensor:
+        return self._x
+
+    def free(self) -> None:
+        del self._x
+
+
+Part = Callable[[Tensor, Any], Tensor]
+
+
+class Recomputed:
+    """A part of the model whose backward runs it again.
+
+    Args:
+        part: returns a new tensor; called with an input that has a gradient, and its circumstances.
+        shelf: where its input is kept.
+    """
+
+    def __init__(self, part: Part, shelf: Shelf | type[Here]):
+        self._part, self._shelf = part, shelf
+
+    def __call__(self, x: Tensor, circumstances: Circumstances) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._part(x, circumstances)
+        return _Replay.apply(x, self._part, self._shelf, circumstances)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part, shelf: Shelf, circumstances: Circumstances) -> Tensor:
+        ctx.part, ctx.circumstances = part, circumstances
+        y = part(x, circumstances)
+        ctx.kept = shelf.keep(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept: Kept = ctx.kept
+        x = kept.restore().detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.part(x, ctx.circumstances.replayed())
+        torch.autograd.backward(y, grads[0])
+        kept.free()
+        del ctx.kept
+        return x.grad, None, None, None
