@@ -4,6 +4,7 @@ With config.py, pipelining.py, recomputing.py and build_run.py this is the only 
 below receives the plain values it uses, so the order of construction can be read here from top to bottom.
 """
 
+import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from megazero.config import Config, Optimizer
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.errors import UserError
+from megazero.kernels.choice import for_host
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.parameter import Declaration, declaration_of
 from megazero.model.step import Step
@@ -29,6 +31,7 @@ from megazero.pipelining import Layers, layers_of, lowered
 from megazero.recomputing import recompute
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, UnitLayout, lay_out
+from megazero.zero.offload import Offload
 from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import STAGES, Placement, Precision, Spread
 from megazero.zero.unit import Unit
@@ -44,6 +47,7 @@ class Feed:
     now: Step
 
 
+_LOG = logging.getLogger("megazero")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -109,8 +113,27 @@ def spread_of(config: Config, grid: Grid) -> Spread:
     return Spread(grid.data, grid.tensor, config.parallel.sequence, stage, grid.pipeline, grid.ends)
 
 
+def offload_of(config: Config, host: Host) -> Offload | None:
+    """What of the optimizer and the parameters rests on the host."""
+    asked = config.zero.offload
+    offload = Offload(host, asked.optimizer == "cpu", asked.parameters == "cpu")
+    if not (offload.optimizer or offload.parameters):
+        return None
+    if not host.apart:
+        _LOG.info("zero.offload changes nothing: on a CPU the host's memory is the device's")
+        return None
+    return offload
+
+
 def build_units(
-    model: Transformer, names: Collection[str], *, seed: int, spread: Spread, precision: Precision, device: torch.device
+    model: Transformer,
+    names: Collection[str],
+    *,
+    seed: int,
+    spread: Spread,
+    precision: Precision,
+    device: torch.device,
+    offload: Offload | None = None,
 ) -> list[Unit]:
     """Gives each of the named units of the model memory for what of it rests on this rank, and initial values.
 
@@ -124,7 +147,8 @@ def build_units(
             continue
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
         shared = name == TIED and spread.ends.size > 1
-        unit = Unit(layout_of(name, declarations), spread, precision, device, (whole, partial), shared=shared)
+        layout = layout_of(name, declarations)
+        unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared)
         unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         unit.adopt(dict(members))
         units.append(unit)
@@ -148,21 +172,25 @@ def build_engine(
     tokens_per_step: int,
     ops: Operations,
     replayed: Container[Part] = (),
+    offload: Offload | None = None,
 ) -> Engine:
     """Units, optimizer state, and the events of a step around the parts of the model that this rank has.
 
     Args:
         stages: of each of this rank's stages the parts of the model's path, in forward order.
+        ops: the kernels to use, where the update is.
         replayed: parts that run again in their backward.
+        offload: what rests on the host; None: nothing.
     """
     on_path = model.units_on_path()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
-    units = build_units(model, names, seed=seed, spread=spread, precision=precision, device=device)
+    units = build_units(model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload)
+    there = "host_" if offload is not None and offload.optimizer else ""
     o, wire = optimizer, spread.data.wire
     adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket)
-    wire.ledger.hold("optimizer", adam.nbytes)
-    wire.ledger.hold("staging", adam.staging_bytes)
+    wire.ledger.hold(f"{there}optimizer", adam.nbytes)
+    wire.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
         used,
         units,
@@ -173,6 +201,7 @@ def build_engine(
         spread=spread,
         scaling=precision.parameters == torch.float16,
         ops=ops,
+        host=offload.host if offload is not None and offload.optimizer else None,
     )
     for parts in stages:
         last = parts.stop == len(model.path)
@@ -206,6 +235,7 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations, hos
     stages = layers.of_rank(grid.pipeline.rank)
     model = build_model(config, ops, grid.tensor)
     host = host or Host(device, spread.data.wire.ledger)
+    offload = offload_of(config, host)
     replayed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,
@@ -216,8 +246,9 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations, hos
         device=device,
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
-        ops=ops,
+        ops=for_host(ops, precision.masters) if offload is not None and offload.optimizer else ops,
         replayed=replayed,
+        offload=offload,
     )
     each = spread.stage.gradients is Placement.SHARD
     tied = config.model.tie_embeddings

@@ -130,8 +130,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 
 # An option that is missing here works; so does a value that is listed.
 LIMITS: tuple[Limit, ...] = (
-    Limit("zero.offload.optimizer", ("none",)),
-    Limit("zero.offload.parameters", ("none",)),
+    Limit("zero.offload.optimizer", ("none", "cpu")),
+    Limit("zero.offload.parameters", ("none", "cpu")),
     Limit("zero.offload.path", (None,)),
     Limit("precision.kernels", ("auto", "fused", "reference")),
 )

@@ -111,7 +111,7 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
 def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """This tensor rank's part of the reduced gradients, from wherever they rest."""
     for unit in engine.units:
-        own = unit.own_gradients
+        own = unit.reduced_gradients
         flat = own if len(own) == unit.numel else all_gather(own.contiguous(), engine.spread.data, "examination")
         for interval in unit.layout.intervals:
             yield interval.name, flat[interval.start : interval.stop].view(interval.shape)

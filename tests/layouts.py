@@ -46,6 +46,7 @@ class Layout:
         bucket: bytes of a communication that may be under way.
         sockets: ranks talk through sockets, as if on different hosts.
         recompute, partition, offload: of activations; the host is apart, as beside a GPU.
+        offload_optimizer, offload_parameters: to the host too.
     """
 
     tensor: int = 1
@@ -61,6 +62,8 @@ class Layout:
     recompute: str = "none"
     partition: bool = False
     offload: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
 
     @property
     def size(self) -> int:
@@ -74,7 +77,14 @@ class Layout:
             "parallel": {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence},
             "pipeline": {"schedule": self.schedule, "chunks": self.chunks},
             "memory": {"recompute": self.recompute, "partition": self.partition, "offload": self.offload},
-            "zero": {"stage": self.stage, "grad_dtype": "fp32" if wide else "param"},
+            "zero": {
+                "stage": self.stage,
+                "grad_dtype": "fp32" if wide else "param",
+                "offload": {
+                    "optimizer": "cpu" if self.offload_optimizer else "none",
+                    "parameters": "cpu" if self.offload_parameters else "none",
+                },
+            },
             "precision": {"dtype": names[precision.parameters]},
             "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
             "batch": {"global": GLOBAL_BATCH, "micro": self.micro},

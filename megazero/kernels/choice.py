@@ -17,6 +17,11 @@ from megazero.kernels.operations import REFERENCE, Operations
 _LOG = logging.getLogger("megazero")
 
 
+def for_host(ops: Operations, dtype: torch.dtype) -> Operations:
+    """The same choice for what the host computes beside a GPU: an update."""
+    return choose("reference" if ops.name == "reference" else "auto", torch.device("cpu"), dtype)
+
+
 def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operations:
     """The operations for a run on `device` with parameters of `dtype`.
 

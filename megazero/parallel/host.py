@@ -33,6 +33,10 @@ class Host:
         self._ledger.hold(f"host_{category}", memory.nbytes)
         return memory
 
+    def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
+        """The same, flat, with zeros in it."""
+        return self.empty([numel], dtype, category).zero_()
+
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Copies from the device to the host. `x` may be let go of at once, but not be written to before `join`."""
         self._ledger.add(HOST, f"{purpose} out", x.numel(), x.element_size())
@@ -46,3 +50,15 @@ class Host:
         with self._stream.aside():
             into.copy_(x, non_blocking=True)
         self._stream.join()
+
+    def join(self) -> None:
+        """What is queued from here on comes after all that was sent: it may be written to."""
+        self._stream.join()
+
+    def settle(self) -> None:
+        """Waits until all that was sent is here."""
+        self._stream.wait()
+
+    def read(self, *scalars: Tensor) -> list[Tensor]:
+        """Small tensors of the device, for the host to compute with; waits for them."""
+        return [scalar.cpu() for scalar in scalars]

@@ -28,6 +28,11 @@ class SideStream:
         if self._stream is not None:
             x.record_stream(self._stream)
 
+    def wait(self) -> None:
+        """The host waits until everything queued aside has been done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def join(self) -> None:
         """What is queued from here on comes after everything queued aside."""
         if self._stream is not None:

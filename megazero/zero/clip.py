@@ -38,6 +38,7 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, spread: Spre
     total = squares[0]
     for shard in squares[1:]:
         total = total + shard
+    total = total.to(places.device)  # gradients may be on the host
     if sharded:
         total = all_reduce(total, spread.data, "norm")
     everywhere = total.new_zeros(num_units)
@@ -49,7 +50,7 @@ def _squares(units: list[Unit], part: int, parts: int, ops: Operations, *, with_
     """fp64 [units]: of one of `parts` parts of what this rank updates of each, with or without what is tail there."""
     squares = []
     for unit in units:
-        gradients = unit.own_gradients.chunk(parts)[part]
+        gradients = unit.reduced_gradients.chunk(parts)[part]
         if with_tail:
             squares.append(ops.sum_of_squares(gradients))
             continue

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megazero.kernels.operations import Operations
 from megazero.parallel.collectives import all_reduce, start_all_reduce
+from megazero.parallel.host import Host
 from megazero.zero.clip import clip_factor, unit_squares
 from megazero.zero.optimizer import AdamW
 from megazero.zero.passes import Passes
@@ -71,7 +72,8 @@ class Engine:
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
         spread: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
-        ops: the kernels to use.
+        ops: the kernels to use, where the update is.
+        host: where the update is; None: on the device.
 
     Attributes:
         passes: of each stage of this rank.
@@ -89,10 +91,12 @@ class Engine:
         spread: Spread,
         scaling: bool,
         ops: Operations,
+        host: Host | None = None,
     ):
+        self._host = host
         self.units, self.optimizer, self.spread, self.ops = units, optimizer, spread, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
-        device = units[0].parameters.device
+        device = units[0].device
         self.presence = Presence(spread.data, device)
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
@@ -134,8 +138,7 @@ class Engine:
         for passes in self.passes:
             passes.clear()
         for unit in self.units:
-            unit.visits.clear()
-            unit.forget_gradients()
+            unit.begin_step()
 
     def loss(self, losses_SB: Tensor, valid_SB: Tensor) -> Tensor:
         """Adds one micro-batch's token losses (0 where not valid) to the step's; what its backward begins at."""
@@ -147,12 +150,15 @@ class Engine:
         """Sums the reduced gradients of what the first and the last stage share, once a step."""
         for unit in self.units:
             if unit.shared:
-                all_reduce(unit.own_gradients, self.spread.ends, "tied")
+                reduced = unit.take_reduced(0)
+                unit.put_reduced(0, all_reduce(reduced, self.spread.ends, "tied"))
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
         spread = self.spread
         self._complete_tails()
+        if self._host is not None:
+            self._host.settle()
         squares = unit_squares(self._counted, self._places, self._num_units, spread, self.ops)
         totals = all_reduce(all_reduce(self._totals, spread.data, "loss"), spread.pipeline, "loss")
         loss_sum, valid = totals.unbind()
@@ -167,6 +173,8 @@ class Engine:
         skipped = self._halted | empty | ~finite
         self.loss_scale.update(finite, counts=~empty)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
+        if self._host is not None:  # which does the update
+            scale, skip = self._host.read(scale, skip)
         for unit in self.units:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
             self.presence.publish(unit)
@@ -231,11 +239,12 @@ class Engine:
             return
         under_way = []
         for unit in reversed(self.units):
-            tail = unit.own_gradients[max(0, unit.layout.tail - unit.shard.start) :]
-            if len(tail):
-                under_way.append(start_all_reduce(tail, self.spread.tensor, "tail"))
-        for pending in under_way:
-            pending.wait()
+            first = max(0, unit.layout.tail - unit.shard.start)
+            if first < len(unit.masters):
+                pending = start_all_reduce(unit.take_reduced(first), self.spread.tensor, "tail")
+                under_way.append((unit, first, pending))
+        for unit, first, pending in under_way:
+            unit.put_reduced(first, pending.wait())
 
 
 def _not_finite(unit: Unit) -> list[str]:

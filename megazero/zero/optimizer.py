@@ -52,7 +52,7 @@ class AdamW:
             piece.where.stop - piece.where.start
             for unit, pieces in self._pieces.items()
             for piece in pieces
-            if unit.own_gradients.dtype != unit.masters.dtype
+            if unit.reduced_gradients.dtype != unit.masters.dtype
         ]
         some = units[0].masters
         self._staging = torch.empty(max(widened, default=0), dtype=some.dtype, device=some.device)
@@ -82,7 +82,7 @@ class AdamW:
         if unit.masters.dtype == torch.float64:
             # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
             # A skipped step's scale may be infinite, and padding has to stay zero.
-            unit.own_gradients.mul_(torch.where(skip > 0, 0.0, scale))
+            unit.reduced_gradients.mul_(torch.where(skip > 0, 0.0, scale))
         else:
             divide_by = scale.reciprocal().to(torch.float32)
         for piece in self._pieces[unit]:
@@ -107,7 +107,7 @@ class AdamW:
 
     def _gradients(self, unit: Unit, where: slice) -> Tensor:
         """In the masters' precision."""
-        gradients = unit.own_gradients[where]
+        gradients = unit.reduced_gradients[where]
         if gradients.dtype == unit.masters.dtype:
             return gradients
         return self._staging[: len(gradients)].copy_(gradients)
@@ -117,7 +117,7 @@ def _pieces(unit: Unit, weight_decay: float, bucket: int) -> list[_Piece]:
     """The decayed part of a unit's shard, then the rest; cut where gradients have to be widened."""
     start, stop = unit.shard.start, unit.shard.stop
     border = min(max(unit.layout.decayed, start), stop)
-    whole = unit.own_gradients.dtype == unit.masters.dtype
+    whole = unit.reduced_gradients.dtype == unit.masters.dtype
     longest = unit.numel if whole else max(bucket // unit.masters.element_size() // 16 * 16, 16)
     pieces = []
     for first, last, decay in ((start, border, weight_decay), (border, stop, 0.0)):

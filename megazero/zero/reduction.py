@@ -84,6 +84,8 @@ class Reduction:
                 with self._stream.aside():
                     pending.wait()
                 self._stream.join()
+            if self.inspect is None:
+                unit.park()
             if not unit.gradients_rest_whole:
                 unit.drop_gradients()
 
@@ -100,4 +102,5 @@ class Reduction:
             return done(partial)
         if self._spread.stage.optimizer is Placement.REPLICATE:
             return start_all_reduce(partial, data, "gradients")
+        unit.open_share(accumulate=accumulate)
         return start_reduce_scatter(partial, data, "gradients", out=unit.own_gradients, accumulate=accumulate)

@@ -19,7 +19,8 @@ def resting_table(units: list[Unit], spread: Spread) -> str:
         ("gradients", stage.gradients),
         ("optimizer", stage.optimizer),
     ):
-        size = held[name].now
-        share = _WORDS[placement].format(size=spread.data.size)
-        lines.append(f"  {name:<11} {share:>5}  {size / 1e6:>10,.1f} MB  {size / parameters:>6.2f} bytes per parameter")
+        here, there = (held[category].now if category in held else 0 for category in (name, f"host_{name}"))
+        size, share = here + there, _WORDS[placement].format(size=spread.data.size)
+        line = f"  {name:<11} {share:>5}  {size / 1e6:>10,.1f} MB  {size / parameters:>6.2f} bytes per parameter"
+        lines.append(line + (f", {there / 1e6:,.1f} MB of it on the host" if there else ""))
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """One unit: what of its parameters and gradients rests on this rank, and the model's parameters as views of it.
 
-Whatever rests is allocated once and kept for the whole run, each kind in one flat buffer:
+Whatever rests is allocated once and kept for the whole run, each kind in one flat buffer, on the device or on the host
+(`offload.py`):
 
     parameters   all, or this rank's shard, in the precision that forward and backward compute with
     gradients    all, or this rank's shard
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from megazero.parallel.pool import Pool
 from megazero.zero.layout import Interval, UnitLayout
-from megazero.zero.placement import Precision, Spread, held
+from megazero.zero.offload import Offload, Parked
+from megazero.zero.placement import Placement, Precision, Spread, held
 from megazero.zero.visit import GradientView, Visits
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
@@ -32,8 +34,9 @@ class Unit:
         layout: who lies where.
         spread: the ranks that share it, and what rests where.
         precision: dtypes.
-        device: of everything.
+        device: of everything that computes.
         pools: for whole parameters and whole gradients.
+        offload: what rests on the host; None: nothing.
         shared: the first and the last stage of a pipeline both have it, on different ranks.
 
     Attributes:
@@ -50,29 +53,46 @@ class Unit:
         precision: Precision,
         device: torch.device,
         pools: tuple[Pool, Pool],
+        offload: Offload | None = None,
         *,
         shared: bool = False,
     ):
-        self.layout, self._pools = layout, pools
-        self.shared = shared
+        self.layout, self._pools, self._offload = layout, pools, offload
+        self.device, self.shared = device, shared
         stage, data, ledger = spread.stage, spread.data, spread.data.wire.ledger
+        updates_there = offload is not None and offload.optimizer
+        rests_there = offload is not None and offload.parameters
         self.numel = layout.padded(data.size)
         self.shard = held(self.numel, stage.optimizer, data)
         resting = held(self.numel, stage.parameters, data)
         self._first = resting.start
 
-        def zeros(elements: slice, dtype: torch.dtype, category: str) -> Tensor:
-            flat = torch.zeros(elements.stop - elements.start, dtype=dtype, device=device)
+        def zeros(elements: slice, dtype: torch.dtype, category: str, there: bool = False) -> Tensor:
+            numel = elements.stop - elements.start
+            if there and offload is not None:
+                return offload.host.zeros(numel, dtype, category)
+            flat = torch.zeros(numel, dtype=dtype, device=device)
             ledger.hold(category, flat.nbytes)
             return flat
 
-        self.parameters = zeros(resting, precision.parameters, "parameters")
-        self.gradients = zeros(held(self.numel, stage.gradients, data), precision.gradients, "gradients")
+        self.parameters = zeros(resting, precision.parameters, "parameters", rests_there)
         self.masters = self.own_parameters
-        if precision.masters != precision.parameters:
-            self.masters = zeros(self.shard, precision.masters, "optimizer")
-        self.whole: Tensor | None = self.parameters if len(self.parameters) == self.numel else None
+        if precision.masters != precision.parameters or updates_there != rests_there:
+            self.masters = zeros(self.shard, precision.masters, "optimizer", updates_there)
+        self.parked = None
+        if offload is not None and offload.optimizer:
+            self.parked = Parked(offload.host, len(self.masters), precision.gradients)
+        parks = updates_there and stage.gradients is Placement.SHARD
+        resting_gradients = slice(0, 0) if parks else held(self.numel, stage.gradients, data)
+        self.gradients = zeros(resting_gradients, precision.gradients, "gradients")
+        # Updated parameters on their way from the host, in the precision that the device wants.
+        self._departing = self.masters
+        if updates_there and not rests_there and precision.masters != precision.parameters:
+            self._departing = zeros(self.shard, precision.parameters, "parameters", there=True)
+        # A stage 3 shard on the host that is the whole, with one data rank, still has to come.
+        self.whole: Tensor | None = None if rests_there or len(self.parameters) < self.numel else self.parameters
         self.partial: Tensor | None = self.gradients if self.gradients_rest_whole else None
+        self._share: Tensor | None = None
         self.visits = Visits(layout.name)
         self.views = {i.name: GradientView(self, i.name) for i in layout.intervals}
         self._members: list[tuple[Interval, nn.Parameter]] = []
@@ -82,10 +102,13 @@ class Unit:
 
     @property
     def parameters_rest_whole(self) -> bool:
-        return len(self.parameters) == self.numel
+        """On the device."""
+        there = self._offload is not None and self._offload.parameters
+        return len(self.parameters) == self.numel and not there
 
     @property
     def gradients_rest_whole(self) -> bool:
+        """On the device."""
         return len(self.gradients) == self.numel
 
     @property
@@ -95,8 +118,19 @@ class Unit:
 
     @property
     def own_gradients(self) -> Tensor:
-        """Where the reduced gradients of what this rank updates end up."""
-        return self.gradients[self.shard] if self.gradients_rest_whole else self.gradients
+        """Where the reduced gradients of what this rank updates end up on the device."""
+        if self.gradients_rest_whole:
+            return self.gradients[self.shard]
+        if len(self.gradients):
+            return self.gradients
+        share = self._share if self._share is not None else self.partial
+        assert share is not None, f"the gradients of unit {self.layout.name} are on the host"
+        return share
+
+    @property
+    def reduced_gradients(self) -> Tensor:
+        """The same where the update finds them, at the end of a step: on the device or on the host."""
+        return self.own_gradients if self.parked is None else self.parked.gradients
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
         """Writes initial values of what rests here; `initial(name, start, stop)` gives an interval of one parameter."""
@@ -111,7 +145,7 @@ class Unit:
                     self.masters.dtype
                 )  # rounded as an update rounds, so that a skipped one changes nothing
                 _write(values, start, self.parameters, self._first)
-                if self.masters.dtype != self.parameters.dtype:
+                if self.masters.data_ptr() != self.own_parameters.data_ptr():
                     _write(values, start, self.masters, self.shard.start)
 
     def adopt(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -127,7 +161,10 @@ class Unit:
     def borrow(self) -> Tensor:
         """A buffer for all parameters, with this rank's own in their place."""
         whole = self._pools[0].take(self.numel)
-        whole[self.shard].copy_(self.parameters)
+        if self._offload is not None and self._offload.parameters:
+            self._offload.host.bring(self.parameters, whole[self.shard], "parameters")
+        else:
+            whole[self.shard].copy_(self.parameters)
         return whole
 
     def attach(self, whole: Tensor) -> None:
@@ -148,15 +185,64 @@ class Unit:
 
     def publish(self) -> None:
         """Forward and backward see the updated masters."""
-        if self.masters.dtype != self.parameters.dtype:
-            self.own_parameters.copy_(self.masters)
+        offload, own = self._offload, self.own_parameters
+        if own.data_ptr() == self.masters.data_ptr():
+            return
+        if offload is None or offload.optimizer == offload.parameters:
+            own.copy_(self.masters)
+        elif offload.optimizer:
+            if self._departing is not self.masters:
+                self._departing.copy_(self.masters)
+            offload.host.bring(self._departing, own, "parameters")
+        else:
+            offload.host.send(self.masters.to(own.dtype), own, "parameters")
 
     def open_gradients(self) -> None:
         """Makes sure that there is a place for gradients of all parameters."""
-        if self.partial is None:
-            self.partial = self._pools[1].take(self.numel)
+        if self.partial is not None:
+            return
+        self.partial = self._pools[1].take(self.numel)
+        self._show_gradients()
+        if self._offload is not None:
+            self._offload.host.join()  # what was here may still be on its way to the host
+        if self.parked is not None and self.parked.begun and len(self.masters) == self.numel:
+            self.parked.bring(self.partial)  # with one data rank gradients gather here, and nowhere else
+            for view in self.views.values():
+                view.fresh = False
+        else:
             self._clear_padding(self.partial)
-            self._show_gradients()
+
+    def open_share(self, *, accumulate: bool) -> None:
+        """Makes sure that there is a place for the reduced gradients, with what has gathered of them if asked for."""
+        if self.gradients_rest_whole or len(self.gradients):
+            return
+        assert self._offload is not None and self.parked is not None
+        self._share = self._pools[1].take(len(self.masters))
+        self._offload.host.join()
+        if accumulate:
+            self.parked.bring(self._share)
+
+    def park(self) -> None:
+        """The gradients have been reduced: they go to where the update is."""
+        if self.parked is not None:
+            self.parked.send(self.own_gradients)
+        if self._share is not None:
+            self._pools[1].give(self._share)
+            self._share = None
+
+    def take_reduced(self, first: int) -> Tensor:
+        """Reduced gradients of elements [first, ...) of the shard, on the device; `put_reduced` has to follow."""
+        if self.parked is None:
+            return self.own_gradients[first:]
+        reduced = self._pools[1].take(len(self.masters) - first)
+        self.parked.bring(reduced, first)
+        return reduced
+
+    def put_reduced(self, first: int, reduced: Tensor) -> None:
+        """What has become of them."""
+        if self.parked is not None:
+            self.parked.send(reduced, first)
+            self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
         """A parameter that no delivery has reached has a zero gradient, not what the memory held before."""
@@ -170,6 +256,13 @@ class Unit:
             self._pools[1].give(self.partial)
             self.partial = None
         self.forget_gradients()
+
+    def begin_step(self) -> None:
+        """What gradients there are belong to a step that is past."""
+        self.visits.clear()
+        self.forget_gradients()
+        if self.parked is not None:
+            self.parked.begun = False
 
     def forget_gradients(self) -> None:
         """The next delivery to each parameter is the first."""

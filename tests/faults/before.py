@@ -19,8 +19,8 @@ usage("sizes that do not divide", "MZ-106 …model.hidden % model.heads == 0 is 
 usage("an override without a value", "MZ-108 …", "run.steps")
 usage(
     "what is not built yet",
-    "MZ-109: zero.offload.optimizer = cpu is not built yet; today it must be none",
-    "zero.offload.optimizer=cpu",
+    "MZ-109: zero.offload.optimizer = nvme is not built yet; today it must be none or cpu",
+    "zero.offload.optimizer=nvme",
 )
 usage(
     "more ranks than the batch divides",

@@ -1,0 +1,54 @@
+"""What of a unit rests on the host (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840; stage 3 parameters: Rajbhandari et
+al. 2021, ZeRO-Infinity, arXiv 2104.07857).
+
+    zero.offload.optimizer     masters and moments, updated by the host; and, where they rest sharded, gradients
+    zero.offload.parameters    the shards of stage 3
+
+The reduced gradients of a unit are sent to the host while backward computes those of the unit before; with several
+micro-batches what has gathered comes back for the next one to be added, so sums are taken where and in the order in
+which they always are. After the update each unit's parameters are sent to the device while the host updates the next
+unit. Nothing of this changes a bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.parallel.host import Host
+
+
+@dataclass(frozen=True, eq=False)
+class Offload:
+    """
+    Attributes:
+        host: where to; apart from the device.
+        optimizer, parameters: what.
+    """
+
+    host: Host
+    optimizer: bool
+    parameters: bool
+
+
+class Parked:
+    """The reduced gradients of one unit's shard, on the host between the reductions of a step and its update.
+
+    Attributes:
+        gradients: flat.
+        begun: they hold something of this step.
+    """
+
+    def __init__(self, host: Host, numel: int, dtype: torch.dtype):
+        self._host = host
+        self.gradients = host.zeros(numel, dtype, "gradients")
+        self.begun = False
+
+    def send(self, reduced: Tensor, at: int = 0) -> None:
+        """From the device, to elements [at, ...)."""
+        self._host.send(reduced, self.gradients[at : at + len(reduced)], "gradients")
+        self.begun = True
+
+    def bring(self, into: Tensor, at: int = 0) -> None:
+        """To the device."""
+        self._host.bring(self.gradients[at : at + len(into)], into, "gradients")

@@ -1,0 +1,124 @@
+"""Optimizer state, gradients and shards on the host: the same bits, other places, and what is sent to and fro."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.parallel.grid import Grid
+from megazero.zero.placement import Precision
+from megazero.zero.resting import resting_table
+from tests.layouts import SHAPES, Layout, Rank, equal, ids, pairwise, train
+from tests.ranks import run_ranks
+
+DTYPES = {
+    "fp32": Precision(),
+    "fp64": Precision(torch.float64, torch.float64),
+    "bf16": Precision(torch.bfloat16, torch.float32),
+    "bf16-param": Precision(torch.bfloat16, torch.bfloat16),
+    "fp16": Precision(torch.float16, torch.float32),
+}
+WHAT = {"optimizer": (True, False), "parameters": (False, True), "both": (True, True)}
+CASES = [
+    (flavour, dtype, grid, accumulation, stage, what)
+    for flavour in ("deep", "deep-untied")
+    for dtype in DTYPES
+    for grid in ("1", "dp2", "tp2 sequence", "tp2 dp2 sequence", "pp2 dp2", "pp2 zb-v")
+    for accumulation in (1, 4)
+    for stage in (1, 2, 3)
+    for what in WHAT
+    if stage == 3 or what == "optimizer"
+]
+COVER = pairwise(CASES)
+
+
+def layout_of(grid: str, accumulation: int, stage: int) -> Layout:
+    words = grid.split()
+    sizes = {word[:2]: int(word[2:]) for word in words if word[:2] in ("tp", "dp", "pp")}
+    layout = Layout(sizes.get("tp", 1), sizes.get("dp", 1), "sequence" in words, accumulation, stage)
+    layout = replace(layout, pipeline=sizes.get("pp", 1))
+    return replace(layout, schedule="zb-v", chunks=2) if "zb-v" in words else layout
+
+
+def check(flavour: str, dtype: str, grid: str, accumulation: int, stage: int, what: str) -> None:
+    layout = layout_of(grid, accumulation, stage)
+    optimizer, parameters = WHAT[what]
+    there = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
+    equal(train(there, flavour, DTYPES[dtype]), train(layout, flavour, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("case", COVER, ids=ids(COVER))
+def test_it_changes_no_bit(case: tuple) -> None:
+    check(*case)
+
+
+REST = [case for case in CASES if case not in COVER]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", REST, ids=ids(REST))
+def test_it_changes_no_bit_anywhere(case: tuple) -> None:
+    check(*case)
+
+
+def tell(grid: Grid, layout: Layout, precision: Precision) -> tuple[dict[str, int], dict[str, int], int, str]:
+    """Bytes held; elements sent to and fro in the second step; elements of this rank's units; the table of a run."""
+    rank = Rank(grid, layout, SHAPES["deep"], precision)
+    ledger = grid.world.wire.ledger
+    rank.step(0)
+    before = {what: sent.elements for what, sent in ledger.traffic["host"].items()}
+    rank.step(1)
+    sent = {what: sent.elements - before[what] for what, sent in ledger.traffic["host"].items()}
+    held = {category: held.now for category, held in ledger.bytes.items()}
+    table = resting_table(rank.engine.units, rank.engine.spread)
+    return held, sent, sum(unit.numel for unit in rank.engine.units), table
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-param"])
+@pytest.mark.parametrize(("stage", "what"), [(1, "optimizer"), (2, "optimizer"), *((3, what) for what in WHAT)])
+@pytest.mark.parametrize("data", [1, 2])
+def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, what: str) -> None:
+    """To the byte. With 2-byte parameters: on the host K = 12 of optimizer state, the reduced gradients, and the
+    updated parameters on their way; on the device the parameters, and in stage 1 gradients that gather.
+    """
+    optimizer, parameters = WHAT[what]
+    accumulation, precision = 2, DTYPES[dtype]
+    layout = Layout(1, data, accumulation=accumulation, stage=stage)
+    layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
+    wide, narrow, gradient = 4, precision.parameters.itemsize, precision.gradients.itemsize
+    for held, sent, numel, table in run_ranks(data, tell, layout, precision):
+        shard = numel // data
+        masters = 0 if narrow == wide and optimizer == parameters else wide * shard
+        state = masters + 2 * wide * shard
+        departing = narrow * shard if optimizer and not parameters and narrow != wide else 0
+        resting = narrow * (shard if stage == 3 else numel)
+        gathering = gradient * (numel if stage == 1 else shard)
+        assert held.get("host_optimizer", 0) == (state if optimizer else 0)
+        assert held.get("optimizer", 0) == (0 if optimizer else state)
+        assert held.get("host_gradients", 0) == (gradient * shard if optimizer else 0)
+        assert held.get("gradients", 0) == (gathering if stage == 1 or not optimizer else 0)
+        assert held.get("host_parameters", 0) == (resting if parameters else departing)
+        assert held.get("parameters", 0) == (0 if parameters else resting)
+        reductions = accumulation if stage > 1 else 1
+        assert sent.get("gradients out", 0) == (reductions * shard if optimizer else 0)
+        assert sent.get("gradients back", 0) == ((reductions - 1) * shard if optimizer else 0)
+        if optimizer and not parameters:
+            assert sent["parameters back"] == shard  # updated ones
+        if parameters:
+            assert sent.get("parameters out", 0) == (0 if optimizer else shard)
+            assert sent["parameters back"] >= accumulation * shard  # for every forward and backward that needs them
+        assert "on the host" in table
+
+
+def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    from megazero.build import build
+    from megazero.kernels.operations import REFERENCE
+    from megazero.parallel.grid import single
+    from tests.layouts import CPU
+
+    layout = replace(Layout(stage=3), offload_optimizer=True, offload_parameters=True)
+    grid = single()
+    with caplog.at_level("INFO", logger="megazero"):
+        build(layout.config(SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
+    assert "zero.offload changes nothing: on a CPU the host's memory is the device's" in caplog.text
+    assert not any(category.startswith("host_") for category in grid.world.wire.ledger.bytes)
