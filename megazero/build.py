@@ -188,7 +188,7 @@ def build_engine(
     units = build_units(model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload)
     there = "host_" if offload is not None and offload.optimizer else ""
     o, wire = optimizer, spread.data.wire
-    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket)
+    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket, ops=ops)
     wire.ledger.hold(f"{there}optimizer", adam.nbytes)
     wire.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(

@@ -315,7 +315,8 @@ def test_kernels(tiny_data: TinyData, tmp_path: Path, caplog: pytest.LogCaptureF
 
     assert chosen("precision.kernels=reference") == "kernels: reference (asked for)"
     assert "asked for" not in chosen("precision.kernels=auto")
-    assert chosen("precision.dtype=fp64").startswith("kernels: reference (fused kernels exist for fp32 on the CPU")
+    assert chosen("precision.dtype=fp64").startswith("kernels: reference (fused kernels exist for fp32 and 16 bits on")
+    assert "asked for" not in chosen("precision.dtype=bf16")
     with pytest.raises(UserError, match=r"MZ-114 precision.kernels=fused: .*float64"):
         chosen("precision.kernels=fused", "precision.dtype=fp64")
     with pytest.raises(FaultList, match=r"precision.kernels = apex is not built yet"):

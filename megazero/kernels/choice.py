@@ -1,8 +1,8 @@
 """Which implementation a run uses: `precision.kernels` auto | fused | reference.
 
 Decided once from the declared device and dtype, never from a tensor, and said once in the log. `auto` takes fused
-kernels where they exist and can be built (today: fp32 on the CPU, with g++), and the reference otherwise; `fused`
-insists.
+kernels where they exist and can be built (today: on the CPU, with g++; in 16 bits that of the update only), and the
+reference otherwise; `fused` insists.
 """
 
 import logging
@@ -30,11 +30,11 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operati
     """
     chosen, reason = REFERENCE, "asked for"
     if preference in ("auto", "fused"):
-        if device.type != "cpu" or dtype != torch.float32:
-            reason = f"fused kernels exist for fp32 on the CPU, not for {dtype} on {device.type}"
+        if device.type != "cpu" or dtype == torch.float64:
+            reason = f"fused kernels exist for fp32 and 16 bits on the CPU, not for {dtype} on {device.type}"
         else:
             try:
-                chosen, reason = cpu.fused_operations(), "built with g++"
+                chosen, reason = cpu.fused_operations(dtype), "built with g++"
             except BuildError as error:
                 reason = str(error)
     if preference == "fused" and chosen is REFERENCE:

@@ -13,8 +13,8 @@ _SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
 _BLOCK = 1 << 16  # kBlock of the source: elements of one partial sum
 
 
-def fused_operations() -> Operations:
-    """Builds the library (once per machine and torch version) and loads it.
+def fused_operations(dtype: torch.dtype) -> Operations:
+    """Builds the library (once per machine and torch version) and loads it; for parameters of `dtype`, fp32 or 16 bits.
 
     Raises:
         BuildError: no compiler, it failed, or its library cannot be loaded.
@@ -24,7 +24,9 @@ def fused_operations() -> Operations:
         torch.ops.load_library(library)
     except OSError as error:  # a cache on a file system that forbids execution, say
         raise BuildError(f"{library} cannot be loaded: {error.__cause__ or error}") from None
-    return Operations("fused", bias_gelu, bias_gelu_backward, sum_of_squares)
+    if dtype == torch.float32:
+        return Operations("fused", bias_gelu, bias_gelu_backward, sum_of_squares, adamw_)
+    return Operations("fused", reference.bias_gelu, reference.bias_gelu_backward, sum_of_squares, adamw_)
 
 
 def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
@@ -39,7 +41,29 @@ def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> 
     return torch.ops.megazero_cpu.bias_gelu_backward(grad_NF, x_NF, bias_F)
 
 
+def adamw_(
+    masters: Tensor,
+    gradients: Tensor,
+    first: Tensor,
+    second: Tensor,
+    published: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    divide_by: Tensor,
+    skip: Tensor,
+) -> None:
+    torch.ops.megazero_cpu.adamw_(
+        masters, gradients, first, second, published, step, divide_by, skip, lr, *betas, eps, weight_decay
+    )
+
+
 def sum_of_squares(flat: Tensor) -> Tensor:
+    if flat.dtype != torch.float32:
+        return reference.sum_of_squares(flat)
     partial = torch.empty(-(-len(flat) // _BLOCK), dtype=torch.float64)
     torch.ops.megazero_cpu.block_squares(flat, partial)
     return partial.sum()

@@ -18,12 +18,15 @@ class Operations:
 
     Attributes:
         name: "reference" or "fused", for the log.
+        adamw_: the update of fp32 masters and moments that publishes 16-bit parameters; None: torch's own fused kernel,
+            and a copy. All other updates are torch's.
     """
 
     name: str
     bias_gelu: Callable[[Tensor, Tensor | None], Tensor]
     bias_gelu_backward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     sum_of_squares: Callable[[Tensor], Tensor]
+    adamw_: Callable[..., None] | None = None
 
 
 REFERENCE = Operations("reference", reference.bias_gelu, reference.bias_gelu_backward, reference.sum_of_squares)

@@ -5,6 +5,8 @@ their layers in `model/`, because what becomes of a parameter's gradient is the 
 (sequence x batch), D hidden, F feed-forward, V vocabulary (this rank's part of it).
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -127,6 +129,42 @@ def cross_entropy_backward_(exponentials_NV: Tensor, scales_N: Tensor, targets_N
     absent = (targets_N < 0) | (targets_N >= exponentials_NV.shape[1])
     subtract = -grad_N.masked_fill(absent, 0.0).to(dtype)
     return exponentials_NV.scatter_add_(1, targets_N.masked_fill(absent, 0)[:, None], subtract[:, None])
+
+
+def adamw_(
+    masters: Tensor,
+    gradients: Tensor,
+    first: Tensor,
+    second: Tensor,
+    published: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    divide_by: Tensor,
+    skip: Tensor,
+) -> None:
+    """One update by AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) of flat fp32 masters and both moments.
+
+    Args:
+        gradients: in fp32 or 16 bits; divided by `divide_by` first (unscaling and clipping).
+        published: gets the updated masters, rounded.
+        step: fp32, 0-dim; counts updates.
+        divide_by, skip: fp32, 0-dim; with skip 1 nothing changes.
+    """
+    if skip:
+        return
+    step += 1
+    beta1, beta2 = betas
+    updates = float(step)
+    gradients = gradients.to(masters.dtype) / divide_by
+    first.lerp_(gradients, 1 - beta1)
+    second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    denominator = (second.sqrt() / math.sqrt(1 - beta2**updates)).add_(eps)
+    masters.mul_(1 - lr * weight_decay).addcdiv_(first, denominator, value=-lr / (1 - beta1**updates))
+    published.copy_(masters)
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:

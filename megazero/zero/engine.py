@@ -190,6 +190,7 @@ class Engine:
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)
+            unit.round_masters()
             self.presence.publish(unit)
         if self.loss_scale.dynamic and loss_scale is not None:
             self.loss_scale.scale.fill_(loss_scale)

@@ -49,7 +49,7 @@ class Presence:
 
     def publish(self, unit: Unit) -> None:
         """The unit has been updated: everybody gets its parameters, where they rest whole."""
-        unit.publish()
+        unit.depart()
         if unit.parameters_rest_whole and len(unit.masters) < unit.numel:
             with self._time(unit), self._stream.aside():
                 pending = start_all_gather_in_place(unit.parameters, self._data, "parameters")

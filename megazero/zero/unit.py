@@ -44,6 +44,8 @@ class Unit:
         shard: the elements that this rank updates.
         whole: all parameters, while this rank has them.
         partial: this rank's gradients of all parameters, while it has them.
+        updated: where an update leaves the parameters as forward and backward see them, or will: the masters
+            themselves, what rests here, or memory of the host from where they depart.
     """
 
     def __init__(
@@ -85,10 +87,9 @@ class Unit:
         parks = updates_there and stage.gradients is Placement.SHARD
         resting_gradients = slice(0, 0) if parks else held(self.numel, stage.gradients, data)
         self.gradients = zeros(resting_gradients, precision.gradients, "gradients")
-        # Updated parameters on their way from the host, in the precision that the device wants.
-        self._departing = self.masters
+        self.updated = self.own_parameters if updates_there == rests_there else self.masters
         if updates_there and not rests_there and precision.masters != precision.parameters:
-            self._departing = zeros(self.shard, precision.parameters, "parameters", there=True)
+            self.updated = zeros(self.shard, precision.parameters, "parameters", there=True)
         # A stage 3 shard on the host that is the whole, with one data rank, still has to come.
         self.whole: Tensor | None = None if rests_there or len(self.parameters) < self.numel else self.parameters
         self.partial: Tensor | None = self.gradients if self.gradients_rest_whole else None
@@ -183,19 +184,20 @@ class Unit:
         for _, parameter in self._members:
             parameter.data = self._nothing
 
-    def publish(self) -> None:
-        """Forward and backward see the updated masters."""
+    def round_masters(self) -> None:
+        """What forward and backward see of the masters is in `updated`."""
+        if self.updated.data_ptr() != self.masters.data_ptr():
+            self.updated.copy_(self.masters)
+
+    def depart(self) -> None:
+        """What has been updated goes where it rests, if it rests elsewhere."""
         offload, own = self._offload, self.own_parameters
-        if own.data_ptr() == self.masters.data_ptr():
-            return
         if offload is None or offload.optimizer == offload.parameters:
-            own.copy_(self.masters)
-        elif offload.optimizer:
-            if self._departing is not self.masters:
-                self._departing.copy_(self.masters)
-            offload.host.bring(self._departing, own, "parameters")
+            return
+        if offload.optimizer:
+            offload.host.bring(self.updated, own, "parameters")
         else:
-            offload.host.send(self.masters.to(own.dtype), own, "parameters")
+            offload.host.send(self.updated.to(own.dtype), own, "parameters")
 
     def open_gradients(self) -> None:
         """Makes sure that there is a place for gradients of all parameters."""

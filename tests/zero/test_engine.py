@@ -8,6 +8,7 @@ import torch
 from megazero.build import build_engine
 from megazero.config import Optimizer
 from megazero.kernels.choice import choose
+from megazero.kernels.operations import REFERENCE
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
@@ -172,7 +173,7 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
             unit = Unit(layout, ALONE, Precision(), CPU, NO_POOLS)
             unit.parameters.copy_(piece)
             units.append(unit)
-        optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY, bucket=1 << 20)
+        optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY, bucket=1 << 20, ops=REFERENCE)
         for grad in grads:
             for unit, piece in zip(units, grad.split(cuts), strict=True):
                 unit.gradients.copy_(piece)

@@ -1,14 +1,18 @@
 """Optimizer state, gradients and shards on the host: the same bits, other places, and what is sent to and fro."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megazero.parallel.grid import Grid
+from megazero.build import build
+from megazero.kernels import cpu
+from megazero.kernels.operations import REFERENCE
+from megazero.parallel.grid import Grid, single
 from megazero.zero.placement import Precision
 from megazero.zero.resting import resting_table
-from tests.layouts import SHAPES, Layout, Rank, equal, ids, pairwise, train
+from tests.layouts import CPU, SHAPES, Layout, Rank, equal, ids, pairwise, train
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -111,14 +115,25 @@ def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, wh
 
 
 def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    from megazero.build import build
-    from megazero.kernels.operations import REFERENCE
-    from megazero.parallel.grid import single
-    from tests.layouts import CPU
-
     layout = replace(Layout(stage=3), offload_optimizer=True, offload_parameters=True)
     grid = single()
     with caplog.at_level("INFO", logger="megazero"):
         build(layout.config(SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
     assert "zero.offload changes nothing: on a CPU the host's memory is the device's" in caplog.text
     assert not any(category.startswith("host_") for category in grid.world.wire.ledger.bytes)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-param", "fp16"])
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(0, False), *((stage, there) for stage in (1, 2, 3) for there in (False, True))]
+)
+def test_one_pass_over_everything_changes_no_bit(
+    stage: int, optimizer: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that takes gradients as they are and publishes 16-bit parameters, against torch's and a copy."""
+    layout = replace(Layout(1, 2, accumulation=2, stage=stage), offload_optimizer=optimizer)
+    plain = train(layout, "gpt", DTYPES[dtype])
+    kernel = cpu.fused_operations(DTYPES[dtype].parameters).adamw_
+    monkeypatch.setattr("tests.layouts.REFERENCE", replace(REFERENCE, adamw_=kernel))
+    equal(train(layout, "gpt", DTYPES[dtype]), plain)

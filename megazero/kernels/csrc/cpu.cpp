@@ -1,4 +1,4 @@
-// Fused operations on the CPU, fp32. Specification: megazero/kernels/reference.py.
+// Fused operations on the CPU. Specification: megazero/kernels/reference.py.
 //
 // Bound to torch through its stable ABI (no ATen or c10 headers: seconds to compile, and one binary serves several
 // torch versions) and run on torch's own threads. Each loop is compiled for AVX-512, AVX2 and plain x86-64 (or whatever
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 
 using torch::stable::Tensor;
@@ -20,6 +21,11 @@ using torch::stable::Tensor;
 #define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define FOR_EVERY_CPU
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#define EXACT __attribute__((optimize("fp-contract=off")))  // no multiply-add but those that are written
+#else
+#define EXACT
 #endif
 #define INLINE inline __attribute__((always_inline))
 
@@ -94,6 +100,65 @@ FOR_EVERY_CPU double squares(const float* __restrict x, int64_t n) {
   return total;
 }
 
+// 16-bit floats as their bits. Rounding is to nearest, ties to even, as torch rounds; a NaN stays one.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+INLINE float wide(float x) { return x; }
+INLINE float wide(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+INLINE float wide(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
+
+template <typename T>
+INLINE T narrow(float x);
+template <>
+INLINE BFloat16 narrow<BFloat16>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return {static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded)};
+}
+template <>
+INLINE Half narrow<Half>(float x) {
+  return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
+}
+
+// What all elements of one update have in common.
+struct Adam {
+  float unscale, decay, first_weight, second_decay, second_weight, root_correction, eps, step_size;
+};
+
+// The arithmetic of torch's fused AdamW, operation by operation, so that it gives the same bits: fused multiply-adds are
+// where torch has them and nowhere else. 30 bytes an element with fp32 gradients: parameter and both moments are read and
+// written, the gradient is read, the 16-bit parameter is written.
+template <typename G, typename P>
+INLINE void adamw_loop(const Adam& a, float* __restrict master, const G* __restrict grad, float* __restrict first,
+                       float* __restrict second, P* __restrict published, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float g = wide(grad[i]) / a.unscale;
+    const float m = __builtin_fmaf(a.first_weight, g - first[i], first[i]);
+    const float v = __builtin_fmaf(a.second_weight * g, g, second[i] * a.second_decay);
+    const float p = master[i] * a.decay - a.step_size * m / (std::sqrt(v) / a.root_correction + a.eps);
+    first[i] = m;
+    second[i] = v;
+    master[i] = p;
+    published[i] = narrow<P>(p);
+  }
+}
+
+#define ADAMW(NAME, G, P)                                                                                         \
+  EXACT FOR_EVERY_CPU void NAME(const Adam& a, float* __restrict master, const G* __restrict grad,                \
+                                float* __restrict first, float* __restrict second, P* __restrict published,       \
+                                int64_t n) {                                                                      \
+    adamw_loop(a, master, grad, first, second, published, n);                                                     \
+  }
+ADAMW(adamw_float_bfloat16, float, BFloat16)
+ADAMW(adamw_bfloat16, BFloat16, BFloat16)
+ADAMW(adamw_float_half, float, Half)
+ADAMW(adamw_half, Half, Half)
+
 const float* input(const Tensor& t) {
   STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Float, "expected fp32");
   STD_TORCH_CHECK(t.is_contiguous(), "expected a contiguous tensor");
@@ -143,16 +208,75 @@ void block_squares(const Tensor& flat, Tensor& partial) {
   });
 }
 
+float scalar(const Tensor& t) {
+  STD_TORCH_CHECK(t.numel() == 1, "expected one element");
+  return *input(t);
+}
+
+float* updated(const Tensor& t, int64_t n) {
+  STD_TORCH_CHECK(t.numel() == n, "sizes differ");
+  return const_cast<float*>(input(t));
+}
+
+// See reference.adamw_. `skip` and `scale` are fp32 tensors of one element; `step` counts updates.
+void adamw_(Tensor master, Tensor grad, Tensor first, Tensor second, Tensor published, Tensor step, Tensor divide_by,
+            Tensor skip, double lr, double beta1, double beta2, double eps, double weight_decay) {
+  using torch::headeronly::ScalarType;
+  if (scalar(skip) != 0.0f) return;
+  const int64_t n = master.numel();
+  float *p = updated(master, n), *m = updated(first, n), *v = updated(second, n), *count = updated(step, 1);
+  const ScalarType from = grad.scalar_type(), to = published.scalar_type();
+  STD_TORCH_CHECK(grad.numel() == n && published.numel() == n, "sizes differ");
+  STD_TORCH_CHECK(grad.is_contiguous() && published.is_contiguous(), "expected contiguous tensors");
+  STD_TORCH_CHECK(to == ScalarType::BFloat16 || to == ScalarType::Half, "expected 16-bit parameters");
+  STD_TORCH_CHECK(from == ScalarType::Float || from == to, "expected gradients in fp32 or as the parameters");
+  *count += 1.0f;
+  const double updates = *count;
+  const Adam a = {
+      scalar(divide_by),
+      static_cast<float>(1 - lr * weight_decay),
+      static_cast<float>(1 - beta1),
+      static_cast<float>(beta2),
+      static_cast<float>(1 - beta2),
+      static_cast<float>(std::sqrt(1 - std::pow(beta2, updates))),
+      static_cast<float>(eps),
+      static_cast<float>(lr / (1 - std::pow(beta1, updates))),
+  };
+  const void* g = grad.const_data_ptr();
+  void* low = published.mutable_data_ptr();
+  torch::stable::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+    const int64_t k = end - begin;
+    if (to == ScalarType::BFloat16) {
+      BFloat16* out = static_cast<BFloat16*>(low) + begin;
+      if (from == ScalarType::Float)
+        adamw_float_bfloat16(a, p + begin, static_cast<const float*>(g) + begin, m + begin, v + begin, out, k);
+      else
+        adamw_bfloat16(a, p + begin, static_cast<const BFloat16*>(g) + begin, m + begin, v + begin, out, k);
+    } else {
+      Half* out = static_cast<Half*>(low) + begin;
+      if (from == ScalarType::Float)
+        adamw_float_half(a, p + begin, static_cast<const float*>(g) + begin, m + begin, v + begin, out, k);
+      else
+        adamw_half(a, p + begin, static_cast<const Half*>(g) + begin, m + begin, v + begin, out, k);
+    }
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megazero_cpu, m) {
   m.def("bias_gelu(Tensor x, Tensor bias) -> Tensor");
   m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor");
   m.def("block_squares(Tensor flat, Tensor(a!) partial) -> ()");
+  m.def(
+      "adamw_(Tensor(a!) master, Tensor grad, Tensor(b!) first, Tensor(c!) second, Tensor(d!) published, "
+      "Tensor(e!) step, Tensor divide_by, Tensor skip, float lr, float beta1, float beta2, float eps, "
+      "float weight_decay) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megazero_cpu, CPU, m) {
   m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
   m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
   m.impl("block_squares", TORCH_BOX(&block_squares));
+  m.impl("adamw_", TORCH_BOX(&adamw_));
 }
