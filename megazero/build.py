@@ -116,7 +116,7 @@ def spread_of(config: Config, grid: Grid) -> Spread:
 def offload_of(config: Config, host: Host) -> Offload | None:
     """What of the optimizer and the parameters rests on the host."""
     asked = config.zero.offload
-    offload = Offload(host, asked.optimizer == "cpu", asked.parameters == "cpu")
+    offload = Offload(host, asked.optimizer == "cpu", asked.parameters == "cpu", asked.delayed)
     if not (offload.optimizer or offload.parameters):
         return None
     if not host.apart:
@@ -201,7 +201,7 @@ def build_engine(
         spread=spread,
         scaling=precision.parameters == torch.float16,
         ops=ops,
-        host=offload.host if offload is not None and offload.optimizer else None,
+        offload=offload,
     )
     for parts in stages:
         last = parts.stop == len(model.path)

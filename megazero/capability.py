@@ -124,6 +124,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("pipeline.schedule", ("zb-v",), "pipeline.chunks", (2,), "its V has two chunks per rank"),
     Exclusion("zero.offload.optimizer", ("cpu", "nvme"), "zero.stage", (1, 2, 3), "only sharded state is offloaded"),
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
+    Exclusion(
+        "zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu", "nvme"), "it is the host that is late"
+    ),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits the saved inputs of recompute"),
     Exclusion("memory.offload", (True,), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
 )

@@ -83,6 +83,7 @@ class Offload(Section):
         default="none", description="Where stage 3 parameter shards rest."
     )
     path: Text | None = Field(default=None, description="Folder for nvme.")
+    delayed: bool = Field(default=False, description="The host updates beside the next step, which is one update late.")
 
 
 def _whole(value: object) -> object:

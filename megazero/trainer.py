@@ -218,6 +218,7 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         self.now(done, "save")
+        self.engine.catch_up()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
         with self.recorder.aside():
             self.checkpoints.save(

@@ -46,7 +46,7 @@ class Layout:
         bucket: bytes of a communication that may be under way.
         sockets: ranks talk through sockets, as if on different hosts.
         recompute, partition, offload: of activations; the host is apart, as beside a GPU.
-        offload_optimizer, offload_parameters: to the host too.
+        offload_optimizer, offload_parameters, delayed: of ZeRO-Offload.
     """
 
     tensor: int = 1
@@ -64,6 +64,7 @@ class Layout:
     offload: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    delayed: bool = False
 
     @property
     def size(self) -> int:
@@ -83,6 +84,7 @@ class Layout:
                 "offload": {
                     "optimizer": "cpu" if self.offload_optimizer else "none",
                     "parameters": "cpu" if self.offload_parameters else "none",
+                    "delayed": self.delayed,
                 },
             },
             "precision": {"dtype": names[precision.parameters]},

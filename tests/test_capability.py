@@ -50,6 +50,7 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
         ("zero.offload.parameters", place): ([f"zero.offload.parameters={place}", "zero.stage=2"], "zero.stage=3")
         for place in ("cpu", "nvme")
     },
+    ("zero.offload.delayed", True): (["zero.offload.delayed=true"], "zero.offload.optimizer=cpu"),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
     ("memory.offload", True): (["memory.offload=true", "memory.recompute=full"], "memory.partition=true"),
 }

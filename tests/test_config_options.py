@@ -113,7 +113,7 @@ ROWS: dict[str, Works | Refused] = {
     # zero.stage: test_stages
     "zero.grad_dtype": Works("param", held, ("precision.dtype=bf16",)),
     "zero.bucket_mb": Works("0.001", held, ("precision.dtype=bf16", "zero.grad_dtype=param")),
-    # zero.offload.optimizer: tests/zero/test_offload.py
+    # zero.offload.optimizer, zero.offload.delayed: tests/zero/test_offload.py
     "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
     "zero.offload.path": Refused("somewhere"),
     "memory.recompute": Works("full", held),
@@ -158,6 +158,7 @@ OTHERWISE = {
     "memory.partition",
     "memory.offload",
     "zero.offload.optimizer",
+    "zero.offload.delayed",
     "run.time_limit",
     "checkpoint.async",
     "checkpoint.resume",

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from megazero.kernels.operations import Operations
 from megazero.parallel.collectives import all_reduce, start_all_reduce
-from megazero.parallel.host import Host
 from megazero.zero.clip import clip_factor, unit_squares
+from megazero.zero.delayed import Delayed
+from megazero.zero.offload import Offload
 from megazero.zero.optimizer import AdamW
 from megazero.zero.passes import Passes
 from megazero.zero.placement import Spread
@@ -73,7 +74,7 @@ class Engine:
         spread: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use, where the update is.
-        host: where the update is; None: on the device.
+        offload: what rests on the host, and is updated there; None: nothing.
 
     Attributes:
         passes: of each stage of this rank.
@@ -91,13 +92,14 @@ class Engine:
         spread: Spread,
         scaling: bool,
         ops: Operations,
-        host: Host | None = None,
+        offload: Offload | None = None,
     ):
-        self._host = host
+        self._host = offload.host if offload is not None and offload.optimizer else None
         self.units, self.optimizer, self.spread, self.ops = units, optimizer, spread, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device
         self.presence = Presence(spread.data, device)
+        self._delayed = Delayed(self.presence.publish) if offload is not None and offload.delayed else None
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.passes = list(self._passes(stages, device))
@@ -175,10 +177,22 @@ class Engine:
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         if self._host is not None:  # which does the update
             scale, skip = self._host.read(scale, skip)
-        for unit in self.units:
+
+        def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
-            self.presence.publish(unit)
+
+        if self._delayed is not None:
+            self._delayed.begin(self.units, update)
+        else:
+            for unit in self.units:
+                update(unit)
+                self.presence.publish(unit)
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
+
+    def catch_up(self) -> None:
+        """No update is under way. Every rank calls it."""
+        if self._delayed is not None:
+            self._delayed.catch_up()
 
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Goes on from masters and moments that have been loaded, after so many updates.

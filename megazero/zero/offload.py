@@ -10,6 +10,7 @@ which they always are. After the update each unit's parameters are sent to the d
 unit. Nothing of this changes a bit.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +25,13 @@ class Offload:
     Attributes:
         host: where to; apart from the device.
         optimizer, parameters: what.
+        delayed: updates go on beside the next step (`delayed.py`).
     """
 
     host: Host
     optimizer: bool
     parameters: bool
+    delayed: bool = False
 
 
 class Parked:
@@ -37,15 +40,18 @@ class Parked:
     Attributes:
         gradients: flat.
         begun: they hold something of this step.
+        wait: returns when nobody reads those of the step before any more.
     """
 
     def __init__(self, host: Host, numel: int, dtype: torch.dtype):
         self._host = host
         self.gradients = host.zeros(numel, dtype, "gradients")
         self.begun = False
+        self.wait: Callable[[], object] = lambda: None
 
     def send(self, reduced: Tensor, at: int = 0) -> None:
         """From the device, to elements [at, ...)."""
+        self.wait()
         self._host.send(reduced, self.gradients[at : at + len(reduced)], "gradients")
         self.begun = True
 

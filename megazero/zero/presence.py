@@ -49,6 +49,8 @@ class Presence:
 
     def publish(self, unit: Unit) -> None:
         """The unit has been updated: everybody gets its parameters, where they rest whole."""
+        if unit in self._coming:
+            self.need([unit])  # of the update before, if nothing has needed it since
         unit.depart()
         if unit.parameters_rest_whole and len(unit.masters) < unit.numel:
             with self._time(unit), self._stream.aside():

@@ -79,7 +79,9 @@ class Unit:
 
         self.parameters = zeros(resting, precision.parameters, "parameters", rests_there)
         self.masters = self.own_parameters
-        if precision.masters != precision.parameters or updates_there != rests_there:
+        # A delayed update may not touch what the step beside it sees.
+        apart = updates_there != rests_there or (offload is not None and offload.delayed)
+        if precision.masters != precision.parameters or apart:
             self.masters = zeros(self.shard, precision.masters, "optimizer", updates_there)
         self.parked = None
         if offload is not None and offload.optimizer:
@@ -87,8 +89,8 @@ class Unit:
         parks = updates_there and stage.gradients is Placement.SHARD
         resting_gradients = slice(0, 0) if parks else held(self.numel, stage.gradients, data)
         self.gradients = zeros(resting_gradients, precision.gradients, "gradients")
-        self.updated = self.own_parameters if updates_there == rests_there else self.masters
-        if updates_there and not rests_there and precision.masters != precision.parameters:
+        self.updated = self.masters if apart else self.own_parameters
+        if updates_there and apart and precision.masters != precision.parameters:
             self.updated = zeros(self.shard, precision.parameters, "parameters", there=True)
         # A stage 3 shard on the host that is the whole, with one data rank, still has to come.
         self.whole: Tensor | None = None if rests_there or len(self.parameters) < self.numel else self.parameters
@@ -192,9 +194,11 @@ class Unit:
     def depart(self) -> None:
         """What has been updated goes where it rests, if it rests elsewhere."""
         offload, own = self._offload, self.own_parameters
-        if offload is None or offload.optimizer == offload.parameters:
+        if offload is None or self.updated.data_ptr() == own.data_ptr():
             return
-        if offload.optimizer:
+        if offload.optimizer and offload.parameters:
+            own.copy_(self.updated)
+        elif offload.optimizer:
             offload.host.bring(self.updated, own, "parameters")
         else:
             offload.host.send(self.updated.to(own.dtype), own, "parameters")

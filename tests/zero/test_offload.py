@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megazero.build import build
 from megazero.kernels import cpu
 from megazero.kernels.operations import REFERENCE
 from megazero.parallel.grid import Grid, single
+from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision
 from megazero.zero.resting import resting_table
-from tests.layouts import CPU, SHAPES, Layout, Rank, equal, ids, pairwise, train
+from tests.layouts import CPU, SHAPES, STEPS, Layout, Rank, equal, ids, pairwise, train
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -140,3 +142,52 @@ def test_one_pass_over_everything_changes_no_bit(
     found = train(layout, "gpt", DTYPES[dtype])
     # torch's kernel leaves gradients unscaled and clipped, ours leaves them alone
     equal(replace(found, gradients={}), replace(plain, gradients={}))
+
+
+def delayed_by_hand(grid: Grid, layout: Layout, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final weights of steps that each see the parameters of the update before the last."""
+    rank = Rank(grid, layout, SHAPES["deep"], precision)
+    engine, losses = rank.engine, list[float]()
+    seen = [unit.masters.clone() for unit in engine.units]
+    for step in range(STEPS):
+        newest = [unit.masters.clone() for unit in engine.units]
+        show(engine, seen)
+        engine.begin_step()
+        rank.passes(step)
+        show(engine, newest)
+        losses.append(engine.finish_step(lr=1e-3).loss.item())
+        seen = newest
+    return losses, rank.weights()
+
+
+def show(engine: Engine, values: list[Tensor]) -> None:
+    for unit, value in zip(engine.units, values, strict=True):
+        unit.masters.copy_(value)
+    engine.restore(int(engine.optimizer.steps(engine.units[0])[0]), None, 0)
+    engine.presence.need([unit for unit in engine.units if unit.parameters_rest_whole])
+
+
+def delayed(grid: Grid, layout: Layout, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
+    rank = Rank(grid, layout, SHAPES["deep"], precision)
+    losses = [rank.step(step).loss.item() for step in range(STEPS)]
+    rank.engine.catch_up()
+    return losses, rank.weights()
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("grid", "stage", "parameters"),
+    [("1", 1, False), ("dp2", 1, False), ("dp2", 2, False), ("dp2", 3, True), ("pp2 dp2", 2, False)],
+)
+def test_a_delayed_update_is_one_step_late_and_nothing_else(
+    grid: str, stage: int, parameters: bool, dtype: str
+) -> None:
+    layout = layout_of(grid, 4, stage)
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    late = replace(layout, offload_optimizer=True, offload_parameters=parameters, delayed=True)
+    by_hand = run_ranks(layout.size, delayed_by_hand, layout, DTYPES[dtype], **axes)
+    found = run_ranks(layout.size, delayed, late, DTYPES[dtype], **axes)
+    at_once = train(layout, "deep", DTYPES[dtype])
+    for (losses, weights), (expected, same) in zip(found, by_hand, strict=True):
+        assert losses == expected and losses != at_once.losses
+        assert all(torch.equal(value, same[name]) for name, value in weights.items())

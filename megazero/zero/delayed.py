@@ -1,0 +1,51 @@
+"""The host updates while the device computes the next step (one-step delayed update: Ren et al. 2021, ZeRO-Offload,
+arXiv 2101.06840, section 5.2).
+
+    step k        forward and backward with the parameters of update k - 2, while the host does update k - 1
+    its end       update k - 1 is published, update k begins
+
+(counting from 1: the first two steps see the initial parameters.) Gradients are one update older than the parameters
+that they change, which is another algorithm, if one that the paper finds to converge alike; everything else is as ever.
+Where training stops for a while, nothing is delayed: `catch_up` publishes what is under way. A run that goes on from a
+checkpoint does so where the first one saved, and both compute the same from there.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from megazero.zero.unit import Unit
+
+
+class Delayed:
+    """Updates under way.
+
+    Args:
+        publish: sends a unit's updated parameters to where forward and backward see them.
+    """
+
+    def __init__(self, publish: Callable[[Unit], None]):
+        self._publish = publish
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
+        self._under_way: list[tuple[Unit, Future[None]]] = []
+
+    def begin(self, units: list[Unit], update: Callable[[Unit], None]) -> None:
+        """The units are updated in the background, one after the other. What was under way is published before."""
+        self.catch_up()
+        self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in units]
+        for unit, done in self._under_way:
+            assert unit.parked is not None, "the host updates"
+            unit.parked.wait = done.result  # its gradients are read until then
+
+    def catch_up(self) -> None:
+        """Nothing is under way when this returns. Every rank calls it."""
+        for unit, done in self._under_way:
+            done.result()
+            self._publish(unit)
+        self._under_way = []
+
+
+def _quietly(update: Callable[[Unit], None], unit: Unit) -> None:
+    with torch.no_grad():
+        update(unit)
