@@ -65,11 +65,11 @@ def _train(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from megazero.config import Config, resolved
-    from megazero.config_file import load
+    from megazero.config_file import is_file_name, load
     from megazero.explain import as_json, as_text, explain
 
-    given = [text for text in options.overrides if "=" in text]
-    selections = [text for text in options.overrides if "=" not in text]
+    given = [text for text in options.overrides if "=" in text or is_file_name(text)]
+    selections = [text for text in options.overrides if text not in given]
     if len(selections) > 1:
         raise UserError(108, f"one option or section at a time, got {' '.join(selections)}", where="explain")
     if given and not options.config:
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train a config")
     train.add_argument("--config", required=True, help="a shipped config's name, or a path")
     train.add_argument("--nproc", type=_at_least(1, int), help="local ranks to start")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
     train.set_defaults(run=_train)
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
@@ -218,14 +218,14 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, choices=range(1, 21), default=4, help="training steps to compare", metavar="1-20"
     )
     certify.add_argument("--json", action="store_true")
-    certify.add_argument("overrides", nargs="*", metavar="section.key=value")
+    certify.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
     certify.set_defaults(run=_certify)
     schedule = verbs.add_parser("schedule", help="show and draw what every rank of a pipeline does in a step")
     schedule.add_argument("--config", required=True, help="a shipped config's name, or a path")
     schedule.add_argument("--nproc", type=_at_least(1, int), help="ranks of the run; decides the data axis")
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
     schedule.add_argument("--json", action="store_true")
-    schedule.add_argument("overrides", nargs="*", metavar="section.key=value")
+    schedule.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
     schedule.set_defaults(run=_schedule)
     export = verbs.add_parser("export", help="write a run's weights as transformers reads them")
     export.add_argument("--to", choices=["hf"], required=True)

@@ -1,8 +1,10 @@
 """From a YAML file and overrides to a checked `Config`, or to lines that say what is wrong and where.
 
     load("gpt13b", ["run.steps=50"])
+    load("gpt13b", ["c4.yaml", "zero.stage=1"])
 
-A bare name is looked up in configs/. Every message gives the file and line, or says that it came from the command
+A bare name is looked up in configs/, that of a file among the overrides in configs/over/ first; its sections go over
+what was given before. Every message gives the file and line, or says that it came from the command
 line. Does not import torch.
 """
 
@@ -51,7 +53,13 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
     source = _Source(path.name)
     _read(path, source)
     for override in overrides or []:
-        _override(override, source)
+        if is_file_name(override):
+            over = _Source(source.name)
+            _read(find(override, CONFIGS / "over", CONFIGS), over)
+            _lay_over(source.values, over.values)
+            source.where |= over.where
+        else:
+            _override(override, source)
     faults = list(_unknown_keys(source))
     try:
         config = resolved(Config.model_validate(source.values))
@@ -63,12 +71,17 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
     return config
 
 
-def find(name_or_path: str) -> Path:
-    """The file a name or path means. A bare name, with or without .yaml, is looked up in configs/."""
+def is_file_name(override: str) -> bool:
+    """Whether it names a file of overrides, and is not one itself."""
+    return override.endswith(".yaml") and "=" not in override
+
+
+def find(name_or_path: str, *folders: Path) -> Path:
+    """The file a name or path means. A bare name, with or without .yaml, is looked up in the folders, or configs/."""
     given = Path(name_or_path)
     candidates = [given]
     if given.parent == Path():
-        candidates += [CONFIGS / given.name, CONFIGS / f"{given.name}.yaml"]
+        candidates += [f / name for f in folders or (CONFIGS,) for name in (given.name, f"{given.name}.yaml")]
     for candidate in candidates:
         if _is_file(candidate):
             return candidate
@@ -129,6 +142,15 @@ def dump(config: Config, path: Path) -> None:
             yaml.dump(plain, file)
     except OSError as error:
         raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
+
+
+def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
+    """Sections are merged key by key, values replaced."""
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _lay_over(below[key], value)
+        else:
+            below[key] = value
 
 
 def _read(path: Path, source: _Source) -> None:

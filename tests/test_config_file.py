@@ -126,3 +126,19 @@ def test_sizes_load_exactly_when_the_equations_hold(file: Path, s: dict[str, int
     file.write_text("")
     found = flatten(load(str(file), options))
     assert {key: found[key] for key in s} == s
+
+
+def test_a_file_among_the_overrides_goes_over_what_was_given_before(tmp_path: Path) -> None:
+    """Shipped ones are found by their names; messages name the file; later overrides win."""
+    for name, stage, partition, offload in (("c1", 1, False, False), ("c4", 2, True, False), ("c5", 2, True, True)):
+        config = load("gpt2_124m", ["batch.global=4", f"{name}.yaml", "batch.micro=2"])
+        assert config.zero.stage == stage and config.zero.grad_dtype == "param"
+        assert (config.memory.partition, config.memory.offload) == (partition, offload)
+        assert (config.batch.global_, config.batch.micro) == (4, 2) and config.model.layers == 12
+    assert load("gpt2_124m", ["c5.yaml", "zero.stage=1"]).zero.stage == 1
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("zero: {stage: 3}\nmodel: {layerz: 3}\n")
+    with pytest.raises(UserError, match=r"MZ-104 mine\.yaml:2: unknown key model\.layerz"):
+        load("gpt2_124m", [str(mine)])
+    with pytest.raises(UserError, match=r"MZ-101 c6\.yaml: no such config"):
+        load("gpt2_124m", ["c6.yaml"])
