@@ -57,10 +57,13 @@ def test_types_as_a_user_says_them(capsys, key: str, kind: str):
 def test_text_of_one_option(capsys):
     assert explained(capsys, "memory.partition").split("\n") == [
         "memory.partition = false   [true | false]",
-        "    Pa: saved block inputs are split over the tensor axis.",
+        "    Pa: kept block inputs are split over the tensor axis.",
         "    memory.partition true needs memory.recompute full (Pa splits the saved inputs of recompute)",
         "    memory.offload true needs memory.partition true (Pa+cpu moves what Pa has split)",
-        "    not built yet: runs start with false only",
+        "",
+    ]
+    assert explained(capsys, "zero.offload.path").split("\n")[2:] == [
+        "    not built yet: runs start with null only",
         "",
     ]
 
@@ -70,7 +73,7 @@ def test_sections_and_subsections(capsys):
         return [option["key"] for option in json.loads(explained(capsys, "--json", *arguments))]
 
     assert keys("batch") == ["batch.global", "batch.micro"]
-    assert keys("zero.offload") == ["zero.offload.optimizer", "zero.offload.parameters", "zero.offload.path"]
+    assert keys("zero.offload") == [f"zero.offload.{key}" for key in ("optimizer", "parameters", "path", "delayed")]
     assert keys("data.valid") == ["data.valid"]  # not data.valid_every
 
 
