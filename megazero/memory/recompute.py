@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 class Circumstances(Protocol):
@@ -94,9 +95,9 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept: Kept = ctx.kept
         x = kept.restore().detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.part(x, ctx.circumstances.replayed())
-        torch.autograd.backward(y, grads[0])
+        with torch.enable_grad():  # of the output only the place where backward begins is wanted
+            root = get_gradient_edge(ctx.part(x, ctx.circumstances.replayed()))
+        torch.autograd.backward(root, grads[0])
         kept.free()
         del ctx.kept
         return x.grad, None, None, None
