@@ -207,7 +207,7 @@ def _look(store: Store, run: Path, most: int, before: list[int], family: list[in
         except UserError as error:
             tally.faults.append(f"{kill}: {error}")
     if gone := set(before[:1]) - set(steps):
-        deleted = len(steps) >= KEEP and max(gone) < min(steps)
+        deleted = len(steps) >= KEEP and max(gone) < steps[KEEP - 1]
         if not deleted:
             tally.faults.append(f"{kill}: step {gone} is gone, there are {steps}")
     rows = read_rows(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
