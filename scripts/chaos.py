@@ -123,10 +123,14 @@ def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
     lost = 0
     while tally.kills < kills:
         every, background = chance.choice((1, 2)), chance.choice(("true", "false"))
-        before = store.steps()
+        before, left = store.steps(), _staging(store)
         pid = job(run, f"checkpoint.every={every}", f"checkpoint.async={background}")
         tally.jobs += 1
-        family = _kill_while_saving(pid, store, chance, tally)
+        try:
+            family = _kill_while_saving(pid, store, left, ranks, chance, tally)
+        except BaseException:  # nobody else would end it
+            os.kill(pid, signal.SIGKILL)
+            raise
         # A job that was killed before it had dropped the rows of the one before leaves them as they were.
         most = max(every if background == "false" else 2 * every, lost + 1)
         lost = _look(store, run, most, before, family, tally)
@@ -144,17 +148,26 @@ def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
     return tally
 
 
-def _kill_while_saving(pid: int, store: Store, chance: Chance, tally: Tally) -> list[int]:
-    """Waits until some steps are saved and another is being written; returns the job's processes."""
+def _staging(store: Store) -> set[str]:
+    """Names of what is being written, or was when somebody was killed."""
+    return {path.name for path in store.folder.glob(".step_*.tmp")} if store.folder.exists() else set()
+
+
+def _kill_while_saving(pid: int, store: Store, left: set[str], ranks: int, chance: Chance, tally: Tally) -> list[int]:
+    """Waits until some steps are saved and another is being written; returns the job's processes.
+
+    Args:
+        left: by jobs before.
+    """
     passed, seen = chance.choice((0, 0, 1, 3)), set[str]()
     while not os.waitpid(pid, os.WNOHANG)[0]:
-        staging = {path.name for path in store.folder.glob(".step_*.tmp")} if store.folder.exists() else set()
+        staging = _staging(store) - left
         seen |= staging
         if not staging or len(seen) <= passed:
             time.sleep(0.0005)
             continue
         time.sleep(chance.random() * chance.choice((0.002, 0.02, 0.1)))
-        family = [pid, *_children(pid)]
+        family = [pid, *(_children(pid) if ranks > 1 else [])]
         whom = chance.choice(("one rank", "one rank", "the parent", "all"))
         if whom == "one rank":
             doomed = [chance.choice(family[1:] or family)]
@@ -165,8 +178,13 @@ def _kill_while_saving(pid: int, store: Store, chance: Chance, tally: Tally) -> 
                 os.kill(one, signal.SIGKILL)
         tally.kills += 1
         tally.whom[whom] = tally.whom.get(whom, 0) + 1
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        deadline = time.monotonic() + 60
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                tally.faults.append(f"kill {tally.kills} of {whom}: the job goes on")
+                os.kill(pid, signal.SIGKILL)
+                deadline += 60
+            time.sleep(0.002)
         return family
     tally.faults.append("a job ended before it was killed")
     tally.kills += 1
@@ -189,7 +207,7 @@ def _look(store: Store, run: Path, most: int, before: list[int], family: list[in
         except UserError as error:
             tally.faults.append(f"{kill}: {error}")
     if gone := set(before[:1]) - set(steps):
-        deleted = len(steps) >= KEEP and max(gone) < min(steps)
+        deleted = len(steps) >= KEEP and max(gone) < steps[KEEP - 1]
         if not deleted:
             tally.faults.append(f"{kill}: step {gone} is gone, there are {steps}")
     rows = read_rows(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []

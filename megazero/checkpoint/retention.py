@@ -33,7 +33,7 @@ def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callabl
         if not steps[keep:]:
             return
         if any(_is_whole(store.path(step), warn, stop) for step in steps[:keep]):
-            for step in steps[keep:]:
+            for step in reversed(steps[keep:]):  # the oldest first, so that who is killed here leaves the newest
                 if stop():
                     return
                 store.delete(step)

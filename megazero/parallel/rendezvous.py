@@ -172,6 +172,10 @@ def _roll_call(
     roll = {rank: _Present(*json.loads(store.get(f"here/{rank}"))) for rank in range(world.size)}
     mine, first = roll[world.rank], roll[0]
     odd = [rank for rank, present in roll.items() if present.fingerprint != first.fingerprint]
+    if odd:
+        store.set(f"read/{world.rank}", "")
+        if world.rank == 0:  # which holds the store: without it the others would not know whom to blame
+            _all_have(store, "read", world, timeout)
     if odd and odd[0] != world.rank:
         raise FailedElsewhere(odd[0], 321)
     if odd:

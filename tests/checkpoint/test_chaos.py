@@ -7,6 +7,7 @@ import pytest
 from scripts.chaos import Chance, Tally, storm
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("kills", "ranks", "seed"),
     [

@@ -34,7 +34,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "build": ("megazero.run", "build_trainer", 1),
     "read a batch": (BatchLoader, "step", 4),
     "forward": (Stage, "forward", 15),
-    "backward": (Stage, "backward", 15),
+    "backward": (Stage, "backward", 9),
     "reduce gradients": (Reduction, "_start", 9),
     "norm and clip": ("megazero.zero.engine", "unit_squares", 4),
     "in the middle of an update": (AdamW, "update", 14),

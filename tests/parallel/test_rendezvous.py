@@ -7,6 +7,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.parallel.test_faults import assert_gone, listening
 
 ROOT = Path(__file__).parents[2]
@@ -47,10 +49,20 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def task(rank: int, port: str, timeout: float, fingerprint: str, *more: str, **other: str) -> subprocess.Popen[str]:
+SLOW = """
+import time
+from megazero.parallel import rendezvous
+present = rendezvous._Present
+rendezvous._Present = lambda *said: time.sleep(1.5) or present(*said)
+"""
+
+
+def task(
+    rank: int, port: str, timeout: float, fingerprint: str, *more: str, before: str = "", **other: str
+) -> subprocess.Popen[str]:
     """One task of a step of two, as srun would start it."""
     env = os.environ | STEP | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": port} | other
-    line = [sys.executable, "-c", MEET, str(timeout), fingerprint, *more]
+    line = [sys.executable, "-c", before + MEET, str(timeout), fingerprint, *more]
     pipe = subprocess.PIPE
     return subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -83,14 +95,16 @@ def test_rank_0_that_does_not_come_is_named():
     assert f"MZ-320 rank=1: rank 0 cannot be reached at 127.0.0.1:{port} within 1 s" in err.splitlines()[-1]
 
 
-def test_other_code_or_config_is_refused_once():
+@pytest.mark.parametrize("before", ["", SLOW], ids=["", "slow"])
+def test_other_code_or_config_is_refused_once(before: str):
+    """Also if rank 0, where they meet, has long seen it."""
     port = free_port()
-    tasks = [task(rank, port, 60, f"config {rank}") for rank in (0, 1)]
+    tasks = [task(rank, port, 60, f"config {rank}", before=before * rank) for rank in (0, 1)]
     errs = [process.communicate(timeout=60)[1] for process in tasks]
     lines = [line for err in errs for line in err.splitlines() if line.startswith("MZ-")]
     assert tasks[1].returncode == 1 and tasks[0].returncode == 1
-    assert lines[0].startswith("MZ-321 rank=1: runs config 1 on ") and " rank 0 config 0 on " in lines[0], lines
-    assert len(lines) == 1
+    assert len(lines) == 1, errs
+    assert lines[0].startswith("MZ-321 rank=1: runs config 1 on ") and " rank 0 config 0 on " in lines[0]
 
 
 def test_an_address_that_is_taken_is_refused():
