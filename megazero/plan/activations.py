@@ -1,0 +1,64 @@
+"""What a block keeps for its backward, in closed form, from what each of its operations saves.
+
+T tokens of a micro-batch (sequence x micro-batch), t tensor ranks, T' = T / t under sequence parallelism and T without,
+h the hidden size, kv the width of keys and of values, f that of the MLP, e bytes an element; in bytes:
+
+    norms         4 T' h e                   input and output of both; the second input is the residual stream's sum
+    attention     T (h + 2 kv) e / t         the projection
+                  T h e / t                  what the heads have seen
+                  T heads 4 / t              logarithms of softmax sums (8 in fp64)
+    rotary        T (h + kv) e / t           rotated queries and keys; and 2 s d e for their angles
+    mlp           2 T f e / t                before and after gelu; gated: 4 T f e / t (gate, up, silu(gate), product)
+    dropout       2 T' h                     masks, a byte an element
+    statistics    2 T' 2 e                   LayerNorm's mean and deviation; RMSNorm has one number, of 4 bytes or more
+
+In 16 bits with f = 4 h, dropout and t = 1 that is s b h (8 + 6 + 2 + 16 + 2) = 34 s b h, as Korthikanti et al. 2022
+(arXiv 2205.05198, Table 2) count, and their 5 a s^2 b for scores is what fused attention never stores. Selective
+recompute spares the softmax sums and what rotary adds; full recompute keeps T' h e, the input, or T' h e / t with Pa.
+"""
+
+from dataclasses import dataclass
+
+from megazero.plan.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch on one rank.
+
+    Attributes:
+        sequences: in it.
+        tensor: ranks of the tensor axis.
+        sequence: the residual stream is split over them.
+        item: bytes of an activation.
+        dropout: there are masks.
+    """
+
+    sequences: int
+    tensor: int
+    sequence: bool
+    item: int
+    dropout: bool
+
+
+def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
+    """Bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
+    tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
+    stream = tokens // t if micro.sequence else tokens
+    if recompute == "full":
+        return stream * shape.hidden * item // (t if partition and not micro.sequence else 1)
+    heads = tokens * (shape.hidden + 2 * shape.kv_width + shape.hidden) * item // t
+    statistics = 2 * stream * (2 * item if shape.layernorm else _wide(item))
+    masks = 2 * stream * shape.hidden if micro.dropout else 0
+    mlp = (4 if shape.gated else 2) * tokens * shape.ffn * item // t
+    core = 0
+    if recompute == "none":
+        core = tokens * shape.heads // t * _wide(item)
+        if not shape.learned_positions:
+            core += tokens * (shape.hidden + shape.kv_width) * item // t + 2 * shape.seq_len * shape.head_dim * item
+    return 4 * stream * shape.hidden * item + heads + core + mlp + masks + statistics
+
+
+def _wide(item: int) -> int:
+    """Bytes of what is computed more exactly."""
+    return max(item, 4)

@@ -1,0 +1,86 @@
+"""What a block keeps, counted, against the closed form: to the byte."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.model.transformer import Shape
+from megazero.observe.allocations import Allocations
+from megazero.parallel.grid import Grid
+from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.model import ModelShape
+from megazero.zero.placement import Precision
+from tests.layouts import SHAPES, Layout, Rank
+from tests.ranks import run_ranks
+
+SIZES = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "seq_len": 32, "vocab": 64}
+FLAVOURS = {
+    "gpt": replace(SHAPES["gpt"], **SIZES),
+    "gpt-dry": replace(SHAPES["gpt"], **SIZES, dropout=0.0),
+    "llama": replace(SHAPES["llama"], **SIZES),
+    "rotary": replace(SHAPES["gpt-untied-rotary"], **SIZES),
+}
+DTYPES = {
+    "fp32": Precision(),
+    "fp64": Precision(torch.float64, torch.float64),
+    "bf16": Precision(torch.bfloat16, torch.float32),
+}
+
+
+def shape_of(shape: Shape) -> ModelShape:
+    return ModelShape(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn=shape.ffn,
+        vocab=shape.vocab,
+        seq_len=shape.seq_len,
+        learned_positions=shape.position == "learned",
+        layernorm=shape.norm == "layernorm",
+        gated=shape.activation == "swiglu",
+        tied=shape.tie_embeddings,
+    )
+
+
+def after_forward(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> int:
+    """Bytes that are there between a forward and its backward, of a plain causal micro-batch."""
+    rank = Rank(grid, layout, shape, precision)
+    feed = rank.feed(0, 0)
+    feed = replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
+    there: list[int] = []
+    rank.engine.begin_step()
+    with Allocations() as counted:
+        rank.pipeline.train([feed], lambda feed: feed, between=lambda: there.append(counted.now))
+    return there[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_what_a_block_keeps(flavour: str, tensor: int, sequence: bool, dtype: str, recompute: str) -> None:
+    """The difference that two blocks more make. Kept inputs of full recompute lie in the arena, and do not count."""
+    shape, precision = FLAVOURS[flavour], DTYPES[dtype]
+    layout = Layout(tensor, 1, sequence, 1, recompute=recompute)
+    few, many = (
+        run_ranks(tensor, after_forward, layout, replace(shape, layers=layers), precision, tensor=tensor)[0]
+        for layers in (2, 4)
+    )
+    micro = Micro(layout.micro, tensor, sequence, precision.parameters.itemsize, shape.dropout > 0)
+    expected = 0 if recompute == "full" else kept_by_block(shape_of(shape), micro, recompute)
+    assert many - few == 2 * expected
+
+
+def test_the_paper_s_34() -> None:
+    """Korthikanti et al. 2022, Table 2, without scores: 34 s b h; with tensor parallelism 10 + 24 / t, with sequence
+    parallelism 34 / t. Statistics of norms and softmax, which the paper leaves out, are below a hundredth.
+    """
+    shape = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)
+    sbh = 2048 * 12288
+    for tensor, sequence, factor in ((1, False, 34.0), (8, False, 10 + 24 / 8), (8, True, 34 / 8)):
+        kept = kept_by_block(shape, Micro(1, tensor, sequence, 2, True))
+        assert 0 <= kept / (sbh * factor) - 1 < 0.001
+    full = kept_by_block(shape, Micro(1, 8, False, 2, True), "full")
+    assert full == 2 * sbh and kept_by_block(shape, Micro(1, 8, False, 2, True), "full", True) == 2 * sbh // 8
