@@ -136,10 +136,11 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from megazero.observe.sinks import warn
     from megazero.run_folder import RunFolder
     from megazero.transformers_files import export_run
 
-    _answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb))
+    _answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb, warn))
     return 0
 
 

@@ -129,7 +129,7 @@ def resume(
     def note(step: int, fault: str) -> None:
         damaged.append(step)
         if first:
-            warn(f"{fault}; going on from an older step" if len(job.steps) > 1 else fault)
+            warn(fault if step == job.steps[-1] else f"{fault}; going on from an older step")
 
     manifest = load_newest(store, job.steps, holdings, check=check, world=world, device=device, damaged=note)
     agree(world, device, lambda: _clear_the_way(store, manifest.step, damaged) if first and job.own else None)

@@ -140,7 +140,10 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         if first:
             folder.release()
         raise
-    _write_ledger(folder, grid, device)
+    if trainer.first < done:  # that of a run that has been finished before stays
+        _write_ledger(folder, grid, device)
+    elif first and done >= config.run.steps:
+        _say(f"nothing to do: {folder.checkpoints} has step {done}, run.steps is {config.run.steps}")
     stopped = trainer.reason if done < config.run.steps else None
     if first:
         try:
@@ -151,6 +154,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
             _last_words(trainer, folder, time.monotonic() - began)
         else:
             kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if done else "nothing to save"
+            kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
             _say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}")
     return stopped.exit_code if stopped else 0
 

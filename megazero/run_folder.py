@@ -27,6 +27,7 @@ class RunFolder:
             UserError: 110, it holds a run already; 401, it cannot be written; 420, another job trains there.
         """
         if not resume:  # what is not ours is not touched
+            lock.refuse_if_held()  # who is told to remove a folder must not remove another job's
             self._refuse_if_taken()
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):

@@ -76,6 +76,12 @@ class RunLock:
         threading.Thread(target=self._keep_touching, name="lock", daemon=True).start()
         return dead
 
+    def refuse_if_held(self) -> None:
+        """Raises UserError 420: a living job has it."""
+        owner = _read(self._path)
+        if owner is not None and owner["word"] != self.word and not self._is_dead(owner):
+            raise _taken(self._path, owner)
+
     @property
     def held(self) -> bool:
         """It is still this job's, as far as can be seen: a disk that does not answer has not shown another's."""

@@ -1,33 +1,33 @@
 """The verbs export and import: a run's weights to transformers' files, and theirs to a folder to train in."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megazero.build import DTYPES
 from megazero.checkpoint.interop import export, import_weights
 from megazero.checkpoint.manifest import read_manifest
-from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import newest_whole
 from megazero.config import Config, Model, resolved
 from megazero.config_file import dump, load
 from megazero.errors import UserError
 from megazero.run_folder import RunFolder
 
 
-def export_run(folder: RunFolder, target: Path, part_mb: int) -> str:
-    """Exports the newest checkpoint of a run; says what was written.
+def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[str], object]) -> str:
+    """Exports the newest whole checkpoint of a run; says what was written.
+
+    Args:
+        warn: told of each newer step that is damaged.
 
     Raises:
-        UserError: 113, the folder is no run; 402, it has no checkpoint; and those of `export`.
+        UserError: 113, the folder is no run; 402, it has no checkpoint; 410, the last one tried is damaged; and those
+            of `export`.
     """
     if not folder.config.is_file():
         raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
     config = load(str(folder.config))
-    store = Store(folder.checkpoints)
-    steps = store.steps()
-    if not steps:
-        raise UserError(402, "no checkpoint here", "has the run saved one?", where=folder.path)
-    source = store.path(steps[0])
-    verify(source)
+    source = newest_whole(Store(folder.checkpoints), warn)
     written = export(
         source,
         read_manifest(source),
@@ -50,4 +50,6 @@ def import_run(source: Path, folder: RunFolder) -> str:
     model = import_weights(source, Store(folder.checkpoints))
     config = resolved(Config(model=Model(**model)))
     dump(config, folder.config)
-    return f"{folder.path}: {config.model.layers} layers, step 0; train on it with checkpoint.resume={folder.path}"
+    return f"{folder.path}: {config.model.layers} layers, step 0; train on it with " + (
+        f"--config {folder.config} checkpoint.resume={folder.path}, data.train and a run.dir of its own"
+    )

@@ -12,6 +12,7 @@ import pytest
 
 from megazero import run_lock
 from megazero.errors import UserError
+from megazero.run_folder import RunFolder
 from megazero.run_lock import RunLock
 
 
@@ -129,6 +130,17 @@ def test_of_many_newcomers_one_wins(tmp_path: Path, dead: bool) -> None:
             process.join()
         assert sorted(process.exitcode or 0 for process in processes) == [0, 2, 2, 2, 2, 2]
         assert len(list(folder.glob("won_*"))) == 1
+
+
+def test_a_living_job_s_folder_is_not_called_a_run_to_remove(tmp_path: Path) -> None:
+    """A second job that is not meant to go on hears of the first one, not that it may remove the folder."""
+    folder, lock = RunFolder(tmp_path / "run"), RunLock(tmp_path / "run/lock")
+    assert folder.create(lock, resume=False) is None
+    with pytest.raises(UserError, match="MZ-420"):
+        folder.create(RunLock(folder.lock), resume=False)
+    lock.release()
+    with pytest.raises(UserError, match="MZ-110"):
+        folder.create(RunLock(folder.lock), resume=False)
 
 
 def test_another_space_of_processes_is_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def check_saved(folder: Path, out: str, by: str) -> int:
     (step, *_) = steps = Store(folder / "checkpoints").steps()
     assert last == (
         f"stopped by {by} after step {step} of 1000000, saved in {folder / 'checkpoints'}; "
-        "go on with checkpoint.resume=auto"
+        "go on with checkpoint.resume=auto" + (f" once {folder / 'STOP'} is gone" if "STOP" in by else "")
     )
     assert len(steps) == 1 and [row["step"] for row in read_rows(folder / "metrics.jsonl")] == list(range(1, step + 1))
     verify(Store(folder / "checkpoints").path(step))
@@ -54,7 +54,13 @@ def check_saved(folder: Path, out: str, by: str) -> int:
     return step
 
 
-COVER = {("alone", signal.SIGINT), ("parent", signal.SIGTERM), ("rank", signal.SIGUSR1), ("parent", signal.SIGUSR2)}
+COVER = {
+    ("alone", signal.SIGINT),
+    ("parent", signal.SIGTERM),
+    ("rank", signal.SIGUSR1),
+    ("parent", signal.SIGUSR2),
+    ("parent", signal.SIGHUP),
+}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +82,19 @@ def test_a_signal_saves_and_asks_to_be_started_again(
         out, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (75, "") and not any(alive(rank) for rank in ranks)
     assert check_saved(run, out, number.name) >= 3
+
+
+def test_nohup_goes_on(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Where the end of the terminal was to be ignored from the start, it is."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with training(tiny_data, tmp_path / "run", "run.steps=30", *TWO) as process:
+            until(process, "step 1/")
+            os.kill(process.pid, signal.SIGHUP)
+            out, err = process.communicate(timeout=60)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (process.returncode, err) == (0, "") and "step 30/30" in out
 
 
 def test_going_on_after_a_signal_is_the_run_without_it(tiny_data: TinyData, tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ def load_newest(
             if read is not None:
                 return manifest
         damaged(step, fault)
-    tried = ", ".join(str(step) for step in steps[:5])
-    what = f"none of {len(steps)} checkpoints is whole (steps {tried})" if steps else "no checkpoint here"
-    raise UserError(411, what, "restore one, or start anew in another run.dir", where=store.folder)
+    tried = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
+    what, do = f"none of {len(steps)} checkpoints is whole (steps {tried})", "restore one, or start anew"
+    if len(steps) == 1:
+        what, do = f"step {steps[0]} is not whole, and no other was to be tried", "restore it, resume from another"
+    raise UserError(411, what, f"{do} in another run.dir", where=store.folder)
 
 
 def _attempt(action: Callable[[], T], world: Axis, device: torch.device) -> tuple[T | None, str]:

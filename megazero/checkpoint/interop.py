@@ -53,7 +53,10 @@ def export(
         weight_map: dict[str, str] = {}
         for name, group in zip(names, groups, strict=True):
             theirs = dict(_theirs(source, manifest, group, dtype))
+            (staging / name).touch()  # as readable as the user's other files; the library's own are private
+            mode = (staging / name).stat().st_mode
             save_file(theirs, staging / name, metadata={"format": "pt"})
+            (staging / name).chmod(mode)
             flush_file(staging / name)
             weight_map |= dict.fromkeys(theirs, name)
         if len(groups) > 1:
@@ -91,7 +94,7 @@ def import_weights(source: Path, store: Store) -> dict[str, Any]:
         staging.mkdir(parents=True)
         for index, group in enumerate(_groups(wanted, sizes, _PART)):
             ours = [(link.ours, _ours(link, where)) for link in group]
-            keys = [(f"weight/{name}", values.dtype, values.numel()) for name, values in ours]
+            keys = [(f"weight/{name}[0:{values.numel()}]", values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
             flat = [values.reshape(-1) for _, values in ours]
             shard = write_shard(staging / shard_name(index), beginning, flat)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import KINDS, Manifest, read_manifest
 from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.retention import verify
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
@@ -38,6 +39,27 @@ def newest_weights(
                 what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
                 raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
             return manifest, read_weights(folder, manifest, manifest.tensors)
+        except UserError as error:
+            if error.code != 410 or step == steps[-1]:
+                raise
+            warn(f"{error}; taking an older step")
+    raise UserError(402, "no checkpoint here", "has the run saved one? give --run a run's folder", where=store.folder)
+
+
+def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:
+    """The folder of the newest step of which every byte is verified.
+
+    Args:
+        warn: told of each newer step that is damaged.
+
+    Raises:
+        UserError: 402, there is no checkpoint; 410, the last one tried is damaged.
+    """
+    steps = store.steps()
+    for step in steps:
+        try:
+            verify(store.path(step))
+            return store.path(step)
         except UserError as error:
             if error.code != 410 or step == steps[-1]:
                 raise

@@ -12,8 +12,13 @@ import signal
 import time
 from types import FrameType
 
-NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 TWICE = 0.5  # seconds between two interruptions that are meant as two
+
+
+def noted() -> tuple[signal.Signals, ...]:
+    """Those that this process minds: not the end of its terminal, where it was started with nohup."""
+    return tuple(n for n in NOTED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
 class Signals:
@@ -29,7 +34,7 @@ class Signals:
 
     def note(self) -> None:
         """From here on they are noted, and do nothing else. In the main thread."""
-        for number in NOTED:
+        for number in noted():
             self._before[number] = signal.signal(number, self._on)
 
     def restore(self) -> None:

@@ -25,7 +25,7 @@ from megazero.parallel.board import DONE, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, stuck
 from megazero.parallel.launch import Place, World, threads_for
 from megazero.parallel.outcome import outcome
-from megazero.parallel.signals import NOTED, TWICE
+from megazero.parallel.signals import NOTED, TWICE, noted
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
@@ -86,7 +86,7 @@ def run_local(
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         store = Path(folder) / "store"
         ranks = _Ranks({})
-        before = {number: signal.signal(number, ranks.pass_on) for number in NOTED}
+        before = {number: signal.signal(number, ranks.pass_on) for number in noted()}
         try:
             parent = os.getpid()
             # No rank misses a signal because it is not there yet, nor handles it with the parent's handler.
@@ -118,7 +118,7 @@ def _be(place: Place, main: Callable[[Place], int | None], parent: int, notes_si
     try:
         _die_with(parent)
         os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
-        for number in NOTED:
+        for number in noted():
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         if notes_signals:
             place.signals.note()

@@ -216,6 +216,14 @@ def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_pat
     shard = Store(run.checkpoints).path(4) / "shard_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "expected" in refused(capsys, 410, *line)
+    shutil.copytree(Store(finished.checkpoints).path(4), Store(run.checkpoints).path(3))  # an older one that is whole
+    assert main([str(word) for word in line]) == 0
+    said = capsys.readouterr()
+    assert "; taking an older step" in said.err and str(Store(run.checkpoints).path(3)) in said.out
+    written = tmp_path / "out/model.safetensors"
+    assert written.stat().st_mode == (tmp_path / "out/config.json").stat().st_mode
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(Store(run.checkpoints).path(3))
     shutil.rmtree(run.checkpoints)
     assert "no checkpoint" in refused(capsys, 402, *line)
     assert "not a run's folder" in refused(

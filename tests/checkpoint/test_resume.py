@@ -182,6 +182,18 @@ def test_a_step_of_another_run_is_saved_here_before_anything_else(
     assert one.read_bytes() == other.read_bytes()
 
 
+def test_nothing_to_do_leaves_everything_but_the_config_alone(
+    tiny_data: TinyData, uninterrupted, tmp_path: Path, capsys
+) -> None:
+    again = Path(shutil.copytree(uninterrupted("fp32"), tmp_path / "run"))
+    (again / "ledger.json").write_text("the run's own")
+    for steps in (STEPS, STEPS - 1):
+        config = tiny_data.load(again, *OPTIONS, f"run.steps={steps}", "checkpoint.resume=auto")
+        assert launch(config, "small", 1) == 0
+        assert f"has step {STEPS}, run.steps is {steps}" in capsys.readouterr().out
+    assert (again / "ledger.json").read_text() == "the run's own"
+
+
 def refused(config, code: int) -> str:
     with pytest.raises(UserError, match=f"MZ-{code}") as caught:
         launch(config, "small", 1)
@@ -217,6 +229,14 @@ def test_an_older_step_does_not_overwrite_newer_ones(tiny_data: TinyData, uninte
     step = Store(again / "checkpoints").path(5)
     line = refused(tiny_data.load(again, *OPTIONS, f"checkpoint.resume={step}"), 413)
     assert f"holds step {STEPS}" in line and Store(again / "checkpoints").steps() == list(range(STEPS, 0, -1))
+
+
+def test_one_step_that_is_asked_for_is_that_one_or_none(tiny_data: TinyData, uninterrupted, tmp_path: Path) -> None:
+    again = Path(shutil.copytree(uninterrupted("fp32"), tmp_path / "run"))
+    step = Store(again / "checkpoints").path(5)
+    (step / "manifest.json").write_text("{}")
+    line = refused(tiny_data.load(tmp_path / "new", *OPTIONS, f"checkpoint.resume={step}"), 411)
+    assert "step 5 is not whole, and no other was to be tried; restore it, resume from another" in line
 
 
 def test_nothing_to_go_on_from(tiny_data: TinyData, tmp_path: Path) -> None:
