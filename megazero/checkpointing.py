@@ -41,7 +41,7 @@ from megazero.zero.unit import Unit
 _SAME = ("model.*", "run.seed", "batch.global", "data.mask_eod", "precision.dtype")
 _SAME_OPTIMIZER = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
 # What may be another, and then changes what is computed: said when a run goes on.
-_SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "precision.kernels")
+_SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.offload.delayed", "precision.kernels")
 
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
