@@ -188,8 +188,8 @@ def build_engine(
     units = build_units(model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload)
     there = "host_" if offload is not None and offload.optimizer else ""
     o, wire = optimizer, spread.data.wire
+    wire.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments
     adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket, ops=ops)
-    wire.ledger.hold(f"{there}optimizer", adam.nbytes)
     wire.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
         used,

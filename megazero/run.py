@@ -12,8 +12,8 @@ import torch
 import xxhash
 
 from megazero import __version__
-from megazero.build import bucket_of, check_world, grid_of
-from megazero.build_run import build_trainer
+from megazero.build import DTYPES, bucket_of, check_world, grid_of
+from megazero.build_run import Ready, build_trainer
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpointing import About, Site, changes, check_same, check_space
 from megazero.config import Config
@@ -25,6 +25,7 @@ from megazero.observe.jsonl import drop_rows_after, read_rows
 from megazero.observe.metrics import reserved_peak_bytes
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
+from megazero.out_of_memory import told
 from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
@@ -162,7 +163,13 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
 def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name: str) -> tuple[Trainer, int]:
     """Builds the trainer, runs it to the end, and closes what it holds, whatever happens; and how many steps it did."""
     first, folder = grid.world.rank == 0, site.folder
-    trainer, about, holdings = agree(grid.world, device, lambda: build_trainer(config, grid, device, site))
+    item = DTYPES[config.precision.dtype].itemsize
+
+    def built() -> Ready:
+        with told(config, grid, item):
+            return build_trainer(config, grid, device, site)
+
+    trainer, about, holdings = agree(grid.world, device, built)
     names = gather_bytes(trainer.engine.ops.name.encode(), grid.world, "agree", device)
     agree(grid.world, device, lambda: _same_kernels(names))
     found = resume(
@@ -188,7 +195,8 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     try:
         if found is not None:
             trainer.go_on(found, own=site.job.own)
-        return trainer, trainer.run()
+        with told(config, grid, item):
+            return trainer, trainer.run()
     finally:
         trainer.close()
 

@@ -33,8 +33,8 @@ class Arena:
     ):
         self._host = host
         if host is None:
+            ledger.hold("inputs", slots * numel * dtype.itemsize)  # before, so that who finds no memory can tell
             self.memory = torch.empty(slots, numel, dtype=dtype, device=device)
-            ledger.hold("inputs", self.memory.nbytes)
         else:
             self.memory = host.empty((slots, numel), dtype, "inputs")
         self._free = list(self.memory)[::-1]

@@ -6,6 +6,7 @@ the computation. On a CPU the host's memory *is* the device's, and moving anythi
 tests and benchmarks count what a GPU would send.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,9 +30,8 @@ class Host:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, category: str) -> Tensor:
         """New memory of the host, with anything in it."""
-        memory = torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pinned)
-        self._ledger.hold(f"host_{category}", memory.nbytes)
-        return memory
+        self._ledger.hold(f"host_{category}", math.prod(shape) * dtype.itemsize)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pinned)
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
         """The same, flat, with zeros in it."""

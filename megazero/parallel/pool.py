@@ -27,9 +27,8 @@ class Pool:
         """A buffer of exactly `numel` elements with anything in it."""
         if free := self._free.get(numel):
             return free.pop()
-        buffer = torch.empty(numel, dtype=self._dtype, device=self._device)
-        self._ledger.hold(self._category, buffer.nbytes)
-        return buffer
+        self._ledger.hold(self._category, numel * self._dtype.itemsize)
+        return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give(self, buffer: Tensor) -> None:
         """Back from whoever took it."""

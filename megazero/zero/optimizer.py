@@ -65,11 +65,6 @@ class AdamW:
         self._staging = torch.empty(max(widened, default=0), dtype=some.dtype, device=some.device)
 
     @property
-    def nbytes(self) -> int:
-        """Of the moments."""
-        return sum(moment.nbytes for pair in self.moments.values() for moment in pair)
-
-    @property
     def staging_bytes(self) -> int:
         return self._staging.nbytes
 

@@ -73,9 +73,8 @@ class Unit:
             numel = elements.stop - elements.start
             if there and offload is not None:
                 return offload.host.zeros(numel, dtype, category)
-            flat = torch.zeros(numel, dtype=dtype, device=device)
-            ledger.hold(category, flat.nbytes)
-            return flat
+            ledger.hold(category, numel * dtype.itemsize)
+            return torch.zeros(numel, dtype=dtype, device=device)
 
         self.parameters = zeros(resting, precision.parameters, "parameters", rests_there)
         self.masters = self.own_parameters
