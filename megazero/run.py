@@ -149,8 +149,8 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
     if first:
         try:
             draw_loss(read_rows(folder.metrics), folder.loss_plot)
-        except (OSError, ValueError) as error:  # rows deleted or damaged meanwhile, a full disk: the weights are safe
-            warn(f"no loss curve: {error}")
+        except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk: the weights are safe
+            warn(f"no loss curve: {error or 'out of memory'}")
         if stopped is None:
             _last_words(trainer, folder, time.monotonic() - began)
         else:
