@@ -17,7 +17,7 @@ DEFAULTS = {
     | {"norm_eps": 1e-5, "rope_theta": 10000.0},
     "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "timeout": 120},
     "zero": {"stage": 1, "grad_dtype": "fp32", "bucket_mb": 64.0}
-    | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None},
+    | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None, "offload.delayed": False},
     "memory": {"recompute": "none", "partition": False, "offload": False},
     "pipeline": {"schedule": "1f1b", "chunks": 1},
     "precision": {"dtype": "fp32", "kernels": "auto"},

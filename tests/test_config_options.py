@@ -112,7 +112,9 @@ ROWS: dict[str, Works | Refused] = {
     # parallel.timeout: tests/parallel/test_faults.py
     # zero.stage: test_stages
     "zero.grad_dtype": Works("param", held, ("precision.dtype=bf16",)),
-    "zero.bucket_mb": Works("0.001", held, ("precision.dtype=bf16", "zero.grad_dtype=param")),
+    "zero.bucket_mb": Works(
+        "0.001", held, ("precision.dtype=bf16", "zero.grad_dtype=param", "precision.kernels=reference")
+    ),
     # zero.offload.optimizer, zero.offload.delayed: tests/zero/test_offload.py
     "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
     "zero.offload.path": Refused("somewhere"),

@@ -30,8 +30,8 @@ def test_while_a_job_trains_there_no_other_does(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     lock = RunLock(folder.lock)
     folder.create(lock, resume=True)
-    for resume, code in ((False, 110), (True, 420)):
-        with pytest.raises(UserError, match=f"MZ-{code}"):
+    for resume in (False, True):
+        with pytest.raises(UserError, match="MZ-420"):
             create(folder.path, resume=resume)
     assert lock.held
     lock.release()
