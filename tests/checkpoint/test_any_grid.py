@@ -1,4 +1,4 @@
-"""Any grid reads what any grid wrote: every ordered pair of twelve layouts of up to eight ranks."""
+"""Any grid reads what any grid wrote: every ordered pair of fourteen layouts of up to eight ranks."""
 
 from pathlib import Path
 
@@ -27,6 +27,10 @@ LAYOUTS = {
     "pp4-zb-h1-dp2-stage3": Layout(pipeline=4, schedule="zb-h1", data=2, accumulation=4, stage=3),
     "tp2-pp2-zb-v-dp2-stage1": Layout(
         tensor=2, sequence=True, pipeline=2, schedule="zb-v", chunks=2, data=2, accumulation=4, stage=1
+    ),
+    "dp2-stage2-offload": Layout(data=2, accumulation=4, stage=2, offload_optimizer=True),
+    "tp2-dp2-stage3-offload": Layout(
+        tensor=2, data=2, accumulation=2, stage=3, offload_optimizer=True, offload_parameters=True
     ),
 }
 
