@@ -11,7 +11,7 @@ from megazero.parallel.grid import Grid
 from megazero.plan.activations import Micro, kept_by_block
 from megazero.plan.model import ModelShape
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank
+from tests.layouts import SHAPES, Layout, Rank, pairwise
 from tests.ranks import run_ranks
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "seq_len": 32, "vocab": 64}
@@ -56,13 +56,23 @@ def after_forward(grid: Grid, layout: Layout, shape: Shape, precision: Precision
     return there[0]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_what_a_block_keeps(flavour: str, tensor: int, sequence: bool, dtype: str, recompute: str) -> None:
+CASES = [
+    (flavour, grid, dtype, recompute)
+    for flavour in FLAVOURS
+    for grid in ((1, False), (2, False), (2, True))
+    for dtype in DTYPES
+    for recompute in ("none", "selective", "full")
+]
+COVER = pairwise(CASES)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "grid", "dtype", "recompute"),
+    [pytest.param(*case, marks=() if case in COVER else pytest.mark.full) for case in CASES],
+)
+def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, recompute: str) -> None:
     """The difference that two blocks more make. Kept inputs of full recompute lie in the arena, and do not count."""
-    shape, precision = FLAVOURS[flavour], DTYPES[dtype]
+    shape, precision, (tensor, sequence) = FLAVOURS[flavour], DTYPES[dtype], grid
     layout = Layout(tensor, 1, sequence, 1, recompute=recompute)
     few, many = (
         run_ranks(tensor, after_forward, layout, replace(shape, layers=layers), precision, tensor=tensor)[0]
