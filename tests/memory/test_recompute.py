@@ -44,7 +44,7 @@ CASES = [
     for stage in ((0, 1, 2, 3) if data > 1 else (1,))
     for mode in MODES
 ]
-COVER = pairwise(CASES)
+COVER = pairwise([case for case in CASES if case[2] * case[5] * (1 if case[4] == "none" else 2) <= 4])
 
 
 @cache
