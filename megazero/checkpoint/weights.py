@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
+
+T = TypeVar("T")
 
 
 def newest_weights(
@@ -28,22 +31,17 @@ def newest_weights(
     Raises:
         UserError: 402, there is no checkpoint; 404, of another model; 410, the last one tried is damaged.
     """
-    steps = store.steps()
-    for step in steps:
-        folder = store.path(step)
-        try:
-            manifest = read_manifest(folder)
-            theirs = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
-            if theirs != shapes:
-                odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
-                what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
-                raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
-            return manifest, read_weights(folder, manifest, manifest.tensors)
-        except UserError as error:
-            if error.code != 410 or step == steps[-1]:
-                raise
-            warn(f"{error}; taking an older step")
-    raise UserError(402, "no checkpoint here", "has the run saved one? give --run a run's folder", where=store.folder)
+
+    def read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
+        manifest = read_manifest(folder)
+        theirs = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
+        if theirs != shapes:
+            odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
+            what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
+            raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
+        return manifest, read_weights(folder, manifest, manifest.tensors)
+
+    return _newest(store, read, warn)
 
 
 def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:
@@ -55,11 +53,20 @@ def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:
     Raises:
         UserError: 402, there is no checkpoint; 410, the last one tried is damaged.
     """
+
+    def look(folder: Path) -> Path:
+        verify(folder)
+        return folder
+
+    return _newest(store, look, warn)
+
+
+def _newest(store: Store, attempt: Callable[[Path], T], warn: Callable[[str], object]) -> T:
+    """What `attempt` makes of the newest step in which it finds no damage."""
     steps = store.steps()
     for step in steps:
         try:
-            verify(store.path(step))
-            return store.path(step)
+            return attempt(store.path(step))
         except UserError as error:
             if error.code != 410 or step == steps[-1]:
                 raise

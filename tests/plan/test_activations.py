@@ -8,6 +8,7 @@ import torch
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.parallel.grid import Grid
+from megazero.pipelining import model_shape
 from megazero.plan.activations import Micro, kept_by_block
 from megazero.plan.model import ModelShape
 from megazero.zero.placement import Precision
@@ -26,22 +27,6 @@ DTYPES = {
     "fp64": Precision(torch.float64, torch.float64),
     "bf16": Precision(torch.bfloat16, torch.float32),
 }
-
-
-def shape_of(shape: Shape) -> ModelShape:
-    return ModelShape(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn=shape.ffn,
-        vocab=shape.vocab,
-        seq_len=shape.seq_len,
-        learned_positions=shape.position == "learned",
-        layernorm=shape.norm == "layernorm",
-        gated=shape.activation == "swiglu",
-        tied=shape.tie_embeddings,
-    )
 
 
 def after_forward(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> int:
@@ -79,7 +64,9 @@ def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, re
         for layers in (2, 4)
     )
     micro = Micro(layout.micro, tensor, sequence, precision.parameters.itemsize, shape.dropout > 0)
-    expected = 0 if recompute == "full" else kept_by_block(shape_of(shape), micro, recompute)
+    expected = (
+        0 if recompute == "full" else kept_by_block(model_shape(layout.config(shape, precision)), micro, recompute)
+    )
     assert many - few == 2 * expected
 
 
