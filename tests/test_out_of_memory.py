@@ -26,7 +26,7 @@ WIDE = (
 )
 WIDE += ("memory.recompute=full", "parallel.tensor=2", "data.valid=null", "run.steps=1", "model.dropout=0.0")
 LIMITED = """
-import resource, sys, threading, time
+import resource, sys, threading
 from pathlib import Path
 limit, peaks, line = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if limit:  # of private memory, per process; what a bare import of torch maps of libraries does not count
@@ -50,7 +50,8 @@ def watched(*arguments):
     return code
 
 run_training = megazero.run.run_training
-megazero.run.run_training = watched
+if not limit:  # looking takes memory too: below the limit there may be none for it
+    megazero.run.run_training = watched
 megazero.run.draw_loss = lambda *files: None  # its library takes more than is to be told apart
 sys.exit(main(line))
 """
