@@ -27,8 +27,9 @@ from megazero.parallel.wire import Wire
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
-from megazero.pipelining import Layers, layers_of, lowered
+from megazero.pipelining import layers_of, lowered
 from megazero.recomputing import recompute
+from megazero.schedules.layers import Layers
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, UnitLayout, lay_out
 from megazero.zero.offload import Offload

@@ -1,38 +1,12 @@
 """How a config's model lies on the pipeline axis: which parts in which stage, and what every rank does in a step."""
 
-from dataclasses import dataclass
-
 from megazero.config import Config
-from megazero.pipeline.split import split
 from megazero.plan.model import ModelShape
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
+from megazero.schedules.layers import Layers, cut
 from megazero.schedules.lower import add_reductions, add_transfers
-from megazero.schedules.simulate import peak_inputs, simulate
-
-
-@dataclass(frozen=True)
-class Layers:
-    """How the model lies on the pipeline axis.
-
-    Attributes:
-        schedule, ranks, chunks: as in the config.
-        rank_of: of each stage its rank.
-        parts: of each stage the parts of the model's path: 0 is the embedding, the last the head.
-    """
-
-    schedule: str
-    ranks: int
-    chunks: int
-    rank_of: tuple[int, ...]
-    parts: list[range]
-
-    def kept_inputs(self, micro_batches: int) -> list[int]:
-        """Of each stage the most micro-batches whose forward has been and whose input's backward is still to come."""
-        return peak_inputs(make(self.schedule, self.ranks, micro_batches, self.chunks))
-
-    def of_rank(self, rank: int) -> dict[int, range]:
-        return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}
+from megazero.schedules.simulate import simulate
 
 
 def model_shape(config: Config) -> ModelShape:
@@ -58,9 +32,7 @@ def layers_of(config: Config) -> Layers:
     """The cut of a config's model."""
     name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
     assert chunks is not None, "a resolved config"
-    rank_of = make(name, ranks, 1, chunks).rank_of
-    parts = split(config.model.layers, rank_of, embedding=0.0, head=model_shape(config).head_in_blocks())
-    return Layers(name, ranks, chunks, rank_of, parts)
+    return cut(name, ranks, chunks, config.model.layers, model_shape(config).head_in_blocks())
 
 
 def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:

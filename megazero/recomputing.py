@@ -16,7 +16,7 @@ from megazero.model.transformer import Part, Transformer
 from megazero.parallel.grid import Axis, Grid
 from megazero.parallel.host import Host
 from megazero.parallel.pool import Pool
-from megazero.pipelining import Layers
+from megazero.schedules.layers import Layers
 
 _LOG = logging.getLogger("megazero")
 

@@ -14,8 +14,9 @@ from megazero.config import Config
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import TIED
 from megazero.parallel.grid import Axis
-from megazero.pipelining import Layers, layers_of, lowered, model_shape
+from megazero.pipelining import layers_of, lowered, model_shape
 from megazero.schedules.actions import Kind, Schedule
+from megazero.schedules.layers import Layers
 from megazero.schedules.lower import Bill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 from megazero.zero.placement import STAGES, Placement

@@ -1,18 +1,22 @@
-"""Memory that recompute, Pa and offload spare, and what they cost in time, beside torch.utils.checkpoint.
+"""Memory that recompute, Pa and offload spare, and what they cost in time, beside torch and DeepSpeed.
 
     python scripts/bench/memory.py [--pairs 15] [--json]
 
     one process    ours without and with recompute (the core of attention, whole blocks), and a model of plain torch
-                   modules without and with torch.utils.checkpoint around every block (early stop on, as by default)
-    tp=2           two tensor ranks: recompute, Pa, Pa+cpu, and optimizer state on the host; the reference is the same
-                   without. The host is declared apart, as beside a GPU, so that every copy is made
-    bytes          of each on a rank of tp=2 and tp=4, by category of the ledger
+                   modules without and with torch.utils.checkpoint
+    tp=2           two tensor ranks: ours with recompute, Pa, Pa+cpu, and optimizer state on the host; the plain model
+                   spread with DTensor without and with torch.utils.checkpoint, and with DeepSpeed's checkpointing
+                   (whole inputs, partitioned, partitioned and on the host). The reference is ours without. Our host is
+                   declared apart, as beside a GPU, so that every copy is made; DeepSpeed's copy to the host is none on
+                   a CPU
+    bytes          of each of ours on a rank of tp=2 and tp=4, by category of the ledger, and by formula
 
-The model has 12 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (tied), sequences of 256 tokens, micro-batch
+The model has 12 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (untied), sequences of 256 tokens, micro-batch
 8, fp32, no dropout; every process has one thread.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -21,15 +25,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megazero.build import build
 from megazero.config import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved
 from megazero.kernels.choice import choose
+from megazero.kernels.operations import REFERENCE
 from megazero.observe.allocations import Allocations
 from megazero.parallel.grid import single
 from megazero.parallel.host import Host
-from scripts.bench.harness import Comparison, System, compare, loss_difference, measure, report, table
+from megazero.pipelining import model_shape
+from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.peak import peak
+from megazero.plan.states import Bytes, states, units
+from scripts.bench.harness import Comparison, Measured, System, compare, loss_difference, measure, report, table
 from scripts.bench.ours import (
     BETAS,
     CLIP,
@@ -41,10 +49,8 @@ from scripts.bench.ours import (
     VOCAB,
     feeder,
     grid_of,
-    initial_weights,
-    random_batches,
 )
-from scripts.bench.plain_gpt import PlainGPT
+from scripts.bench.recomputing_peers import plain_step, spread_step
 
 LAYERS, HIDDEN, HEADS, MICRO = 12, 512, 8, 8
 MODES: dict[str, tuple[Memory, Offload]] = {
@@ -56,6 +62,7 @@ MODES: dict[str, tuple[Memory, Offload]] = {
     "offload": (Memory(), Offload(optimizer="cpu")),
 }
 IN_ONE = ("none", "selective", "full")
+PEERS = ("none", "torch", "deepspeed", "deepspeed partitioned", "deepspeed partitioned, cpu")
 
 
 def main() -> int:
@@ -69,28 +76,37 @@ def main() -> int:
         reports.append({"title": title, "loss_difference": difference} | report(comparison, comparison.reference_s))
         if not options.json:
             print(table(f"{title}, losses within {difference:.1e}", comparison), end="\n\n", flush=True)
-    held = {tensor: {mode: measure(Bytes(mode), tensor)[0] for mode in MODES} for tensor in (2, 4)}
+    held = {tensor: {mode: measure(RankBytes(mode), tensor)[0] for mode in MODES} for tensor in (2, 4)}
+    formula = {tensor: {mode: predicted(mode, tensor) for mode in MODES} for tensor in held}
     if options.json:
-        print(json.dumps({"tables": reports, "bytes": held}, indent=1))
+        print(json.dumps({"tables": reports, "bytes": held, "formula": formula}, indent=1))
         return 0
-    for tensor, modes in held.items():
-        print("\n".join(bytes_table(tensor, modes)), end="\n\n")
+    for tensor in held:
+        print("\n".join(bytes_table(tensor, held[tensor], formula[tensor])), end="\n\n")
     return 0
 
 
 def timed(pairs: int) -> Iterator[tuple[str, Comparison]]:
-    systems = [System(f"plain torch{', torch.utils.checkpoint' * again}", plain_step, (again,), 1) for again in (0, 1)]
+    plain = config_of("none")
+    systems = [
+        System(f"plain torch{', torch.utils.checkpoint' * again}", plain_step, (plain, again), 1) for again in (0, 1)
+    ]
     systems += [System(f"ours, {mode}", our_step, (mode,), 1) for mode in IN_ONE]
     yield "one process", compare(systems[0], systems[1:], pairs)
-    ranks = [System(f"tp=2, {mode}", our_rank, (mode,), 1, 2) for mode in MODES]
-    yield "tp=2", compare(ranks[0], ranks[1:], pairs)
+    ranks = [System(f"tp=2, ours, {mode}", our_rank, (mode,), 1, 2) for mode in MODES]
+    here = importlib.util.find_spec("deepspeed") is not None
+    peers = [again for again in PEERS if here or not again.startswith("deepspeed")]
+    ranks += [System(f"tp=2, DTensor, {again}", spread_step, (plain, again), 1, 2) for again in peers]
+    comparison = compare(ranks[0], ranks[1:], pairs)
+    comparison.rows.extend(Measured.absent(again, "not installed") for again in PEERS if again not in peers)
+    yield "tp=2", comparison
 
 
 def config_of(mode: str, tensor: int = 1) -> Config:
     memory, offload = MODES[mode]
     return resolved(
         Config(
-            model=Model(layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq_len=SEQ_LEN),
+            model=Model(layers=LAYERS, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq_len=SEQ_LEN, tie_embeddings=False),
             batch=Batch.model_validate({"global": MICRO, "micro": MICRO}),
             parallel=Parallel(tensor=tensor),
             memory=memory,
@@ -124,7 +140,7 @@ def _step(mode: str, grid) -> tuple[Callable[[], float], Callable[[], dict[str, 
     return step, lambda: {category: held.peak for category, held in ledger.bytes.items()}
 
 
-class Bytes:
+class RankBytes:
     """What a rank holds, by category; activations as the most that its second step allocates."""
 
     def __init__(self, mode: str):
@@ -138,44 +154,40 @@ class Bytes:
         return held() | {"activations": counted.peak}
 
 
-def bytes_table(tensor: int, modes: dict[str, dict[str, int]]) -> Iterator[str]:
+def predicted(mode: str, tensor: int) -> dict[str, int]:
+    """The same by formula, but for staging, which is fixed."""
+    config = config_of(mode, tensor)
+    shape, memory = model_shape(config), config.memory
+    item = Bytes(4, 4, 4)
+    found = states(units(shape, tensor), 1, 1, item)
+    if config.zero.offload.optimizer == "cpu":
+        parameters = found["parameters"] // item.parameter
+        del found["optimizer"]
+        found |= {"host_optimizer": 3 * item.master * parameters, "host_gradients": item.gradient * parameters}
+    micro = Micro(MICRO, tensor, False, 4, False)
+    if memory.recompute == "full":
+        kept = LAYERS * kept_by_block(shape, micro, "full", memory.partition)
+        found["host_inputs" if memory.offload else "inputs"] = kept
+        if memory.partition:  # two of them whole
+            found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
+    fused = choose("auto", CPU, torch.float32) is not REFERENCE
+    return found | {"activations": peak(shape, micro, LAYERS, memory.recompute, head=True, fused=fused)[0]}
+
+
+def bytes_table(tensor: int, modes: dict[str, dict[str, int]], formula: dict[str, dict[str, int]]) -> Iterator[str]:
     categories = list(dict.fromkeys(category for held in modes.values() for category in held))
-    yield f"MB on a rank of tp={tensor}"
+    yield f"MB on a rank of tp={tensor}, by formula in brackets"
     yield ""
     yield "| | " + " | ".join(categories) + " | on the device |"
     yield "|---" * (len(categories) + 2) + "|"
     for mode, held in modes.items():
-        cells = [f"{held.get(category, 0) / 1e6:,.1f}" for category in categories]
+        cells = [_cell(held.get(category, 0), formula[mode].get(category)) for category in categories]
         device = sum(size for category, size in held.items() if not category.startswith("host_"))
         yield f"| {mode} | {' | '.join(cells)} | {device / 1e6:,.1f} |"
 
 
-def plain_step(again: int) -> Callable[[], float]:
-    """One training step of plain torch modules, with torch.utils.checkpoint around every block or without."""
-    model = PlainGPT(LAYERS, HIDDEN, HEADS, VOCAB, SEQ_LEN)
-    model.take_weights(initial_weights(config_of("none")))
-    if again:
-        for block in model.blocks:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(
-                forward, x, use_reentrant=False, preserve_rng_state=False
-            )
-    decays = [p for p in model.parameters() if p.dim() > 1 and p is not model.positions.weight]
-    rest = [p for p in model.parameters() if p.dim() < 2 or p is model.positions.weight]
-    groups = [{"params": decays, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-    batches = random_batches(MICRO)
-
-    def step() -> float:
-        tokens_SB, targets_SB = next(batches)
-        loss = model(tokens_SB.T.contiguous(), targets_SB.T.contiguous())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+def _cell(measured: int, formula: int | None) -> str:
+    return f"{measured / 1e6:,.1f}" + ("" if formula is None else f" ({formula / 1e6:,.1f})")
 
 
 if __name__ == "__main__":

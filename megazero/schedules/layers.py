@@ -7,6 +7,40 @@ busiest rank's work as small as it can be.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.schedules.catalogue import make
+from megazero.schedules.simulate import peak_inputs
+
+
+@dataclass(frozen=True)
+class Layers:
+    """How a model lies on the pipeline axis.
+
+    Attributes:
+        schedule, ranks, chunks: as in the config.
+        rank_of: of each stage its rank.
+        parts: of each stage the parts of the model's path: 0 is the embedding, the last the head.
+    """
+
+    schedule: str
+    ranks: int
+    chunks: int
+    rank_of: tuple[int, ...]
+    parts: list[range]
+
+    def kept_inputs(self, micro_batches: int) -> list[int]:
+        """Of each stage the most micro-batches whose forward has been and whose input's backward is still to come."""
+        return peak_inputs(make(self.schedule, self.ranks, micro_batches, self.chunks))
+
+    def of_rank(self, rank: int) -> dict[int, range]:
+        return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}
+
+
+def cut(schedule: str, ranks: int, chunks: int, blocks: int, head: float) -> Layers:
+    """The cut of a model of some blocks whose head costs as much as `head` of them."""
+    rank_of = make(schedule, ranks, 1, chunks).rank_of
+    return Layers(schedule, ranks, chunks, rank_of, split(blocks, rank_of, embedding=0.0, head=head))
 
 
 def split(blocks: int, rank_of: Sequence[int], *, embedding: float, head: float) -> list[range]:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from megazero.pipeline.split import split
+from megazero.schedules.layers import split
 
 
 def work(cuts: list[range], rank_of: tuple[int, ...], blocks: int, embedding: float, head: float) -> list[float]:

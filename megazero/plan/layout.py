@@ -1,0 +1,59 @@
+"""What fixes the memory, the traffic and the time of a step: a model, how it is spread, what is kept."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes
+from megazero.schedules.layers import Layers, cut
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A training job, as the closed formulas see it.
+
+    Attributes:
+        shape: of the model.
+        bytes: of an element of parameters (and activations), gradients, masters.
+        tensor, pipeline, data: ranks of the three axes.
+        sequence: the residual stream is split over the tensor axis.
+        schedule, chunks: of the pipeline.
+        stage: of ZeRO.
+        micro_batch, global_batch: sequences.
+        recompute: none | selective | full.
+        partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
+        offload_optimizer, offload_parameters: to the host.
+        dropout: there are masks.
+    """
+
+    shape: ModelShape
+    bytes: Bytes
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    stage: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    recompute: str = "none"
+    partition: bool = False
+    offload: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    dropout: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on each data rank."""
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The cut of the model."""
+        return cut(self.schedule, self.pipeline, self.chunks, self.shape.layers, self.shape.head_in_blocks())

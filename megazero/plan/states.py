@@ -1,0 +1,97 @@
+"""Model states: bytes of parameters, gradients and optimizer state on one rank, to the byte.
+
+A unit (the embedding, a block, the head; a tied weight is one of its own) has P parameters on a tensor rank, in a flat
+buffer whose two halves, decayed or not, and whose N shards are multiples of 16 elements. With p, g and m the bytes of a
+parameter, a gradient and a master (m = 4 beside 16 bits; where p = m parameters are their own masters and k = 2 m, else
+k = 3 m):
+
+    stage    parameters    gradients    optimizer          Rajbhandari et al. 2019 (arXiv 1910.02054), section 5:
+    0        p P           g P          k P                16 P in mixed precision with g = 2, k = 12
+    1        p P           g P          k P / N            4 P + 12 P / N
+    2        p P           g P / N      k P / N            2 P + 14 P / N
+    3        p P / N       g P / N      k P / N            16 P / N
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megazero.plan.model import ModelShape
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Of one element."""
+
+    parameter: int
+    gradient: int
+    master: int
+
+    @property
+    def optimizer(self) -> int:
+        """Both moments, and the master where it is not the parameter itself."""
+        return (2 if self.master == self.parameter else 3) * self.master
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Elements of one unit on a tensor rank: those that decay, the others."""
+
+    name: str
+    decayed: int
+    rest: int
+
+    @property
+    def numel(self) -> int:
+        return self.decayed + self.rest
+
+    def padded(self, data: int) -> int:
+        """Elements of the flat buffer that `data` ranks share."""
+        return _aligned(_aligned(self.decayed) + self.rest, data)
+
+
+def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) -> list[UnitSize]:
+    """The units of some parts of the model's path (0 the embedding, the last the head); None: of all."""
+    paths = parts or [range(shape.layers + 2)]
+    own = {i for path in paths for i in path}
+    vocabulary = -(-shape.vocab // tensor) * shape.hidden
+    norm = (2 if shape.layernorm else 1) * shape.hidden
+    ends = own & {0, shape.layers + 1}
+    found = [UnitSize("tied", vocabulary, 0)] if shape.tied and ends else []
+    if 0 in own:
+        positions = shape.seq_len * shape.hidden if shape.learned_positions else 0
+        found.append(UnitSize("embedding", 0 if shape.tied else vocabulary, positions))
+    found += [_block(shape, tensor, i - 1) for i in sorted(own) if 1 <= i <= shape.layers]
+    if shape.layers + 1 in own:
+        found.append(UnitSize("head", 0 if shape.tied else vocabulary, norm))
+    return [unit for unit in found if unit.numel]
+
+
+def states(sizes: Sequence[UnitSize], data: int, stage: int, bytes_: Bytes) -> dict[str, int]:
+    """What rests on a rank between steps, by category, nothing of it on the host."""
+    whole = sum(unit.padded(data) for unit in sizes)
+    share = whole // data
+    return {
+        "parameters": bytes_.parameter * (share if stage == 3 else whole),
+        "gradients": bytes_.gradient * (share if stage >= 2 else whole),
+        "optimizer": bytes_.optimizer * (share if stage >= 1 else whole),
+    }
+
+
+def _block(shape: ModelShape, tensor: int, layer: int) -> UnitSize:
+    h, kv, f, inputs = shape.hidden, shape.kv_width, shape.ffn, shape.num_mlp_inputs
+    matrices = 2 * h * h + 2 * h * kv + (inputs + 1) * h * f
+    norms = 2 * (2 if shape.layernorm else 1) * h
+    biases = (h + 2 * kv + inputs * f) // tensor + 2 * h if shape.layernorm else 0  # those of row products are whole
+    return UnitSize(f"blocks.{layer}", matrices // tensor, biases + norms)
+
+
+def _aligned(numel: int, parts: int = 1) -> int:
+    unit = ALIGNMENT * parts
+    return -(-numel // unit) * unit
+
+
+def pooled(sizes: Sequence[UnitSize], data: int, stage: int, bytes_: Bytes) -> Iterator[tuple[str, int]]:
+    """To be measured."""
+    yield "pool", 0

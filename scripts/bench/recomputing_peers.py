@@ -1,0 +1,104 @@
+"""The peers of memory.py: recompute as torch and DeepSpeed have it, around every block of a plain GPT.
+
+torch        torch.utils.checkpoint, not reentrant, with its early stop (the default); no random state to keep, since
+             there is no dropout
+DeepSpeed    deepspeed.checkpointing, whole inputs, or parts of them over the tensor ranks (partition_activations),
+             or these on the host (cpu_checkpointing), of the same model spread with DTensor
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+from megazero.config import Config
+from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
+from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, initial_weights, meet, random_batches
+
+Around = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
+
+
+def plain_step(config: Config, again: bool) -> Callable[[], float]:
+    """One training step of plain torch in one process."""
+    model = _peer(config, _torch_checkpoint if again else None)
+    (optimizer,) = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    batches = random_batches(config.batch.micro)
+
+    def step() -> float:
+        loss = model(*next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def spread_step(config: Config, again: str, rank: int, size: int, store: str) -> Callable[[], float]:
+    """One training step of the same model over `size` tensor ranks.
+
+    Args:
+        again: none | torch | deepspeed | deepspeed partitioned | deepspeed partitioned, cpu.
+    """
+    if again.startswith("deepspeed"):
+        os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
+        os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    meet(rank, size, store)
+    around = _deepspeed(config, again) if again.startswith("deepspeed") else None
+    model = _peer(config, _torch_checkpoint if again == "torch" else around)
+    spread(model, init_device_mesh("cpu", (size,)), sequence=False)
+    optimizers = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    batches = random_batches(config.batch.micro)
+
+    def step() -> float:
+        with loss_parallel():
+            loss = model(*next(batches))
+            loss.backward()
+        complete_and_clip(model, CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.full_tensor().item()
+
+    return step
+
+
+def _peer(config: Config, around: Around | None) -> UntiedGPT:
+    m = config.model
+    model = UntiedGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
+    model.take_weights(initial_weights(config))
+    if around is not None:
+        for block in model.blocks:
+            block.forward = lambda x, forward=block.forward: around(forward, x)
+    return model
+
+
+def _torch_checkpoint(forward: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+
+
+class _TensorRanks:
+    """All ranks are tensor ranks: what DeepSpeed asks a model-parallel library for."""
+
+    get_model_parallel_rank = staticmethod(torch.distributed.get_rank)
+    get_model_parallel_world_size = staticmethod(torch.distributed.get_world_size)
+    get_model_parallel_group = staticmethod(lambda: torch.distributed.group.WORLD)
+
+
+def _deepspeed(config: Config, again: str) -> Around:
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.checkpointing.configure(
+        _TensorRanks,
+        partition_activations="partitioned" in again,
+        checkpoint_in_cpu="cpu" in again,
+        num_checkpoints=config.model.layers,
+    )
+    return deepspeed.checkpointing.checkpoint
