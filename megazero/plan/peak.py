@@ -2,19 +2,27 @@
 
 Forward only adds to what is kept, so the most is there in a backward, right after the forward of the micro-batch that
 is the last to be live: in the head, or in the last block of the stage, whose moments are walked through here. Sizes as
-in `activations.py`; with n = T' h e of the residual stream, N = T h e of the whole sequence (the same without sequence
-parallelism), f = T ffn e / t, and K what the block keeps, in bytes beside what the other blocks keep:
+in `activations.py`; with n = T' h e of the residual stream, N = T h e of the whole sequence, f = T ffn e / t, w = T' h
+elements of fp32 or wider, and K what a block keeps, in bytes beside what the other blocks keep:
 
-    loss             2 n + V + N        the last norm's input and output, logits (their gradient takes their place),
-                                        and the gradient of what they were made from; with sequence parallelism
-                                        twice N, because the norm's output is gathered for the weight's gradient
-    down             K + n + f          the gradient that comes in, and that of the product's input
-    gelu             K + n + f          what gelu returned is gone; its gradient and that of its input (+ f: the
-                                        reference adds the bias anew)
-    silu x up        K + n + 2 f        gated: what was returned is gone; three gradients
-    up               K + n - f + N      both sides of gelu are gone; the gradient of the norm's output (2 N as above)
+    loss         2 n + V + N         the last norm's input and output, the logits (their gradient takes their place),
+                                     the gradient of what they were made from; with sequence parallelism N + n more:
+                                     the norm's output gathered for the weight's gradient, what comes of the sum
+    last norm    2 n + 4 w           RMSNorm: input and incoming gradient, four steps of its backward
+    mask         K + 7 T' h          the hash behind a mask, two integers of 4 bytes (with full recompute n more, the
+                                     gradient that comes in)
+    dropout      K + 3 n             the gradient that comes in, it masked, it scaled
+    down         K + n + f           the gradient that comes in, and that of the product's input (with dropout n more,
+                                     with sequence parallelism N more, the gradient gathered)
+    gelu         K + n + f           what gelu returned is gone; its gradient and that of its input (with a bias the
+                                     reference adds that anew: + f)
+    silu x up    K + n + 2 f         gated: what was returned is gone; three gradients
+    up           K + n - f + N       both sides of gelu are gone; the gradient of the norm's output (with sequence
+                                     parallelism N + n more as above)
+    norm         K - 2 f + n + 4 w   RMSNorm: as above; what the block's MLP kept is gone (4 f gated)
 
-With full recompute K is what the replayed block keeps, less its input, which lies in the arena.
+Where gradients are wider than parameters, a weight's gradient is made in the narrow type first: loss, down and up have
+a matrix more. With full recompute K is what the replayed block keeps, less its input, which lies in the arena.
 """
 
 from collections.abc import Iterator
@@ -24,38 +32,70 @@ from megazero.plan.model import ModelShape
 
 
 def moments(
-    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool
+    shape: ModelShape,
+    micro: Micro,
+    blocks: int,
+    recompute: str,
+    *,
+    embedding: bool,
+    head: bool,
+    fused: bool,
+    widened: bool,
 ) -> Iterator[tuple[str, int]]:
     """(where in backward, bytes) of one micro-batch on a stage.
 
     Args:
         blocks: on this stage.
-        head: the stage has the head too.
+        embedding, head: the stage has them too.
         fused: gelu's backward makes no second copy of its input.
+        widened: gradients are wider than parameters.
     """
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
     whole = tokens * shape.hidden * item
     stream = whole // t if micro.sequence else whole
-    gathered = whole if micro.sequence else 0
+    gathered, scattered = (whole, stream) if micro.sequence else (0, 0)
+    wide = 4 * stream * max(item, 4) // item
     ffn = tokens * shape.ffn * item // t
-    each = kept_by_block(shape, micro, recompute) if recompute != "full" else 0
-    kept = blocks * each
+    mask = stream // item if micro.dropout else 0
+    kept = blocks * kept_by_block(shape, micro, recompute) if recompute != "full" else 0
+    kept += mask if embedding else 0
+    matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
     if head:
         logits = tokens * -(-shape.vocab // t) * item
-        yield "loss", kept + 2 * stream + logits + whole + gathered
+        yield "loss", kept + 2 * stream + logits + whole + gathered + scattered + shape.vocab * matrix
+        if not shape.layernorm:
+            yield "last norm", kept + 2 * stream + wide
     if not blocks:
         return
     kept += kept_by_block(shape, micro, "none") - stream if recompute == "full" else 0
-    dropped = 2 * stream if micro.dropout else 0
-    yield "down", kept + stream + ffn + max(dropped, dropped // 2 + gathered)
+    if micro.dropout:
+        yield "mask", kept - mask + 8 * mask + (stream if recompute == "full" else 0)
+        yield "dropout", kept + 3 * stream
+        kept -= mask
+    yield "down", kept + stream + ffn + gathered + (stream if micro.dropout else 0) + shape.ffn * matrix
     if shape.gated:
         yield "silu x up", kept + stream + 2 * ffn
-        yield "up", kept - 2 * ffn + stream + whole + gathered
     else:
-        yield "gelu", kept + stream + ffn * (1 if fused else 2)
-        yield "up", kept - ffn + stream + whole + gathered
+        yield "gelu", kept + stream + ffn * (1 if fused or not shape.layernorm else 2)
+    both = (4 if shape.gated else 2) * ffn
+    after = kept - both + stream
+    yield "up", after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + shape.ffn * matrix
+    if not shape.layernorm:
+        yield "norm", after + wide
 
 
-def peak(shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool) -> tuple[int, str]:
+def peak(
+    shape: ModelShape,
+    micro: Micro,
+    blocks: int,
+    recompute: str,
+    *,
+    embedding: bool,
+    head: bool,
+    fused: bool,
+    widened: bool,
+) -> tuple[int, str]:
     """The most of these, and where."""
-    return max((size, where) for where, size in moments(shape, micro, blocks, recompute, head=head, fused=fused))
+    ends = {"embedding": embedding, "head": head}
+    every = moments(shape, micro, blocks, recompute, **ends, fused=fused, widened=widened)
+    return max((size, where) for where, size in every)

@@ -9,6 +9,7 @@ down on purpose.
 import contextlib
 import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,13 +135,19 @@ def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) 
     return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
 
 
-def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str) -> Step:
+def join_deepspeed(rank: int, size: int, store: str) -> Any:
+    """A rank joins the others; the library, which is imported no sooner because importing it prints."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
     meet(rank, size, store)
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed(dist_backend="gloo")
+    return deepspeed
+
+
+def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str) -> Step:
+    deepspeed = join_deepspeed(rank, size, store)
     model = peer(config)
     accumulation = config.batch.global_ // (config.batch.micro * size)
     settings = {

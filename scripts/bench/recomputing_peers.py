@@ -6,7 +6,6 @@ DeepSpeed    deepspeed.checkpointing, whole inputs, or parts of them over the te
              or these on the host (cpu_checkpointing), of the same model spread with DTensor
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config import Config
+from scripts.bench.data_parallel import join_deepspeed
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
 from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, initial_weights, meet, random_batches
 
@@ -46,12 +46,12 @@ def spread_step(config: Config, again: str, rank: int, size: int, store: str) ->
     Args:
         again: none | torch | deepspeed | deepspeed partitioned | deepspeed partitioned, cpu.
     """
+    around = {"none": None, "torch": _torch_checkpoint}.get(again)
     if again.startswith("deepspeed"):
-        os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
-        os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    meet(rank, size, store)
-    around = _deepspeed(config, again) if again.startswith("deepspeed") else None
-    model = _peer(config, _torch_checkpoint if again == "torch" else around)
+        around = _configured(join_deepspeed(rank, size, store), config.model.layers, again)
+    else:
+        meet(rank, size, store)
+    model = _peer(config, around)
     spread(model, init_device_mesh("cpu", (size,)), sequence=False)
     optimizers = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     batches = random_batches(config.batch.micro)
@@ -91,14 +91,11 @@ class _TensorRanks:
     get_model_parallel_group = staticmethod(lambda: torch.distributed.group.WORLD)
 
 
-def _deepspeed(config: Config, again: str) -> Around:
-    import deepspeed  # pyright: ignore[reportMissingImports]
-
-    deepspeed.init_distributed(dist_backend="gloo")
+def _configured(deepspeed: Any, blocks: int, again: str) -> Around:
     deepspeed.checkpointing.configure(
         _TensorRanks,
         partition_activations="partitioned" in again,
         checkpoint_in_cpu="cpu" in again,
-        num_checkpoints=config.model.layers,
+        num_checkpoints=blocks,
     )
     return deepspeed.checkpointing.checkpoint

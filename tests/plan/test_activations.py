@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.build import Feed
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.parallel.grid import Grid
@@ -29,11 +30,15 @@ DTYPES = {
 }
 
 
+def plain(feed: Feed) -> Feed:
+    """A plain causal micro-batch, without documents."""
+    return replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
+
+
 def after_forward(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> int:
-    """Bytes that are there between a forward and its backward, of a plain causal micro-batch."""
+    """Bytes that are there between a forward and its backward."""
     rank = Rank(grid, layout, shape, precision)
-    feed = rank.feed(0, 0)
-    feed = replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
+    feed = plain(rank.feed(0, 0))
     there: list[int] = []
     rank.engine.begin_step()
     with Allocations() as counted:
