@@ -1,7 +1,9 @@
 """How a config's model lies on the pipeline axis: which parts in which stage, and what every rank does in a step."""
 
 from megazero.config import Config
+from megazero.plan.layout import Layout
 from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.layers import Layers, cut
@@ -49,3 +51,30 @@ def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Sc
     schedule = add_reductions(schedule, each=each, tied=tied)
     simulate(schedule)
     return schedule
+
+
+def layout_of(config: Config, ranks: int) -> Layout:
+    """A config's job on some ranks, as the closed formulas of plan/ see it."""
+    parallel, memory, offload = config.parallel, config.memory, config.zero.offload
+    item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
+    wide = config.zero.grad_dtype == "fp32" and item < 4
+    assert config.zero.stage is not None and config.pipeline.chunks is not None, "a resolved config"
+    return Layout(
+        model_shape(config),
+        Bytes(item, 4 if wide else item, max(item, 4)),
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=ranks // (parallel.tensor * parallel.pipeline),
+        sequence=parallel.sequence,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
+        stage=config.zero.stage,
+        micro_batch=config.batch.micro,
+        global_batch=config.batch.global_,
+        recompute=memory.recompute,
+        partition=memory.partition,
+        offload=memory.offload,
+        offload_optimizer=offload.optimizer == "cpu",
+        offload_parameters=offload.parameters == "cpu",
+        dropout=config.model.dropout > 0,
+    )

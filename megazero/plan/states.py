@@ -12,7 +12,7 @@ k = 3 m):
     3        p P / N       g P / N      k P / N            16 P / N
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.plan.model import ModelShape
@@ -90,8 +90,3 @@ def _block(shape: ModelShape, tensor: int, layer: int) -> UnitSize:
 def _aligned(numel: int, parts: int = 1) -> int:
     unit = ALIGNMENT * parts
     return -(-numel // unit) * unit
-
-
-def pooled(sizes: Sequence[UnitSize], data: int, stage: int, bytes_: Bytes) -> Iterator[tuple[str, int]]:
-    """To be measured."""
-    yield "pool", 0

@@ -1,0 +1,204 @@
+"""What one rank holds, by the categories of the ledger: what rests, what is pooled, what is kept, what comes and goes.
+
+    parameters, gradients, optimizer    model states (`states.py`)
+    pool          whole buffers of what rests sharded over the data axis: gathered parameters (stage 3) and gradients
+                  on their way to a shard (stages 2 and 3): two of a block (one in use, one coming or going), one of
+                  each end
+    inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
+                  with Pa+cpu; where they have to be put together again two whole ones more
+    activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
+                  the backward of one of them takes beside that (`peak.py`)
+
+What is offloaded has `host_` before its category. With stage 1 to 3 on the host: masters and moments; in stages 2 and 3
+gradients too; parameters of stage 3.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.layout import Layout
+from megazero.plan.peak import peak
+from megazero.plan.states import UnitSize, states, units
+from megazero.schedules.actions import Kind
+from megazero.schedules.catalogue import make
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of one rank of the pipeline axis: bytes by category, and what the most of the activations is."""
+
+    held: dict[str, int]
+    cause: str
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device."""
+        return sum(size for category, size in self.held.items() if not category.startswith("host_"))
+
+    @property
+    def host(self) -> int:
+        return sum(size for category, size in self.held.items() if category.startswith("host_"))
+
+
+def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
+    """Of rank `rank` of the pipeline axis.
+
+    Args:
+        fused: the kernels of norms and activations make no copies of their own.
+    """
+    stages = layout.layers.of_rank(rank)
+    sizes = units(layout.shape, layout.tensor, list(stages.values()))
+    held = states(sizes, layout.data, layout.stage, layout.bytes)
+    held["pool"] = _pool(sizes, layout)
+    held |= _inputs(layout, stages)
+    held["activations"], cause = _activations(layout, rank, stages, fused)
+    return RankMemory(_offloaded(layout, sizes, held), cause)
+
+
+def _pool(sizes: list[UnitSize], layout: Layout) -> int:
+    if layout.data == 1:
+        return 0
+    each: dict[int, int] = {}
+    for numel in (unit.padded(layout.data) for unit in sizes):
+        each[numel] = min(2, each.get(numel, 0) + 1)
+    gathered = sum(numel * count for numel, count in each.items())
+    parameters = layout.bytes.parameter if layout.stage == 3 else 0
+    return gathered * (parameters + (layout.bytes.gradient if layout.stage >= 2 else 0))
+
+
+def _inputs(layout: Layout, stages: dict[int, range]) -> dict[str, int]:
+    if layout.recompute != "full":
+        return {}
+    micro, shape = micro_of(layout), layout.shape
+    each = kept_by_block(shape, micro, "full", layout.partition)
+    kept = layout.layers.kept_inputs(layout.micro_batches)
+    slots = sum(kept[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
+    split = layout.partition and not layout.sequence and layout.tensor > 1
+    whole = 2 * kept_by_block(shape, micro, "full") if split or layout.offload else 0
+    if layout.offload:
+        return {"host_inputs": slots * each, "inputs": whole}
+    return {"inputs": slots * each + whole}
+
+
+def _activations(layout: Layout, rank: int, stages: dict[int, range], fused: bool) -> tuple[int, str]:
+    """The most over the rank's actions in their order."""
+    walks = {stage: _Walk(layout, parts, fused) for stage, parts in stages.items()}
+    schedule = make(layout.schedule, layout.pipeline, min(layout.micro_batches, 4 * layout.pipeline), layout.chunks)
+    now, most = _messages(layout, rank), (0, "")
+    for action in schedule.ranks[rank]:
+        walk = walks[action.stage]
+        if action.kind is Kind.FORWARD:
+            now += walk.kept
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            apart = action.kind is Kind.BACKWARD_INPUT
+            size, cause = max(walk.peak, walk.peak_with_notes) if apart else walk.peak
+            most = max(most, (now - walk.kept + size, cause))
+            now -= walk.kept - (walk.noted if apart else 0)
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            now -= walk.noted
+    return most
+
+
+def _messages(layout: Layout, rank: int) -> int:
+    """A message that is awaited, and one that is on its way, of which a rank at the end of the pipeline has one."""
+    if layout.pipeline == 1:
+        return 0
+    return kept_by_block(layout.shape, micro_of(layout), "full") * (1 if rank == layout.pipeline - 1 else 2)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What a micro-batch takes on one stage."""
+
+    layout: Layout
+    parts: range
+    fused: bool
+
+    @property
+    def _blocks(self) -> int:
+        return _blocks(self.parts, self.layout.shape.layers)
+
+    @property
+    def _head(self) -> bool:
+        return self.parts.stop == self.layout.shape.layers + 2
+
+    @cached_property
+    def kept(self) -> int:
+        """Between forward and backward."""
+        layout, micro = self.layout, micro_of(self.layout)
+        each = kept_by_block(layout.shape, micro, layout.recompute) if layout.recompute != "full" else 0
+        stream = kept_by_block(layout.shape, micro, "full")
+        mask = stream // micro.item if layout.dropout and self.parts.start == 0 else 0
+        return self._blocks * each + mask + (2 * stream + self._logits if self._head else 0)
+
+    @cached_property
+    def peak(self) -> tuple[int, str]:
+        """In its backward, with what is kept."""
+        return self._peak(self._blocks, head=self._head)
+
+    @cached_property
+    def peak_with_notes(self) -> tuple[int, str]:
+        """The same where the backward of weights comes later, in the block that comes last."""
+        size, cause = self._peak(1, head=False)
+        layout = self.layout
+        tokens = layout.shape.seq_len * layout.micro_batch * layout.bytes.parameter
+        still_there = (
+            tokens * layout.shape.ffn // layout.tensor
+        )  # what the last product was made from, and its gradient
+        still_there += tokens * layout.shape.hidden
+        return self.noted - self._noted_by_block + size + still_there, cause
+
+    @cached_property
+    def noted(self) -> int:
+        """Inputs and gradients of the matrix products, between a backward of inputs and that of weights."""
+        head = kept_by_block(self.layout.shape, replace(micro_of(self.layout), sequence=False), "full") + self._logits
+        return self._blocks * self._noted_by_block + (head if self._head else 0)
+
+    @property
+    def _noted_by_block(self) -> int:
+        shape, layout = self.layout.shape, self.layout
+        widths = 4 * layout.tensor * shape.hidden  # of what is whole: inputs of two products, gradients of two
+        widths += 2 * shape.hidden + 2 * shape.kv_width + (1 + shape.num_mlp_inputs) * shape.ffn
+        return shape.seq_len * layout.micro_batch * layout.bytes.parameter * widths // layout.tensor
+
+    def _peak(self, blocks: int, *, head: bool) -> tuple[int, str]:
+        layout = self.layout
+        return peak(
+            layout.shape,
+            micro_of(layout),
+            blocks,
+            layout.recompute,
+            embedding=self.parts.start == 0,
+            head=head,
+            fused=self.fused,
+            widened=layout.bytes.gradient > layout.bytes.parameter,
+        )
+
+    @property
+    def _logits(self) -> int:
+        shape, layout = self.layout.shape, self.layout
+        return shape.seq_len * layout.micro_batch * -(-shape.vocab // layout.tensor) * layout.bytes.parameter
+
+
+def _offloaded(layout: Layout, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
+    found = dict(held)
+    share = sum(unit.padded(layout.data) for unit in sizes) // layout.data
+    if layout.offload_optimizer:
+        apart = 1 if layout.bytes.master == layout.bytes.parameter and not layout.offload_parameters else 0
+        found["host_optimizer"] = found.pop("optimizer") + apart * layout.bytes.master * share
+        found["host_gradients"] = layout.bytes.gradient * share
+        if layout.stage >= 2:
+            del found["gradients"]
+    if layout.offload_parameters:
+        found["host_parameters"] = found.pop("parameters")
+    return {category: size for category, size in found.items() if size}
+
+
+def _blocks(parts: range, layers: int) -> int:
+    return sum(1 <= part <= layers for part in parts)
+
+
+def micro_of(layout: Layout) -> Micro:
+    """One micro-batch of a layout."""
+    return Micro(layout.micro_batch, layout.tensor, layout.sequence, layout.bytes.parameter, layout.dropout)
