@@ -4,6 +4,7 @@ Every probe (`probes/`) gives its lines, and one that fails gives a line with th
 is not the one in which they are shown: ranks are forked before anything touches a GPU or computes.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -68,7 +69,9 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     if works:
         from megazero.parallel.launch import local_size
 
-        devices, hardware = _devices(local_size(nproc, tensor=_RANKS, pipeline=1))
+        with warnings.catch_warnings():  # of a driver that is not there; the line about GPUs says it
+            warnings.simplefilter("ignore")
+            devices, hardware = _devices(local_size(nproc, tensor=_RANKS, pipeline=1))
     parts["machine"] = [
         *examine("system", host.system),
         *examine("processor", host.processor),
@@ -78,7 +81,8 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     parts["software"] = [
         *torch_lines,
         *examine("packages", software.packages, needed=True),
-        *examine("compilers", software.compilers),
+        *examine("g++", software.cpp_compiler),
+        *examine("nvcc", software.cuda_compiler),
         *examine("apex", software.apex),
     ]
     if works:
@@ -137,13 +141,20 @@ def _devices(size: int) -> "tuple[list[Finding], Hardware | str]":
     on_gpus = torch.cuda.device_count() > 0  # does not touch them
     try:
         messages, devices = ranks.measure(size, host.free_memory(), on_gpus=on_gpus)
-        lines = [line for measured in (messages, devices) if measured.broken for line in [_broken(measured.broken)]]
-        lines += [*_speeds(devices), *_messages(messages, devices)]
-        name = gpu_name() if on_gpus else f"{host.processor_name()}, {devices.values.get('threads', 1):.0f} threads"
+    except Exception as error:  # an odd machine: the other probes go on
+        return [_broken(reason(error))], "ranks cannot be started"
+    lines = [_broken(why) for why in dict.fromkeys((messages.broken, devices.broken)) if why]
+    lines += [*_speeds(devices), *_messages(messages, devices)]
+    try:
+        name = gpu_name() if on_gpus else f"{host.processor_name()}, {_threads(devices.values.get('threads', 1))}"
         memory, network = host.share().memory, network_rate()
         return lines, hardware_of(name, messages, devices, memory, network, on_gpus=on_gpus)
-    except Exception as error:  # an odd machine: the other probes go on
-        return [_broken(reason(error))], reason(error)
+    except Exception as error:
+        return lines, reason(error)
+
+
+def _threads(count: float) -> str:
+    return f"{count:.0f} thread{'s' * (count > 1)}"
 
 
 def _broken(why: str) -> Finding:
@@ -153,7 +164,7 @@ def _broken(why: str) -> Finding:
 def _speeds(devices: "Measured") -> Iterator[Finding]:
     """What one device computes and copies."""
     threads = devices.values.get("threads")
-    each = f"{devices.size} at once" + (f", {threads:.0f} threads each" if threads else "")
+    each = f"{devices.size} at once" + (f", {_threads(threads)} each" if threads else "")
     for name, value in devices.values.items():
         if name.startswith("matmul"):
             yield Finding(name, f"{amount(value, 'FLOP/s')} ({each})", values={"flops": value})

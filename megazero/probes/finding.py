@@ -6,7 +6,7 @@ missing   it is not here, and training does not work without it
 unknown   the probe failed; the text says why
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,7 +31,7 @@ class Finding:
     text: str
     state: State = "there"
     do: str = ""
-    values: dict[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool = False) -> list[Finding]:
@@ -57,12 +57,9 @@ def reason(error: BaseException) -> str:
 
 def amount(value: float, unit: str) -> str:
     """A value with three digits and a decimal prefix: 12.3 GB/s, 4.56 TFLOP/s."""
-    for size, prefix in _PREFIXES:
-        if value >= size:
-            return (
-                f"{value / size:.3g} {prefix}{unit}" if value < 999.5 * size else f"{value / size:.0f} {prefix}{unit}"
-            )
-    return f"{value:.3g} {unit}"
+    size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if value >= size), (1.0, ""))
+    scaled = value / size
+    return f"{scaled:.3g} {prefix}{unit}" if scaled < 999.5 else f"{scaled:.0f} {prefix}{unit}"
 
 
 def duration(seconds: float) -> str:

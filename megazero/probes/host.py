@@ -13,7 +13,7 @@ from megazero.probes.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
 _UNLIMITED = 1 << 60  # bytes; version 1 of cgroups writes a number beyond it for "no limit"
-_FIRST, _MOST = 16 << 20, 128 << 20  # bytes written to a disk: at first, and if that was fast
+_LEAST, _FIRST, _MOST = 1 << 20, 16 << 20, 128 << 20  # bytes written to a disk: if little is free, at first, if fast
 _FAST = 0.25  # seconds
 _LITTLE = 2 << 30  # bytes of a disk
 
@@ -98,15 +98,15 @@ def disk(folder: Path) -> Iterator[Finding]:
     """Room where runs are written, and how fast it is written through and read back."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
-    few = {"do": "checkpoints of a small model need as much"} if free < _LITTLE else {}
+    few = {"do": "a checkpoint takes 12 bytes or more for each parameter"} if free < _LITTLE else {}
     state = "absent" if few else "there"
     text = f"{amount(free, 'B')} free ({_file_system(place)})"
     yield Finding(f"room in {folder}", text, state, values={"free_bytes": free}, **few)
     try:
-        size, wrote, read = _written_and_read(place, min(_MOST, free // 4))
+        size, wrote, read = _written_and_read(place, max(min(_MOST, free // 4), _LEAST))
     except OSError as error:
         reason = error.strerror or str(error)
-        yield Finding(f"disk of {folder}", f"cannot be written: {reason}", "missing", "choose another --folder")
+        yield Finding(f"disk of {folder}", f"cannot be written: {reason}", "missing", "choose another --run")
         return
     text = f"write and fsync {amount(wrote, 'B/s')}, read {amount(read, 'B/s')} ({amount(size, 'B')})"
     yield Finding(f"disk of {folder}", text, values={"write_bandwidth": wrote, "read_bandwidth": read})
@@ -163,10 +163,9 @@ def _features() -> list[str]:
 def _memory(proc: Path) -> dict[str, int]:
     """MemTotal, and where the system says so MemAvailable, in bytes."""
     listing = proc / "meminfo"
-    if not listing.exists():
-        return {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-    rows = (line.split() for line in listing.read_text().splitlines())
-    return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[0] in ("MemTotal:", "MemAvailable:")}
+    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
+    known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[0] in ("MemTotal:", "MemAvailable:")}
+    return known if "MemTotal" in known else {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
 
 def _upwards(path: str) -> list[str]:

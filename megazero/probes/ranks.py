@@ -33,7 +33,7 @@ _TALKERS = 2  # ranks that measure messages where fewer compute
 _TIMEOUT = timedelta(seconds=10)
 _MESSAGE = 16 << 20  # bytes of the full tensor of a collective; on GPUs as many times more
 _GPU_TIMES = 16
-_FEW, _MANY = 7, 200  # repetitions: of long and of short operations
+_FEW, _MANY = 7, 60  # repetitions: of long and of short operations
 _COPY = {"cpu": 256 << 20, "cuda": 1 << 30}  # bytes, where there is room: more than any cache holds
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megazero.probes.finding import Finding
 
-_COMPILE_SECONDS = 20
+_COMPILE_SECONDS = 8
 _PROGRAM = "#include <vector>\nint sum(const std::vector<int>& v) { int s = 0; for (int x : v) s += x; return s; }\n"
 
 
@@ -72,24 +72,30 @@ def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
     yield Finding("packages", ", ".join(here) or "none")
 
 
-def compilers() -> Iterator[Finding]:
-    """g++, which compiles the fused CPU kernels, and nvcc."""
+def cpp_compiler() -> Iterator[Finding]:
+    """g++, by what it makes of a small program."""
     compiler = shutil.which("g++")
     if compiler is None:
         do = "install it (apt-get install g++, or your system's package); it compiles the fused CPU kernels"
         yield Finding("g++", "not found", "absent", do)
-    else:
-        fault = _fault_of(compiler)
-        version = _first_line([compiler, "-dumpfullversion"])
+        return
+    fault = _fault_of(compiler)
+    if fault:
         do = "install the C++ standard library's headers; it compiles the fused CPU kernels"
-        yield Finding("g++", fault, "absent", do) if fault else Finding("g++", f"{version}, compiles C++20")
+        yield Finding("g++", fault, "absent", do)
+    else:
+        version = (_output([compiler, "-dumpfullversion"]).split() or ["of unknown version"])[0]
+        yield Finding("g++", f"{version}, compiles C++20")
+
+
+def cuda_compiler() -> Iterator[Finding]:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         do = "install the CUDA toolkit of torch's CUDA version; only building apex on a GPU machine needs it"
         yield Finding("nvcc", "not found", "absent", do)
-    else:
-        release = re.search(r"release ([\d.]+)", _output([nvcc, "--version"]))
-        yield Finding("nvcc", release[1] if release else "of unknown version")
+        return
+    release = re.search(r"release ([\d.]+)", _output([nvcc, "--version"]))
+    yield Finding("nvcc", release[1] if release else "of unknown version")
 
 
 def apex() -> Iterator[Finding]:
@@ -122,7 +128,9 @@ def backends() -> Iterator[Finding]:
     else:
         yield Finding("gloo", "there, for ranks on CPUs")
     if dist.is_available() and dist.is_nccl_available():
-        version = ".".join(map(str, torch.cuda.nccl.version()))
+        from torch.cuda import nccl
+
+        version = ".".join(map(str, nccl.version()))
         yield Finding("NCCL", f"{version}, for ranks on GPUs")
     else:
         do = "on a GPU machine take a CUDA build: make setup TORCH=..."
@@ -155,15 +163,14 @@ def _fault_of(compiler: str) -> str:
         source, library = Path(name) / "probe.cpp", Path(name) / "probe.so"
         source.write_text(_PROGRAM)
         line = [compiler, "-std=c++20", "-fPIC", "-shared", str(source), "-o", str(library)]
-        result = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_COMPILE_SECONDS)
+        try:
+            result = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_COMPILE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"does not end within {_COMPILE_SECONDS} s on a small program"
     if result.returncode == 0:
         return ""
     errors = [text for text in result.stderr.splitlines() if "error" in text] or result.stderr.splitlines()
     return f"fails on a small program: {errors[0][:160] if errors else f'exit code {result.returncode}'}"
-
-
-def _first_line(command: list[str]) -> str:
-    return (_output(command).splitlines() or ["of unknown version"])[0]
 
 
 def _output(command: list[str]) -> str:
