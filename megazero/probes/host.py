@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import shutil
 import tempfile
 import time
@@ -74,11 +75,16 @@ def memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
+    """Of the job by its cgroups, and of each of its processes by ulimit -v."""
     quota, limit = cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
     words = [f"{quota:.3g} cores"] if quota else []
-    words += [amount(limit, "B") + " of memory"] if limit else []
+    words += [amount(limit, "B") + " of memory (cgroup)"] if limit else []
     values = {name: value for name, value in (("cores", quota), ("memory_bytes", limit)) if value}
-    yield Finding("limits (cgroup)", " and ".join(words) or "none", values=values)
+    if space != resource.RLIM_INFINITY:
+        words.append(f"{amount(space, 'B')} of address space for each process (ulimit -v)")
+        values["address_space_bytes"] = space
+    yield Finding("limits", ", ".join(words) or "none", values=values)
 
 
 def free_memory() -> int:

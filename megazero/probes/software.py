@@ -81,7 +81,7 @@ def cpp_compiler() -> Iterator[Finding]:
         return
     fault = _fault_of(compiler)
     if fault:
-        do = "install the C++ standard library's headers; it compiles the fused CPU kernels"
+        do = "complete its installation (linker, C++ headers); it compiles the fused CPU kernels"
         yield Finding("g++", fault, "absent", do)
     else:
         version = (_output([compiler, "-dumpfullversion"]).split() or ["of unknown version"])[0]

@@ -1,11 +1,12 @@
 """Shares of a machine, from made-up control groups; speeds of a real disk."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
 from megazero.probes.finding import amount, duration
-from megazero.probes.host import cgroup_limits, disk, free_memory, share
+from megazero.probes.host import cgroup_limits, disk, free_memory, limits, share
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -48,6 +49,15 @@ def test_limits_of_cgroups(tmp_path: Path, listing: str, files: dict[str, str], 
 def test_no_listing_is_no_limit(tmp_path: Path):
     assert cgroup_limits(tmp_path / "none", tmp_path) == (None, None)
     assert 0 < free_memory() <= share().memory
+
+
+def test_limit_of_a_process_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (4_000_000_000, resource.RLIM_INFINITY))
+    (finding,) = limits()
+    assert finding.text.endswith("4 GB of address space for each process (ulimit -v)")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (finding,) = limits()
+    assert "address_space_bytes" not in finding.values and finding.text
 
 
 def test_disk_of_a_folder_to_come(tmp_path: Path):

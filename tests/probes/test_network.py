@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.parallel.launch import interfaces_named
 from megazero.probes import network
 from megazero.probes.network import interface_rate, interfaces, network_rate, rdma, rdma_ports
 
@@ -50,3 +51,9 @@ def test_several_interfaces_want_a_choice(monkeypatch: pytest.MonkeyPatch):
     assert found[-1].state == "absent" and "NCCL_SOCKET_IFNAME" in found[-1].do
     monkeypatch.setattr(network, "interfaces_named", lambda: {"GLOO_SOCKET_IFNAME": "ib0"})
     assert list(interfaces())[-1].text == "GLOO_SOCKET_IFNAME=ib0"
+
+
+def test_variables_that_name_an_interface():
+    assert interfaces_named({"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "", "OTHER": "x"}) == {
+        "NCCL_SOCKET_IFNAME": "ib0"
+    }
