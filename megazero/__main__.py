@@ -7,6 +7,7 @@
     export     writes a run's weights as transformers reads them
     import     makes a run's folder of transformers' weights
     schedule   shows what every rank of a pipeline does in a step, and draws it
+    doctor     measures this machine, and says what is missing
 
 Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
 user can mend is one line on stderr; a traceback is a fault of ours. Configs are checked before torch is imported, so
@@ -152,6 +153,16 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from megazero.doctor import as_json, as_text, diagnose, write
+
+    found = diagnose(options.run_folder, options.nproc)
+    _answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    if options.write is not None:
+        write(found, options.write)
+    return 1 if found.missing else 0
+
+
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
 
@@ -234,6 +245,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--out", type=Path, required=True, help="a new folder")
     export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="size of a file, about")
     export.set_defaults(run=_export)
+    doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
+    doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
+    doctor.add_argument("--nproc", type=_at_least(1, int), help="ranks that measure at once; one per GPU, else two")
+    doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=_doctor)
     import_ = verbs.add_parser("import", help="make a run's folder of transformers' weights")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)
     import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")

@@ -151,7 +151,7 @@ VERBS: dict[str, bool] = {
     "export": True,
     "import": True,
     "report": False,
-    "doctor": False,
+    "doctor": True,
 }
 
 

@@ -157,6 +157,11 @@ def stay_on(interface: str, environment=os.environ) -> None:
         environment.setdefault(name, interface)
 
 
+def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Which backend was told to use which network interface, by the variable that says so."""
+    return {name: environment[name] for name in INTERFACES if environment.get(name)}
+
+
 def job_id(environment: Mapping[str, str] = os.environ) -> str:
     """The scheduler's name for this job, "" if there is no scheduler."""
     return environment.get("SLURM_JOB_ID", "")

@@ -118,7 +118,7 @@ def _listen(meeting: Meeting) -> socket.socket:
     where = f"{meeting.host}:{meeting.port}"
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        address = _address(meeting.interface) if meeting.interface else socket.gethostbyname(meeting.host)
+        address = address_of(meeting.interface) if meeting.interface else socket.gethostbyname(meeting.host)
         if meeting.nodes > 1 and address.startswith("127."):
             raise OSError(f"{address} cannot be reached from the other {meeting.nodes - 1} hosts")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,8 +132,8 @@ def _listen(meeting: Meeting) -> socket.socket:
     return listener
 
 
-def _address(interface: str) -> str:
-    """The IPv4 address of a network interface."""
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface. Raises OSError: it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])

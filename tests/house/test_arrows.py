@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "checkpoint": {"zero.layout", "parallel"},
     "data": {"parallel"},
     "observe": {"parallel"},
+    "probes": {"parallel", "plan"},
     # the roof
     "validation": {"data", "parallel"},
     "stopping": {"parallel"},
@@ -76,6 +77,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "zero",
     }
     | {"config", "config_file", "run_folder"},
+    "doctor": {"probes", "parallel"},
     "schedule_report": {"build", "config", "model", "parallel", "pipelining", "schedules", "zero"},
     "certified_rank": {"build", "config", "data", "kernels", "model", "parallel", "zero"},
     "certify": {"build", "capability", "certified_rank", "config", "config_file", "parallel", "tolerances"},

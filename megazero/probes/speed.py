@@ -1,0 +1,80 @@
+"""How fast one device computes and copies, in a second or two.
+
+    matmul         2 n^3 FLOPs of a product of two n x n matrices, n as large as still takes a fraction of a second
+    memory copy    2 n bytes: each is read and written once
+    host copy      n bytes between pinned memory of the host and a GPU, of the slower direction
+
+Each is done once to warm up and then repeated; the best counts, since what is asked for is a peak and other work on the
+machine only makes it slower.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_SMALLEST = 256  # rows of a matrix
+_LARGEST = {"cpu": 4096, "cuda": 8192}
+_LONG = {"cpu": 0.03, "cuda": 0.005}  # seconds of one product that is large enough
+_SECONDS = 0.25  # for the repetitions of one measure
+_REPETITIONS = range(3, 51)
+
+
+def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a product of square matrices."""
+    n = _SMALLEST
+    while True:
+        a, b = (torch.full((n, n), 1 / n, dtype=dtype, device=device) for _ in range(2))
+        out = torch.empty_like(a)
+
+        def multiply(a=a, b=b, out=out) -> None:
+            torch.mm(a, b, out=out)
+
+        multiply()
+        once = seconds_of(multiply, device)
+        if once >= _LONG[device.type] or n >= _LARGEST[device.type]:
+            return 2 * n**3 / best_seconds(multiply, device)
+        n *= 2
+
+
+def copy_bandwidth(size: int, device: torch.device) -> float:
+    """Bytes/s read and written when `size` bytes are copied within the device's memory."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / best_seconds(lambda: target.copy_(source), device)
+
+
+def host_bandwidth(size: int, device: torch.device) -> float:
+    """Bytes/s between the memory of the host and that of a GPU, of the slower direction."""
+    host = torch.zeros(size, dtype=torch.uint8).pin_memory()
+    near = torch.zeros(size, dtype=torch.uint8, device=device)
+    out = best_seconds(lambda: host.copy_(near, non_blocking=True), device)
+    back = best_seconds(lambda: near.copy_(host, non_blocking=True), device)
+    return size / max(out, back)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of the fastest call of `work`, after one that does not count."""
+    work()
+    began, taken = time.perf_counter(), []
+    while len(taken) < _REPETITIONS.start or (
+        len(taken) < _REPETITIONS.stop - 1 and time.perf_counter() - began < _SECONDS
+    ):
+        taken.append(seconds_of(work, device))
+    return min(taken)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Of one call, until the device is done with it."""
+    wait(device)
+    began = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - began
+
+
+def wait(device: torch.device) -> None:
+    """Until everything that was queued on the device has been done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
