@@ -167,6 +167,11 @@ def gathers(layout: Layout, share: Share) -> tuple[int, int]:
     return blocks + ends, blocks
 
 
+def updated(layout: Layout, share: Share) -> int:
+    """Elements that the rank updates, padding included."""
+    return sum(_shard(layout, unit) * unit.count for unit in _units(layout, share))
+
+
 def _units(layout: Layout, share: Share) -> list[_Unit]:
     shape, last = layout.shape, layout.shape.layers + 1
     parts = [range(1)] * share.embedding + [range(last, last + 1)] * share.head
