@@ -18,8 +18,9 @@ token, h the hidden size, f that of the MLP, e bytes an element, everything behi
 
 Attention between the projections costs 4 s h FLOPs a token forward (scores, values). *Fused*, it skips what the causal
 mask hides, half of them, stores no scores, and computes them anew in backward: 2.5 times the forward (Dao 2023, arXiv
-2307.08691). *Stored* (Megatron-LM before it) it computes all of them, and passes over s x heads scores of 2 bytes, their
-dropout and its mask: 13 bytes a score forward, 19 backward (write, softmax in and out, dropout in and out, a mask; read).
+2307.08691). *Stored* (Megatron-LM before it) it computes all of them, and passes over s x heads scores of 2 bytes,
+their dropout and its mask: 13 bytes a score forward (written; softmax in and out; dropout in and out, a mask; read), 19
+backward.
 """
 
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Software:
         stored_scores: attention keeps its scores in memory.
         replays_all: full recompute computes a block's last product again, and sums it over the tensor axis.
         overlaps: gradients are reduced, and parameters gathered, beside the computation.
+        scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter
+            goes alone.
         splits_messages: pipeline messages are sent once, not by each rank of the tensor axis (arXiv 2104.04473, 4.1).
     """
 
@@ -46,6 +49,7 @@ class Software:
     replays_all: bool = False
     overlaps: bool = True
     splits_messages: bool = False
+    scattered: float = 1.0
 
 
 OURS = Software()
@@ -70,7 +74,7 @@ class Passes:
         return self.input + self.weight + self.again
 
     def times(self, count: float) -> "Passes":
-        return Passes(*(count * x for x in (self.forward, self.input, self.weight, self.again)))
+        return Passes(count * self.forward, count * self.input, count * self.weight, count * self.again)
 
     def plus(self, other: "Passes") -> "Passes":
         return Passes(
@@ -164,7 +168,9 @@ class Compute:
         flops = 4 * T * shape.seq_len * shape.hidden / t
         if not self.software.stored_scores:
             forward = flops / 2 / self._fused + self.launch
-            light = 0.0 if shape.learned_positions else self.moved(2 * T * (shape.hidden + shape.kv_width) * self.item / t)
+            light = (
+                0.0 if shape.learned_positions else self.moved(2 * T * (shape.hidden + shape.kv_width) * self.item / t)
+            )
             return forward + light, 2.5 * forward + light
         scores = T * shape.seq_len * shape.heads / t
         forward = flops / self._rate + self.moved(scores * _STORED_FORWARD)

@@ -1,11 +1,11 @@
 """Machines to plan for: what their data sheets say, and how much of it training reaches.
 
 A rate that training sees is the sheet's figure times a share that was fitted to published runs
-(`scripts/fit_planner.py`, docs/planning.md): one set of five shares for each kind of device, never for a model or a
+(`scripts/fit_planner.py`, docs/planning.md): one set of shares for each kind of device, never for a model or a
 row. Where no published run tells a share apart, it is that of the device before it, and `fitted` says so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.plan.hardware import peak_flops
 
@@ -19,7 +19,6 @@ class Reached:
         attention: of the peak, by fused attention, of the FLOPs that a causal mask leaves.
         memory: of the memory's bandwidth, by operations that compute next to nothing.
         in_node, cross_node: of the links' bandwidths, by rings.
-        beside: of what a ring through several nodes reaches alone, while the device computes.
         fitted: where these come from.
     """
 
@@ -28,7 +27,6 @@ class Reached:
     memory: float
     in_node: float
     cross_node: float
-    beside: float
     fitted: str
 
 
@@ -79,12 +77,13 @@ def _peaks(device: str) -> dict[str, float]:
     return {dtype: peak for dtype, peak in found.items() if peak is not None}
 
 
-# Fitted by scripts/fit_planner.py.
-V100 = Reached(0.62, 0.30, 0.60, 0.80, 0.25, 1.0, "the rows of docs/planning.md")
-A100 = Reached(0.80, 0.55, 0.80, 0.80, 0.30, 0.4, "the rows of docs/planning.md")
-H100 = Reached(0.70, 0.40, 0.80, 0.80, 0.30, 0.4, "the rows of docs/planning.md; links as on the A100")
-H200 = Reached(0.70, 0.40, 0.80, 0.80, 0.30, 0.4, "as the H100, the same chip")
-B200 = Reached(0.70, 0.40, 0.80, 0.80, 0.30, 0.4, "as the H100: no published run was used")
+# `python scripts/fit_planner.py --fit` prints these. No published row tells fused attention apart on its own: its share
+# is about what flash-attention 2 reached with a causal mask and heads of 128 (Dao 2023, arXiv 2307.08691, section 4).
+V100 = Reached(0.46, 0.30, 0.50, 0.90, 0.38, "38 rows of the ZeRO paper")
+A100 = Reached(0.79, 0.50, 0.73, 0.64, 0.42, "67 rows of SC21, K22 and Zero Bubble")
+H100 = Reached(0.59, 0.35, 0.73, 0.75, 0.60, "matmul: 2 rows; memory as on the A100; links supposed")
+H200 = replace(H100, fitted="as the H100, the same chip")
+B200 = replace(H100, fitted="as the H100: no published run was used")
 
 # Memory as sold (80 GB are 80 GiB on these devices, as their driver counts). Prices are round numbers for on-demand
 # cloud nodes, an assumption to be replaced by one's own.

@@ -1,9 +1,10 @@
 """How long a step takes, by part, in closed form.
 
 One micro-batch on the busiest pipeline rank takes what `compute.py` says, and what of its sums over the tensor axis
-nothing runs beside: those of forward, and of backward what is longer than the weight's product that it runs beside. With
-f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again belongs to
-b), p pipeline ranks, m micro-batches, v chunks, the rest of the step waits for (`schedules/simulate.py` gives the same):
+nothing runs beside: those of forward, and of backward what is longer than the weight's product that it runs beside.
+With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
+belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
+same):
 
     gpipe, 1f1b     (p - 1) (f + b + w)              Narayanan et al. 2021 (arXiv 2104.04473), section 2.2
     interleaved     (p - 1) (f + b + w) / v          ibid.
@@ -58,24 +59,20 @@ class Links:
     def __init__(self, layout: Layout, machine: Machine):
         self.layout, self.machine = layout, machine
 
-    def bandwidth(self, axis: str, beside: bool = False) -> float:
-        """Bytes a second that a ring moves through each rank.
-
-        Args:
-            beside: the device computes meanwhile.
-        """
+    def bandwidth(self, axis: str) -> float:
+        """Bytes a second that a ring moves through each rank."""
         reached, together = self.machine.reached, self._together(axis)
         node = self.machine.in_node_bandwidth * reached.in_node
         if together == axis_size(self.layout, axis):
             return node
         cross = self.machine.cross_node_bandwidth * reached.cross_node * together
-        return min(node, cross * (reached.beside if beside else 1.0))
+        return min(node, cross)
 
-    def seconds(self, axis: str, size: float, ops: float, beside: bool = False) -> float:
+    def seconds(self, axis: str, size: float, ops: float) -> float:
         """Of `ops` rings in which a rank sends `size` bytes in all."""
         if not size:
             return 0.0
-        return size / self.bandwidth(axis, beside) + ops * (axis_size(self.layout, axis) - 1) * self._latency(axis)
+        return size / self.bandwidth(axis) + ops * (axis_size(self.layout, axis) - 1) * self._latency(axis)
 
     def message(self, size: float) -> float:
         """To the next rank of the pipeline."""
@@ -107,7 +104,7 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
     busy, work = _busiest(layout, compute, block, sums, first, last)
     mean = _mean(layout, compute, block, sums)
     m = layout.micro_batches
-    bubble = _bubble(layout, mean)
+    bubble = bubble_of(layout.schedule, layout.pipeline, layout.chunks, mean)
     share = Share(first, True, layout.pipeline == 1, 0, 0)
     own = list(flows(layout, share))
     data, hidden = _data(layout, links, own, gathers(layout, share), busy, share, software)
@@ -191,16 +188,21 @@ def _mean(layout: Layout, compute: Compute, block: Passes, sums: Passes) -> Pass
     return whole.times(1 / layout.pipeline)
 
 
-def _bubble(layout: Layout, mean: Passes) -> float:
-    f, b, w, p = mean.forward, mean.input + mean.again, mean.weight, layout.pipeline
+def bubble_of(schedule: str, ranks: int, chunks: int, passes: Passes) -> float:
+    """Seconds that the busiest rank waits in a step, if a micro-batch takes each rank `passes`, and for no message.
+
+    Exact for as many micro-batches as the schedule is regular for, where the input's part of backward is no shorter
+    than the weights'.
+    """
+    f, b, w = passes.forward, passes.input + passes.again, passes.weight
     each = {
         "gpipe": f + b + w,
         "1f1b": f + b + w,
-        "interleaved": (f + b + w) / layout.chunks,
+        "interleaved": (f + b + w) / chunks,
         "zb-h1": max(f + b - w, f),
         "zb-v": max(f, b, 2 * (b - w)) / 2,
     }
-    return (p - 1) * each[layout.schedule]
+    return (ranks - 1) * each[schedule]
 
 
 def _messages(layout: Layout, links: Links, software: Software) -> float:
@@ -225,12 +227,13 @@ def _data(
     """What is waited for on the data axis and at the ends, and what is not."""
     m = layout.micro_batches
 
-    def total(axis: str, purpose: str, beside: bool) -> float:
+    def total(axis: str, purpose: str) -> float:
         found = [flow for flow in own if (flow.axis, flow.purpose) == (axis, purpose)]
-        return sum(links.seconds(axis, flow.bytes, flow.ops, beside) for flow in found)
+        return sum(links.seconds(axis, flow.bytes, flow.ops) for flow in found)
 
-    reduces, parameters = (total("data", what, software.overlaps) for what in ("gradients", "parameters"))
-    ends = total("ends", "tied", False)
+    share_of_rate = software.scattered if layout.stage == 3 else 1.0
+    reduces, parameters = (total("data", what) / share_of_rate for what in ("gradients", "parameters"))
+    ends = total("ends", "tied")
     if layout.data == 1:
         return ends, 0.0
     if not software.overlaps:
