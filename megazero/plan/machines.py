@@ -19,6 +19,7 @@ class Reached:
         attention: of the peak, by fused attention, of the FLOPs that a causal mask leaves.
         memory: of the memory's bandwidth, by operations that compute next to nothing.
         in_node, cross_node: of the links' bandwidths, by rings.
+        beside: of the time that a device computes, in which traffic along the data axis moves as if it did not.
         fitted: where these come from.
     """
 
@@ -27,6 +28,7 @@ class Reached:
     memory: float
     in_node: float
     cross_node: float
+    beside: float
     fitted: str
 
 
@@ -77,11 +79,12 @@ def _peaks(device: str) -> dict[str, float]:
     return {dtype: peak for dtype, peak in found.items() if peak is not None}
 
 
-# `python scripts/fit_planner.py --fit` prints these. No published row tells fused attention apart on its own: its share
-# is about what flash-attention 2 reached with a causal mask and heads of 128 (Dao 2023, arXiv 2307.08691, section 4).
-V100 = Reached(0.46, 0.30, 0.50, 0.90, 0.38, "38 rows of the ZeRO paper")
-A100 = Reached(0.79, 0.50, 0.73, 0.64, 0.42, "67 rows of SC21, K22 and Zero Bubble")
-H100 = Reached(0.59, 0.35, 0.73, 0.75, 0.60, "matmul: 2 rows; memory as on the A100; links supposed")
+# `python scripts/fit_planner.py --fit` prints these. The V100's stand for what its rows ran too: attention that stored
+# its scores, and reductions beside nothing. No fitted row of the others tells fused attention apart: its share is about
+# what flash-attention 2 reached with a causal mask and heads of 128 (Dao 2023, arXiv 2307.08691, section 4).
+V100 = Reached(0.47, 0.05, 0.65, 0.90, 0.37, 0.0, "38 rows of the ZeRO paper; attention stands for theirs")
+A100 = Reached(0.79, 0.50, 0.73, 0.64, 0.42, 1.0, "67 rows of SC21, K22 and Zero Bubble")
+H100 = Reached(0.59, 0.35, 0.73, 0.75, 0.60, 1.0, "matmul: 2 rows; memory as on the A100; links supposed")
 H200 = replace(H100, fitted="as the H100, the same chip")
 B200 = replace(H100, fitted="as the H100: no published run was used")
 

@@ -244,8 +244,9 @@ def _data(
     times_gathered = m if layout.stage == 3 else 1
     beside_forward, beside_backward = parameters * forward / times_gathered, reduces / times
     in_backward = parameters * backward / times_gathered
-    waited += times_gathered * _rest(beside_forward, busy.forward, share.blocks)
-    waited += times * _rest(beside_backward + in_backward, busy.backward, share.blocks)
+    free = links.machine.reached.beside
+    waited += times_gathered * _rest(beside_forward, free * busy.forward, share.blocks)
+    waited += times * _rest(beside_backward + in_backward, free * busy.backward, share.blocks)
     return waited + ends, reduces + parameters - waited
 
 

@@ -24,7 +24,7 @@ from tests.zero.formula import agrees
 PUBLISHED = Path(__file__).with_name("published")
 ROWS = rows()
 # Beyond 30 %, with what is known of it in docs/planning.md.
-FAR = {("ZeRO Fig 2", "baseline 40B"), ("ZeRO Fig 4", "ZeRO 13B")}
+FAR = {("ZeRO Fig 2", "baseline 40B"), ("ZeRO Fig 4", "ZeRO 13B"), ("ZeRO Fig 8", "60B C1")}
 
 
 def table(name: str) -> Iterator[dict[str, str]]:
@@ -112,8 +112,9 @@ def test_throughput_that_no_fit_has_seen() -> None:
 def test_one_set_of_shares_for_each_device_and_all_plausible() -> None:
     for machine in MACHINES.values():
         reached = machine.reached
-        values = (reached.matmul, reached.attention, reached.memory, reached.in_node, reached.cross_node)
-        assert all(0.2 <= value <= 0.95 for value in values) and reached.attention <= reached.matmul
+        values = (reached.matmul, reached.memory, reached.in_node, reached.cross_node)
+        assert all(0.3 <= value <= 0.95 for value in values)
+        assert 0.05 <= reached.attention <= reached.matmul and 0 <= reached.beside <= 1
 
 
 @pytest.mark.full

@@ -54,9 +54,9 @@ def ranks_of(case: tuple) -> int:
     return case[2] * case[5] * SCHEDULES[case[4]][0]
 
 
-COVER = pairwise([case for case in CASES[::7] if ranks_of(case) <= 2])[::2]
-COVER += [case for case in CASES[::1999] if ranks_of(case) == 4]
-REST = [case for case in CASES[::499] if case not in COVER]
+MOST = pairwise([case for case in CASES[::7] if ranks_of(case) <= 4])  # those that cover most come first
+COVER = [case for case in MOST if ranks_of(case) <= 2][:10] + [case for case in MOST if ranks_of(case) == 4][:6]
+REST = [case for case in (*MOST, *CASES[::499]) if case not in COVER]
 
 
 def planned(layout: Layout, shape: Shape, precision: Precision) -> Planned:
