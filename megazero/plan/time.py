@@ -107,8 +107,8 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
     bubble = bubble_of(layout.schedule, layout.pipeline, layout.chunks, mean)
     share = Share(first, True, layout.pipeline == 1, 0, 0)
     own = list(flows(layout, share))
-    data, hidden = _data(layout, links, own, gathers(layout, share), busy, share, software)
-    update, offload = _update(layout, machine, compute, own, updated(layout, share), busy)
+    data, hidden = _data(links, own, gathers(layout, share), share.blocks, busy, software)
+    update, offload = _update(machine, compute, own, updated(layout, share), busy)
     parts = {
         "compute": m * work,
         "recompute": m * busy.again,
@@ -216,15 +216,10 @@ def _messages(layout: Layout, links: Links, software: Software) -> float:
 
 
 def _data(
-    layout: Layout,
-    links: Links,
-    own: list[Flow],
-    gathered: tuple[int, int],
-    busy: Passes,
-    share: Share,
-    software: Software,
+    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: Passes, software: Software
 ) -> tuple[float, float]:
     """What is waited for on the data axis and at the ends, and what is not."""
+    layout = links.layout
     m = layout.micro_batches
 
     def total(axis: str, purpose: str) -> float:
@@ -245,8 +240,8 @@ def _data(
     beside_forward, beside_backward = parameters * forward / times_gathered, reduces / times
     in_backward = parameters * backward / times_gathered
     free = links.machine.reached.beside
-    waited += times_gathered * _rest(beside_forward, free * busy.forward, share.blocks)
-    waited += times * _rest(beside_backward + in_backward, free * busy.backward, share.blocks)
+    waited += times_gathered * _rest(beside_forward, free * busy.forward, blocks)
+    waited += times * _rest(beside_backward + in_backward, free * busy.backward, blocks)
     return waited + ends, reduces + parameters - waited
 
 
@@ -255,10 +250,9 @@ def _rest(traffic: float, computation: float, units: int) -> float:
     return max(traffic - computation, traffic / max(1, units))
 
 
-def _update(
-    layout: Layout, machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: Passes
-) -> tuple[float, float]:
+def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: Passes) -> tuple[float, float]:
     """The update on the device, or what is waited for where things rest on the host."""
+    layout = compute.layout
     sizes, m = layout.bytes, layout.micro_batches
     moved: dict[str, float] = {}
     for flow in own:
