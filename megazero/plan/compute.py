@@ -1,0 +1,196 @@
+"""How long a device computes on one micro-batch in one block, and in the two ends of the model.
+
+A matrix product [M, K] x [K, N] takes its arithmetic at the rate that large products reach, and its reads and writes at
+the memory's, one after the other, because the second is what small products lose:
+
+    2 M N K / (peak x matmul)  +  item (M K + K N + M N) / (bandwidth x memory)  +  launch
+
+so that efficiency falls smoothly with the smallest of the three. A weight's gradient is read and written again where it
+gathers over micro-batches. Operations that compute next to nothing take their bytes over the memory's bandwidth; for a
+token, h the hidden size, f that of the MLP, e bytes an element, everything behind /t on 1 / t of it:
+
+                     forward                        backward
+    norms            2 x 2 h e                      2 x 3 h e
+    residual sums    2 x 3 h e, masks 2 h           2 x 2 h e, masks 2 h
+    activation       2 f e / t, gated 3             3 f e / t, gated 5
+    rotary           2 (h + kv) e / t               the same
+    biases           in the products                (h + 2 kv + f) e / t + 2 h e, to sum gradients
+
+Attention between the projections costs 4 s h FLOPs a token forward (scores, values). *Fused*, it skips what the causal
+mask hides, half of them, stores no scores, and computes them anew in backward: 2.5 times the forward (Dao 2023, arXiv
+2307.08691). *Stored* (Megatron-LM before it) it computes all of them, and passes over s x heads scores of 2 bytes,
+their dropout and its mask: 13 bytes a score forward (written; softmax in and out; dropout in and out, a mask; read), 19
+backward.
+"""
+
+from dataclasses import dataclass
+
+from megazero.plan.layout import Layout
+from megazero.plan.machines import Machine
+
+_STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes that go through the memory for each score
+_LOGITS = 16  # and for each logit, from product to gradient: read for maximum and sum, exponentials in place, gradient
+
+
+@dataclass(frozen=True)
+class Software:
+    """What systems do in different ways; ours by default.
+
+    Attributes:
+        stored_scores: attention keeps its scores in memory.
+        replays_all: full recompute computes a block's last product again, and sums it over the tensor axis.
+        overlaps: gradients are reduced, and parameters gathered, beside the computation.
+        scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter
+            goes alone.
+        splits_messages: pipeline messages are sent once, not by each rank of the tensor axis (arXiv 2104.04473, 4.1).
+    """
+
+    stored_scores: bool = False
+    replays_all: bool = False
+    overlaps: bool = True
+    splits_messages: bool = False
+    scattered: float = 1.0
+
+
+OURS = Software()
+# Of published figures, as far as their papers say.
+SYSTEMS = {
+    "ours": OURS,
+    "megatron-2021": Software(stored_scores=True, replays_all=True, overlaps=False, splits_messages=True),
+    # Its rows that wait for the network do so for 3 parameters' bytes at this share of what other rows reach, whatever
+    # the model (174.6B, 529.6B) and the number of ranks (768 to 2,240).
+    "deepspeed-2021": Software(stored_scores=True, replays_all=True, scattered=0.19),
+    "fused": Software(replays_all=True, splits_messages=True),
+}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, what is computed again.
+
+    Attributes:
+        columns: of the weights' gradients those of the two column products, beside which a sum can run.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    again: float = 0.0
+    columns: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def backward(self) -> float:
+        return self.input + self.weight + self.again
+
+    def times(self, count: float) -> "Passes":
+        return Passes(count * self.forward, count * self.input, count * self.weight, count * self.again)
+
+    def plus(self, other: "Passes") -> "Passes":
+        return Passes(
+            self.forward + other.forward,
+            self.input + other.input,
+            self.weight + other.weight,
+            self.again + other.again,
+        )
+
+
+class Compute:
+    """The seconds of one layout on one machine.
+
+    Raises:
+        ValueError: the machine has no peak for the layout's precision.
+    """
+
+    def __init__(self, layout: Layout, machine: Machine, software: Software = OURS):
+        self.layout, self.shape, self.software = layout, layout.shape, software
+        self.item, self.t = layout.bytes.parameter, layout.tensor
+        peak = machine.peak(self.item)
+        if peak is None:
+            raise ValueError(f"{machine.name} has no peak for matrix products of {self.item} bytes an element")
+        self.peak, self.launch = peak, machine.launch
+        self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.attention
+        self._bandwidth = machine.memory_bandwidth * machine.reached.memory
+        self.tokens = self.shape.seq_len * layout.micro_batch
+        self.stream = self.tokens // self.t if layout.sequence else self.tokens
+
+    def moved(self, size: float) -> float:
+        """An operation that only moves so many bytes through the memory."""
+        return size / self._bandwidth + self.launch
+
+    def block(self) -> Passes:
+        shape, t, T = self.shape, self.t, self.tokens
+        h, f, kv = shape.hidden, shape.ffn / t, shape.kv_width
+        qkv, out = ((h + 2 * kv) / t, h), (h, h / t)
+        up, down = (f * shape.num_mlp_inputs, h), (h, f)
+        products = [self._product(T, *sizes) for sizes in (qkv, out, up, down)]
+        weights = [self._product(sizes[0], sizes[1], T, grows=True) for sizes in (qkv, out, up, down)]
+        core, core_backward = self._attention()
+        light, light_backward, biases = self._light()
+        forward = sum(products) + core + light
+        again = 0.0
+        if self.layout.recompute == "full":
+            again = forward - (0 if self.software.replays_all else products[3] + light / 4)
+        elif self.layout.recompute == "selective":
+            again = core
+        columns = (weights[0], weights[2])
+        return Passes(forward, sum(products) + core_backward + light_backward, sum(weights) + biases, again, columns)
+
+    def head(self) -> Passes:
+        """Norm, projection and loss."""
+        h, rows = self.shape.hidden, self.shape.vocab / self.t
+        product, stream = self._product(self.tokens, rows, h), self.stream * h * self.item
+        loss = self.moved(self.tokens * rows * _LOGITS)
+        weight = self._product(rows, h, self.tokens, grows=True)
+        return Passes(product + loss / 2 + self.moved(2 * stream), product + loss / 2 + self.moved(3 * stream), weight)
+
+    def embedding(self) -> Passes:
+        stream = self.stream * self.shape.hidden * self.item
+        return Passes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
+
+    def update(self, elements: float) -> float:
+        """Adam on so many elements: states in and out, gradients in, parameters out."""
+        sizes = self.layout.bytes
+        return self.moved(elements * (2 * (2 * sizes.master + sizes.master) + sizes.gradient + sizes.parameter))
+
+    def flops(self) -> tuple[float, float]:
+        """Of a token: the model's, and those that the machine does, recompute included."""
+        shape = self.shape
+        model = shape.flops_per_token()
+        core = 4 * shape.seq_len * shape.hidden
+        again = 0.0
+        if self.layout.recompute == "full":
+            again = (model - 6 * shape.vocab * shape.hidden) / 3
+            if not self.software.replays_all:
+                again -= 2 * shape.layers * shape.hidden * shape.ffn
+        elif self.layout.recompute == "selective":
+            again = shape.layers * core
+        return model, model + again
+
+    def _product(self, m: float, n: float, k: float, *, grows: bool = False) -> float:
+        size = self.item * (m * k + k * n)
+        size += 2 * self.layout.bytes.gradient * m * n if grows else self.item * m * n
+        return 2 * m * n * k / self._rate + self.moved(size)
+
+    def _attention(self) -> tuple[float, float]:
+        """What lies between the projections, forward and backward."""
+        shape, T, t = self.shape, self.tokens, self.t
+        flops = 4 * T * shape.seq_len * shape.hidden / t
+        if not self.software.stored_scores:
+            forward = flops / 2 / self._fused + self.launch
+            light = (
+                0.0 if shape.learned_positions else self.moved(2 * T * (shape.hidden + shape.kv_width) * self.item / t)
+            )
+            return forward + light, 2.5 * forward + light
+        scores = T * shape.seq_len * shape.heads / t
+        forward = flops / self._rate + self.moved(scores * _STORED_FORWARD)
+        return forward, 2 * flops / self._rate + self.moved(scores * _STORED_BACKWARD)
+
+    def _light(self) -> tuple[float, float, float]:
+        """Norms, sums, activation: forward, backward, and the sums of biases' gradients."""
+        shape, T, stream = self.shape, self.tokens, self.stream
+        h, f, kv, e, t = shape.hidden, shape.ffn, shape.kv_width, self.item, self.t
+        masks = 2 * h * self.layout.dropout
+        forward = stream * (10 * h * e + masks) + T * (3 if shape.gated else 2) * f * e / t
+        backward = stream * (10 * h * e + masks) + T * (5 if shape.gated else 3) * f * e / t
+        biases = T * (h + 2 * kv + f) * e / t + stream * 2 * h * e if shape.layernorm else 0.0
+        return self.moved(forward) + 4 * self.launch, self.moved(backward) + 6 * self.launch, self.moved(biases)

@@ -1,0 +1,179 @@
+"""Machines to plan for: what their data sheets say, and how much of it training reaches.
+
+A rate that training sees is the sheet's figure times a share that was fitted to published runs
+(`scripts/fit_planner.py`, docs/planning.md): one set of shares for each kind of device, never for a model or a
+row. Where no published run tells a share apart, it is that of the device before it, and `fitted` says so.
+"""
+
+from dataclasses import dataclass, replace
+
+from megazero.plan.hardware import peak_flops
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How much of a data sheet's figures training reaches.
+
+    Attributes:
+        matmul: of the peak, by a matrix product too large for its reads and writes to count.
+        attention: of the peak, by fused attention, of the FLOPs that a causal mask leaves.
+        memory: of the memory's bandwidth, by operations that compute next to nothing.
+        in_node, cross_node: of the links' bandwidths, by rings.
+        beside: of the time that a device computes, in which traffic along the data axis moves as if it did not.
+        fitted: where these come from.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    in_node: float
+    cross_node: float
+    beside: float
+    fitted: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal nodes, as the planner sees it. Bandwidths are of one direction, in bytes a second.
+
+    Attributes:
+        name: of the device.
+        memory_bytes: of a device.
+        peaks: dense matmul FLOP/s by dtype.
+        memory_bandwidth: of a device.
+        devices_per_node: that talk over the node's own links.
+        in_node_bandwidth, cross_node_bandwidth: of each device; several devices that share a network card have a part
+            of it each.
+        in_node_latency, cross_node_latency: seconds, of one step of a ring.
+        host_bandwidth: between a device and the host, all devices at once.
+        host_memory_bytes, host_memory_bandwidth: each device's part of the node's.
+        price_per_hour: dollars for a device; None: not known.
+        launch: seconds that a kernel takes if there is nothing to do.
+        reached: what training gets of all this.
+    """
+
+    name: str
+    memory_bytes: int
+    peaks: dict[str, float]
+    memory_bandwidth: float
+    devices_per_node: int
+    in_node_bandwidth: float
+    in_node_latency: float
+    cross_node_bandwidth: float
+    cross_node_latency: float
+    host_bandwidth: float
+    host_memory_bytes: float
+    host_memory_bandwidth: float
+    price_per_hour: float | None
+    launch: float
+    reached: Reached
+
+    def peak(self, item: int) -> float | None:
+        """FLOP/s where activations have so many bytes; of 16 bits the better of bf16 and fp16. None: not known."""
+        names = {2: ("bf16", "fp16"), 4: ("fp32",), 8: ("fp64",)}[item]
+        return max((self.peaks[name] for name in names if name in self.peaks), default=None)
+
+
+def _peaks(device: str) -> dict[str, float]:
+    found = {dtype: peak_flops(device, dtype) for dtype in ("bf16", "fp16", "fp32", "fp64")}
+    return {dtype: peak for dtype, peak in found.items() if peak is not None}
+
+
+# `python scripts/fit_planner.py --fit` prints these. The V100's stand for what its rows ran too: attention that stored
+# its scores, and reductions beside nothing. No fitted row of the others tells fused attention apart: its share is about
+# what flash-attention 2 reached with a causal mask and heads of 128 (Dao 2023, arXiv 2307.08691, section 4).
+V100 = Reached(0.47, 0.05, 0.65, 0.90, 0.37, 0.0, "38 rows of the ZeRO paper; attention stands for theirs")
+A100 = Reached(0.79, 0.50, 0.73, 0.64, 0.42, 1.0, "67 rows of SC21, K22 and Zero Bubble")
+H100 = Reached(0.59, 0.35, 0.73, 0.75, 0.60, 1.0, "matmul: 2 rows; memory as on the A100; links supposed")
+H200 = replace(H100, fitted="as the H100, the same chip")
+B200 = replace(H100, fitted="as the H100: no published run was used")
+
+# Memory as sold (80 GB are 80 GiB on these devices, as their driver counts). Prices are round numbers for on-demand
+# cloud nodes, an assumption to be replaced by one's own.
+MACHINES: dict[str, Machine] = {
+    "v100-32gb": Machine(  # DGX-2: 16 devices on NVSwitch, 8 x 100 Gb/s EDR, 1.5 TB of host memory
+        name="v100-32gb",
+        memory_bytes=32 * 2**30,
+        peaks=_peaks("Tesla V100-SXM3-32GB"),
+        memory_bandwidth=900e9,
+        devices_per_node=16,
+        in_node_bandwidth=150e9,
+        in_node_latency=3e-6,
+        cross_node_bandwidth=6.25e9,
+        cross_node_latency=15e-6,
+        host_bandwidth=6e9,
+        host_memory_bytes=1.5e12 / 16,
+        host_memory_bandwidth=256e9 / 16,
+        price_per_hour=2.5,
+        launch=4e-6,
+        reached=V100,
+    ),
+    "a100-80gb": Machine(  # DGX A100: 8 devices on NVSwitch, 8 x 200 Gb/s HDR, 2 TB of host memory
+        name="a100-80gb",
+        memory_bytes=80 * 2**30,
+        peaks=_peaks("NVIDIA A100-SXM4-80GB"),
+        memory_bandwidth=2039e9,
+        devices_per_node=8,
+        in_node_bandwidth=300e9,
+        in_node_latency=3e-6,
+        cross_node_bandwidth=25e9,
+        cross_node_latency=12e-6,
+        host_bandwidth=16e9,
+        host_memory_bytes=2e12 / 8,
+        host_memory_bandwidth=400e9 / 8,
+        price_per_hour=2.0,
+        launch=4e-6,
+        reached=A100,
+    ),
+    "h100-80gb": Machine(  # DGX H100: 8 devices on NVSwitch, 8 x 400 Gb/s NDR, 2 TB of host memory
+        name="h100-80gb",
+        memory_bytes=80 * 2**30,
+        peaks=_peaks("NVIDIA H100 80GB HBM3"),
+        memory_bandwidth=3350e9,
+        devices_per_node=8,
+        in_node_bandwidth=450e9,
+        in_node_latency=3e-6,
+        cross_node_bandwidth=50e9,
+        cross_node_latency=10e-6,
+        host_bandwidth=50e9,
+        host_memory_bytes=2e12 / 8,
+        host_memory_bandwidth=600e9 / 8,
+        price_per_hour=3.0,
+        launch=4e-6,
+        reached=H100,
+    ),
+    "h200": Machine(  # DGX H200: as the H100 with more and faster memory
+        name="h200",
+        memory_bytes=141 * 10**9,
+        peaks=_peaks("NVIDIA H200"),
+        memory_bandwidth=4800e9,
+        devices_per_node=8,
+        in_node_bandwidth=450e9,
+        in_node_latency=3e-6,
+        cross_node_bandwidth=50e9,
+        cross_node_latency=10e-6,
+        host_bandwidth=50e9,
+        host_memory_bytes=2e12 / 8,
+        host_memory_bandwidth=600e9 / 8,
+        price_per_hour=3.5,
+        launch=4e-6,
+        reached=H200,
+    ),
+    "b200": Machine(  # DGX B200: 8 devices on NVLink 5, 8 x 400 Gb/s, 2 TB of host memory
+        name="b200",
+        memory_bytes=180 * 10**9,
+        peaks=_peaks("NVIDIA B200"),
+        memory_bandwidth=8000e9,
+        devices_per_node=8,
+        in_node_bandwidth=900e9,
+        in_node_latency=3e-6,
+        cross_node_bandwidth=50e9,
+        cross_node_latency=10e-6,
+        host_bandwidth=50e9,
+        host_memory_bytes=2e12 / 8,
+        host_memory_bandwidth=600e9 / 8,
+        price_per_hour=5.0,
+        launch=4e-6,
+        reached=B200,
+    ),
+}

@@ -1,0 +1,269 @@
+"""How long a step takes, by part, in closed form.
+
+One micro-batch on the busiest pipeline rank takes what `compute.py` says, and what of its sums over the tensor axis
+nothing runs beside: those of forward, and of backward what is longer than the weight's product that it runs beside.
+With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
+belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
+same):
+
+    gpipe, 1f1b     (p - 1) (f + b + w)              Narayanan et al. 2021 (arXiv 2104.04473), section 2.2
+    interleaved     (p - 1) (f + b + w) / v          ibid.
+    zb-h1           (p - 1) max(f + b - w, f)        Qi et al. 2023 (arXiv 2401.10241), table 2
+    zb-v            (p - 1) max(f, b, 2 (b - w)) / 2
+
+and for messages: in 1f1b 2 m of them, because a micro-batch's way to the last rank and back is on the critical path;
+gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
+
+A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
+device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
+
+Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
+beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
+waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all.
+"""
+
+from dataclasses import dataclass
+
+from megazero.plan.compute import OURS, Compute, Passes, Software
+from megazero.plan.layout import Layout
+from megazero.plan.machines import Machine
+from megazero.plan.traffic import Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step, in seconds.
+
+    Attributes:
+        step_s: from begin to end.
+        parts: that add up to it.
+        hidden: traffic that nobody waits for, by axis.
+        bubble: what the busiest pipeline rank waits for others, over its work.
+        tokens_per_second_per_device, tflops_per_device: the latter of the model's FLOPs.
+        mfu, hfu: model's, and done, FLOPs over the peak.
+    """
+
+    step_s: float
+    parts: dict[str, float]
+    hidden: dict[str, float]
+    bubble: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float
+    hfu: float
+
+
+class Links:
+    """Seconds of operations between ranks."""
+
+    def __init__(self, layout: Layout, machine: Machine):
+        self.layout, self.machine = layout, machine
+
+    def bandwidth(self, axis: str) -> float:
+        """Bytes a second that a ring moves through each rank."""
+        reached, together = self.machine.reached, self._together(axis)
+        node = self.machine.in_node_bandwidth * reached.in_node
+        if together == axis_size(self.layout, axis):
+            return node
+        cross = self.machine.cross_node_bandwidth * reached.cross_node * together
+        return min(node, cross)
+
+    def seconds(self, axis: str, size: float, ops: float) -> float:
+        """Of `ops` rings in which a rank sends `size` bytes in all."""
+        if not size:
+            return 0.0
+        return size / self.bandwidth(axis) + ops * (axis_size(self.layout, axis) - 1) * self._latency(axis)
+
+    def message(self, size: float) -> float:
+        """To the next rank of the pipeline."""
+        if not size:
+            return 0.0
+        return size / self.bandwidth("pipeline") + self._latency("pipeline")
+
+    def _together(self, axis: str) -> int:
+        return ranks_in_node(self.layout, axis, self.machine.devices_per_node)
+
+    def _latency(self, axis: str) -> float:
+        """Of a ring's steps on average."""
+        together = self._together(axis)
+        if together == axis_size(self.layout, axis):
+            return self.machine.in_node_latency
+        return self.machine.in_node_latency * (1 - 1 / together) + self.machine.cross_node_latency / together
+
+
+def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> StepTime:
+    """The time of a step.
+
+    Raises:
+        ValueError: the machine has no peak for the layout's precision.
+    """
+    compute, links = Compute(layout, machine, software), Links(layout, machine)
+    block = compute.block()
+    sums = _sums(layout, links, compute, block, software)
+    first, last = _blocks(layout)
+    busy, work = _busiest(layout, compute, block, sums, first, last)
+    mean = _mean(layout, compute, block, sums)
+    m = layout.micro_batches
+    bubble = bubble_of(layout.schedule, layout.pipeline, layout.chunks, mean)
+    share = Share(first, True, layout.pipeline == 1, 0, 0)
+    own = list(flows(layout, share))
+    data, hidden = _data(links, own, gathers(layout, share), share.blocks, busy, software)
+    update, offload = _update(machine, compute, own, updated(layout, share), busy)
+    parts = {
+        "compute": m * work,
+        "recompute": m * busy.again,
+        "tensor traffic": m * (busy.forward + busy.backward - busy.again - work),
+        "pipeline traffic": _messages(layout, links, software),
+        "bubble": bubble,
+        "data traffic": data,
+        "update": update,
+        "offload": offload,
+    }
+    step = sum(parts.values())
+    tokens = layout.global_batch * layout.shape.seq_len / layout.ranks
+    model, done = compute.flops()
+    rate = tokens / step
+    return StepTime(
+        step,
+        parts,
+        {"data": hidden},
+        bubble / (m * (busy.forward + busy.backward)),
+        rate,
+        rate * model / 1e12,
+        rate * model / compute.peak,
+        rate * done / compute.peak,
+    )
+
+
+def _sums(layout: Layout, links: Links, compute: Compute, block: Passes, software: Software) -> Passes:
+    """What a block waits for on the tensor axis."""
+    t = layout.tensor
+    if t == 1:
+        return Passes(0.0, 0.0, 0.0)
+    each = compute.tokens * layout.shape.hidden * compute.item * (t - 1) / t
+    one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
+    columns = block.columns
+    if layout.sequence:
+        backward = one + sum(max(0.0, one - column) for column in columns)  # gathers again, and sums, beside products
+    else:
+        backward = sum(max(0.0, one - column) for column in columns)
+    again = 0.0
+    if layout.recompute == "full":
+        again = one * (2 if software.replays_all else 1.5 if layout.sequence else 1)
+    return Passes(2 * one, backward, 0.0, again)
+
+
+def _blocks(layout: Layout) -> tuple[int, int]:
+    """Blocks of the busiest rank without the head, and of the rank with it, as `schedules/layers.py` spreads them."""
+    p, blocks = layout.pipeline, layout.shape.layers
+    if p == 1:
+        return blocks, blocks
+    cost = layout.shape.head_in_blocks()
+    ideal = (blocks - (p - 1) * cost) / p
+    last = min(
+        {max(1, int(ideal)), max(1, int(ideal) + 1)},
+        key=lambda count: max(-(-(blocks - count) // (p - 1)), count + cost),
+    )
+    return -(-(blocks - last) // (p - 1)), last
+
+
+def _busiest(
+    layout: Layout, compute: Compute, block: Passes, sums: Passes, first: int, last: int
+) -> tuple[Passes, float]:
+    """Of one micro-batch on the rank that has most to do: all of it, and what is only computed, once."""
+    each = block.plus(sums)
+    begin, end = each.times(first), each.times(last).plus(compute.head())
+    begin = begin.plus(compute.embedding())
+    if layout.pipeline == 1:
+        end = end.plus(compute.embedding())
+    at_end = layout.pipeline == 1 or end.forward + end.backward > begin.forward + begin.backward
+    busy, count = (end, last) if at_end else (begin, first)
+    waits = sums.times(count)
+    return busy, busy.forward + busy.backward - busy.again - waits.forward - waits.input
+
+
+def _mean(layout: Layout, compute: Compute, block: Passes, sums: Passes) -> Passes:
+    """Of one micro-batch on a pipeline rank, over all of them."""
+    whole = block.plus(sums).times(layout.shape.layers).plus(compute.head()).plus(compute.embedding())
+    return whole.times(1 / layout.pipeline)
+
+
+def bubble_of(schedule: str, ranks: int, chunks: int, passes: Passes) -> float:
+    """Seconds that the busiest rank waits in a step, if a micro-batch takes each rank `passes`, and for no message.
+
+    Exact for as many micro-batches as the schedule is regular for, where the input's part of backward is no shorter
+    than the weights'.
+    """
+    f, b, w = passes.forward, passes.input + passes.again, passes.weight
+    each = {
+        "gpipe": f + b + w,
+        "1f1b": f + b + w,
+        "interleaved": (f + b + w) / chunks,
+        "zb-h1": max(f + b - w, f),
+        "zb-v": max(f, b, 2 * (b - w)) / 2,
+    }
+    return (ranks - 1) * each[schedule]
+
+
+def _messages(layout: Layout, links: Links, software: Software) -> float:
+    p, m, v = layout.pipeline, layout.micro_batches, layout.chunks
+    if p == 1:
+        return 0.0
+    split = layout.tensor if layout.sequence or software.splits_messages else 1
+    size = layout.shape.seq_len * layout.micro_batch * layout.shape.hidden * layout.bytes.parameter / split
+    counts = {"gpipe": 2 * (p - 1), "1f1b": 2 * m, "interleaved": 2 * (p * v - 1), "zb-h1": 4 * (p - 1), "zb-v": 4 * p}
+    return counts[layout.schedule] * links.message(size)
+
+
+def _data(
+    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: Passes, software: Software
+) -> tuple[float, float]:
+    """What is waited for on the data axis and at the ends, and what is not."""
+    layout = links.layout
+    m = layout.micro_batches
+
+    def total(axis: str, purpose: str) -> float:
+        found = [flow for flow in own if (flow.axis, flow.purpose) == (axis, purpose)]
+        return sum(links.seconds(axis, flow.bytes, flow.ops) for flow in found)
+
+    share_of_rate = software.scattered if layout.stage == 3 else 1.0
+    reduces, parameters = (total("data", what) / share_of_rate for what in ("gradients", "parameters"))
+    ends = total("ends", "tied")
+    if layout.data == 1:
+        return ends, 0.0
+    if not software.overlaps:
+        return reduces + parameters + ends, 0.0
+    waited = 0.0
+    times = m if layout.stage >= 2 else 1
+    forward, backward = (part / max(1, sum(gathered)) for part in gathered) if layout.stage == 3 else (1.0, 0.0)
+    times_gathered = m if layout.stage == 3 else 1
+    beside_forward, beside_backward = parameters * forward / times_gathered, reduces / times
+    in_backward = parameters * backward / times_gathered
+    free = links.machine.reached.beside
+    waited += times_gathered * _rest(beside_forward, free * busy.forward, blocks)
+    waited += times * _rest(beside_backward + in_backward, free * busy.backward, blocks)
+    return waited + ends, reduces + parameters - waited
+
+
+def _rest(traffic: float, computation: float, units: int) -> float:
+    """What is waited for of traffic beside a computation, of which one unit's part has nothing beside it."""
+    return max(traffic - computation, traffic / max(1, units))
+
+
+def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: Passes) -> tuple[float, float]:
+    """The update on the device, or what is waited for where things rest on the host."""
+    layout = compute.layout
+    sizes, m = layout.bytes, layout.micro_batches
+    moved: dict[str, float] = {}
+    for flow in own:
+        if flow.axis == "host":
+            moved[flow.purpose] = moved.get(flow.purpose, 0.0) + flow.bytes / machine.host_bandwidth
+    out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
+    offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)
+    if not layout.offload_optimizer:
+        back = moved.get("parameters back", 0.0)
+        return compute.update(elements), offload + max(0.0, back - m * (busy.forward + busy.backward))
+    states = 2 * sizes.optimizer + sizes.gradient + sizes.parameter
+    update = elements * states / machine.host_memory_bandwidth
+    gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
+    return 0.0, offload + gradients + max(update, moved.get("parameters back", 0.0))

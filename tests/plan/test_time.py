@@ -1,0 +1,153 @@
+"""The time of a step: its parts against the simulator and the papers' formulas, and what it must never do."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.plan.compute import OURS, Compute, Passes, Software
+from megazero.plan.layout import Layout
+from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes
+from megazero.plan.time import Links, bubble_of, step_time
+from megazero.schedules.catalogue import make
+from megazero.schedules.simulate import Costs, simulate
+
+GPT3 = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)
+LLAMA = ModelShape(32, 4096, 32, 8, 14336, 128256, 8192, False, False, True, False)
+MIXED = Bytes(2, 2, 4)
+A100 = MACHINES["a100-80gb"]
+WHOLE = Software(replays_all=True)
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("costs", [(1, 1, 1), (4, 5, 3), (14, 20, 9), (1, 2, 1)])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_bubble_is_the_simulator_s(schedule: str, chunks: int, costs: tuple[int, int, int], ranks: int) -> None:
+    """Costs of a rank are those of all its stages."""
+    each = [cost / chunks for cost in costs]
+    found = simulate(make(schedule, ranks, 4 * ranks, chunks), [Costs(*each)] * (ranks * chunks))
+    waits = found.makespan - max(found.work)
+    assert bubble_of(schedule, ranks, chunks, Passes(*costs)) == pytest.approx(waits, abs=1e-6)
+
+
+layouts = st.builds(
+    lambda shape, tensor, pipeline, data, stage, micro, more, recompute, sequence: Layout(
+        shape,
+        MIXED,
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        stage=stage,
+        micro_batch=micro,
+        global_batch=micro * data * more,
+        recompute=recompute,
+        sequence=sequence,
+        partition=recompute == "full",
+    ),
+    st.sampled_from([GPT3, LLAMA]),
+    st.sampled_from([1, 2, 8, 16]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([1, 4, 64]),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 32),
+    st.sampled_from(["none", "selective", "full"]),
+    st.booleans(),
+)
+machines = st.sampled_from(list(MACHINES.values()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, machines)
+def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Layout, machine: Machine) -> None:
+    found = step_time(layout, machine)
+    assert found.step_s == pytest.approx(sum(found.parts.values())) and min(found.parts.values()) >= 0
+    assert min(found.hidden.values()) >= -1e-12
+    assert 0 < found.mfu <= found.hfu < 1
+    tokens = layout.global_batch * layout.shape.seq_len
+    assert found.tokens_per_second_per_device * layout.ranks * found.step_s == pytest.approx(tokens)
+    per_token = layout.shape.flops_per_token()
+    assert found.tflops_per_device * 1e12 == pytest.approx(found.tokens_per_second_per_device * per_token)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, machines, st.sampled_from(["memory_bandwidth", "in_node_bandwidth", "cross_node_bandwidth"]))
+def test_a_faster_machine_is_never_slower(layout: Layout, machine: Machine, what: str) -> None:
+    faster = replace(machine, **{what: 2 * getattr(machine, what)})
+    assert step_time(layout, faster).step_s <= step_time(layout, machine).step_s * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, machines)
+def test_more_is_computed_again_for_more_recompute(layout: Layout, machine: Machine) -> None:
+    times = [
+        step_time(replace(layout, recompute=how), machine).parts["recompute"] for how in ("none", "selective", "full")
+    ]
+    assert times[0] == 0 and times[0] < times[1] < times[2]
+
+
+def test_hardware_flops_are_the_papers() -> None:
+    """Narayanan et al. 2021, eq. 3: with full recompute 96 B s l h^2 (1 + s / 6 h + V / 16 l h); here a replay leaves
+    its last product out. Korthikanti et al. 2022, appendix A, print 72 B L s h^2 (1 + s / 3 h + v / 12 h L) with
+    selective, all 12 s h of attention once more; what is computed again is its forward, a third of that.
+    """
+    L, h, s, V = GPT3.layers, GPT3.hidden, GPT3.seq_len, GPT3.vocab
+    layout = Layout(GPT3, MIXED, recompute="selective")
+    assert Compute(layout, A100).flops()[1] == pytest.approx(
+        72 * L * h**2 * (1 + 4 / 3 * s / (6 * h) + V / (12 * h * L))
+    )
+    layout = replace(layout, recompute="full")
+    paper = 96 * L * h**2 * (1 + s / (6 * h) + V / (16 * h * L))
+    assert Compute(layout, A100, WHOLE).flops()[1] == pytest.approx(paper)
+    assert Compute(layout, A100, OURS).flops()[1] == pytest.approx(paper - 8 * L * h**2)
+
+
+def test_rings_are_as_fast_as_their_slowest_link() -> None:
+    """8 devices a node: tensor 8 in the node; tensor 16 through two, with the cards of all 8; data with those of as
+    many ranks as it has in a node.
+    """
+    reached, card = A100.reached, A100.cross_node_bandwidth
+    node = A100.in_node_bandwidth * reached.in_node
+
+    def rate(axis: str, **sizes: int) -> float:
+        return Links(Layout(GPT3, MIXED, **sizes), A100).bandwidth(axis)
+
+    assert rate("tensor", tensor=8) == node
+    assert rate("tensor", tensor=16) == min(node, 8 * card * reached.cross_node)
+    assert rate("data", tensor=8, data=4) == card * reached.cross_node
+    assert rate("data", tensor=2, data=8) == min(node, 4 * card * reached.cross_node)
+    assert rate("pipeline", tensor=2, data=2, pipeline=2) == node
+
+
+def test_traffic_hides_behind_computation() -> None:
+    """In stage 3, until there is more of it: SC21's second table, where devices double and micro-batches halve."""
+    layout = Layout(GPT3, MIXED, data=384, stage=3, micro_batch=4, global_batch=1536, recompute="full")
+    slow = replace(A100, cross_node_bandwidth=A100.cross_node_bandwidth / 4)
+    waited = [
+        step_time(replace(layout, data=ranks, micro_batch=micro), slow).parts["data traffic"]
+        for ranks, micro in ((384, 4), (768, 2), (1536, 1))
+    ]
+    found = step_time(layout, slow)
+    assert waited[0] < waited[1] < waited[2] and found.hidden["data"] > 5 * waited[0]
+    alone = step_time(layout, slow, replace(OURS, overlaps=False))
+    assert alone.hidden["data"] == 0
+    assert alone.parts["data traffic"] == pytest.approx(waited[0] + found.hidden["data"])
+
+
+def test_what_rests_on_the_host_is_updated_there() -> None:
+    layout = Layout(LLAMA, MIXED, data=8, stage=2, global_batch=8)
+    there = step_time(replace(layout, offload_optimizer=True), A100)
+    here = step_time(layout, A100)
+    assert here.parts["offload"] == there.parts["update"] == 0 < here.parts["update"] < there.parts["offload"]
+    states = LLAMA.parameters() / 8 * (2 * 12 + 2 + 2) / A100.host_memory_bandwidth
+    assert there.parts["offload"] >= states
+
+
+def test_an_unknown_peak_is_said() -> None:
+    blind = replace(A100, peaks={"fp32": 1e13})
+    with pytest.raises(ValueError, match="a100-80gb has no peak for matrix products of 2 bytes"):
+        step_time(Layout(GPT3, MIXED), blind)
