@@ -18,10 +18,9 @@ from functools import cached_property
 
 from megazero.plan.activations import Micro, kept_by_block
 from megazero.plan.layout import Layout
+from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.peak import peak
 from megazero.plan.states import UnitSize, states, units
-from megazero.schedules.actions import Kind
-from megazero.schedules.catalogue import make
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
     sizes = units(layout.shape, layout.tensor, list(stages.values()))
     held = states(sizes, layout.data, layout.stage, layout.bytes)
     held["pool"] = _pool(sizes, layout)
-    held |= _inputs(layout, stages)
-    held["activations"], cause = _activations(layout, rank, stages, fused)
+    live = liveness(layout.schedule, layout.pipeline, layout.micro_batches, layout.chunks, rank)
+    held |= _inputs(layout, stages, live)
+    held["activations"], cause = _activations(layout, rank, stages, live, fused)
     return RankMemory(_offloaded(layout, sizes, held), cause)
 
 
@@ -67,13 +67,12 @@ def _pool(sizes: list[UnitSize], layout: Layout) -> int:
     return gathered * (parameters + (layout.bytes.gradient if layout.stage >= 2 else 0))
 
 
-def _inputs(layout: Layout, stages: dict[int, range]) -> dict[str, int]:
+def _inputs(layout: Layout, stages: dict[int, range], live: Liveness) -> dict[str, int]:
     if layout.recompute != "full":
         return {}
     micro, shape = micro_of(layout), layout.shape
     each = kept_by_block(shape, micro, "full", layout.partition)
-    kept = layout.layers.kept_inputs(layout.micro_batches)
-    slots = sum(kept[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
+    slots = sum(live.most[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
     split = layout.partition and not layout.sequence and layout.tensor > 1
     whole = 2 * kept_by_block(shape, micro, "full") if split or layout.offload else 0
     if layout.offload:
@@ -81,23 +80,17 @@ def _inputs(layout: Layout, stages: dict[int, range]) -> dict[str, int]:
     return {"inputs": slots * each + whole}
 
 
-def _activations(layout: Layout, rank: int, stages: dict[int, range], fused: bool) -> tuple[int, str]:
-    """The most over the rank's actions in their order."""
+def _activations(layout: Layout, rank: int, stages: dict[int, range], live: Liveness, fused: bool) -> tuple[int, str]:
+    """The most over the backwards of a step."""
     walks = {stage: _Walk(layout, parts, fused) for stage, parts in stages.items()}
-    schedule = make(layout.schedule, layout.pipeline, min(layout.micro_batches, 4 * layout.pipeline), layout.chunks)
-    now, most = _messages(layout, rank), (0, "")
-    for action in schedule.ranks[rank]:
-        walk = walks[action.stage]
-        if action.kind is Kind.FORWARD:
-            now += walk.kept
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            apart = action.kind is Kind.BACKWARD_INPUT
-            size, cause = max(walk.peak, walk.peak_with_notes) if apart else walk.peak
-            most = max(most, (now - walk.kept + size, cause))
-            now -= walk.kept - (walk.noted if apart else 0)
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            now -= walk.noted
-    return most
+    most = (0, "")
+    for moment in live.moments:
+        walk = walks[moment.stage]
+        size, cause = max(walk.peak, walk.peak_with_notes) if moment.apart else walk.peak
+        size += sum(count * walks[stage].kept for stage, count in moment.kept) - walk.kept
+        size += sum(count * walks[stage].noted for stage, count in moment.noted)
+        most = max(most, (size, cause))
+    return most[0] + _messages(layout, rank), most[1]
 
 
 def _messages(layout: Layout, rank: int) -> int:

@@ -8,6 +8,7 @@ busiest rank's work as small as it can be.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import peak_inputs
@@ -37,6 +38,7 @@ class Layers:
         return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}
 
 
+@cache
 def cut(schedule: str, ranks: int, chunks: int, blocks: int, head: float) -> Layers:
     """The cut of a model of some blocks whose head costs as much as `head` of them."""
     rank_of = make(schedule, ranks, 1, chunks).rank_of
@@ -57,11 +59,14 @@ def split(blocks: int, rank_of: Sequence[int], *, embedding: float, head: float)
     costs[0] += embedding
     costs[-1] += head
     counts = [1 for _ in stages]
+    work: dict[int, float] = {}
+    for stage, rank in enumerate(rank_of):
+        work[rank] = work.get(rank, 0.0) + costs[stage]
     for _ in range(blocks - len(stages)):
-        work = [sum(costs[k] for k in stages if rank_of[k] == rank) for rank in rank_of]
         # Of equals the last: earlier stages hold more micro-batches.
-        stage = min(reversed(stages), key=lambda k: (round(work[k], 6), round(costs[k], 6)))
+        stage = min(reversed(stages), key=lambda k: (round(work[rank_of[k]], 6), round(costs[k], 6)))
         costs[stage] += 1
+        work[rank_of[stage]] += 1
         counts[stage] += 1
     firsts = [1 + sum(counts[:k]) for k in stages]
     cuts = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]

@@ -1,0 +1,106 @@
+"""A machine to plan for, by name or from a file: `--hardware NAME|FILE.yaml`.
+
+A file has the fields that `megazero doctor --write` writes; what it measured is what training gets, so nothing is taken
+off. A file of data sheet figures says in `reached` how much of them training gets:
+
+    name: my-cluster
+    memory_bytes: 85899345920
+    peak_flops: {bf16: 9.89e14}      # FLOP/s
+    memory_bandwidth: 3.35e12        # bytes/s
+    devices_per_node: 8
+    in_node: {bandwidth: 4.5e11, latency: 3e-6}      # bytes/s of a device in one direction, seconds
+    cross_node: {bandwidth: 5e10, latency: 1e-5}
+    host_link_bandwidth: 5e10
+    host_memory_bytes: 250000000000  # a device's share
+    price_per_hour: 3.0              # dollars a device; optional, and so are the next two
+    launch: 4e-6                     # seconds of a kernel that has nothing to do
+    reached: {matmul: 0.6, attention: 0.35, memory: 0.73, in_node: 0.75, cross_node: 0.6, beside: 1.0}
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from megazero.errors import UserError
+from megazero.plan.machines import MACHINES, Machine, Reached
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Link(_Strict):
+    bandwidth: PositiveFloat
+    latency: PositiveFloat
+
+
+class _Reached(_Strict):
+    matmul: PositiveFloat = 1.0
+    attention: PositiveFloat = 1.0
+    memory: PositiveFloat = 1.0
+    in_node: PositiveFloat = 1.0
+    cross_node: PositiveFloat = 1.0
+    beside: float = 1.0
+
+
+class _MachineFile(_Strict):
+    name: str
+    memory_bytes: PositiveInt
+    peak_flops: dict[str, PositiveFloat]
+    memory_bandwidth: PositiveFloat
+    devices_per_node: PositiveInt
+    in_node: _Link
+    cross_node: _Link
+    host_link_bandwidth: PositiveFloat
+    host_memory_bytes: PositiveInt
+    price_per_hour: PositiveFloat | None = None
+    launch: PositiveFloat = 4e-6
+    reached: _Reached = _Reached()
+
+
+def machine_of(name_or_path: str) -> Machine:
+    """The machine of that name, or of that file.
+
+    Raises:
+        UserError: 341, neither; 342, the file cannot be read or a field is wrong.
+    """
+    if name_or_path in MACHINES:
+        return MACHINES[name_or_path]
+    path = Path(name_or_path)
+    if not path.is_file():
+        known = ", ".join(MACHINES)
+        what = f"no machine and no file of that name; known are {known}"
+        raise UserError(341, what, "write a file with `megazero doctor --write`", where=name_or_path)
+    try:
+        values = YAML(typ="safe", pure=True).load(path)
+        read = _MachineFile.model_validate(values)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise UserError(342, f"not readable: {str(error).splitlines()[0]}", "mend the file", where=path.name) from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        field = ".".join(map(str, fault["loc"])) or "the file"
+        what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
+        raise UserError(342, what, "docs/planning.md shows a file", where=path.name) from None
+    return _machine(read)
+
+
+def _machine(read: _MachineFile) -> Machine:
+    return Machine(
+        name=read.name,
+        memory_bytes=read.memory_bytes,
+        peaks=dict(read.peak_flops),
+        memory_bandwidth=read.memory_bandwidth,
+        devices_per_node=read.devices_per_node,
+        in_node_bandwidth=read.in_node.bandwidth,
+        in_node_latency=read.in_node.latency,
+        cross_node_bandwidth=read.cross_node.bandwidth,
+        cross_node_latency=read.cross_node.latency,
+        host_bandwidth=read.host_link_bandwidth,
+        host_memory_bytes=read.host_memory_bytes,
+        host_memory_bandwidth=read.host_link_bandwidth,
+        price_per_hour=read.price_per_hour,
+        launch=read.launch,
+        reached=Reached(**read.reached.model_dump(), fitted="from a file"),
+    )

@@ -1,0 +1,67 @@
+"""What is alive on a pipeline rank while it works: micro-batches of each of its stages."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from megazero.schedules.actions import Kind
+from megazero.schedules.catalogue import make
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A backward of one stage.
+
+    Attributes:
+        stage: whose.
+        apart: of the input only; weights come later.
+        kept: of each stage of the rank the micro-batches between forward and backward, this one included.
+        noted: of each the micro-batches whose weights' backward is still to come.
+    """
+
+    stage: int
+    apart: bool
+    kept: tuple[tuple[int, int], ...]
+    noted: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Of one rank: all different moments of a step, and of each stage the most that is kept."""
+
+    moments: tuple[Moment, ...]
+    most: dict[int, int]
+
+
+def liveness(schedule: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Liveness:
+    """Of one rank, for any number of micro-batches.
+
+    What gpipe keeps grows with them: it is all of them. The others keep no more with many than with as many as fill
+    the pipeline twice.
+    """
+    if schedule == "gpipe":
+        moment = Moment(rank, False, ((rank, micro_batches),), ())
+        return Liveness((moment,), {rank: micro_batches})
+    return _walk(schedule, ranks, min(micro_batches, 2 * ranks * (2 if chunks > 1 else 1)), chunks, rank)
+
+
+@cache
+def _walk(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Liveness:
+    schedule = _made(name, ranks, micro_batches, chunks)
+    kept = {stage: 0 for stage, where in enumerate(schedule.rank_of) if where == rank}
+    noted, most, moments = dict(kept), dict(kept), {}
+    for action in schedule.ranks[rank]:
+        stage = action.stage
+        if action.kind is Kind.FORWARD:
+            kept[stage] += 1
+            most[stage] = max(most[stage], kept[stage])
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            noted[stage] -= 1
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            apart = action.kind is Kind.BACKWARD_INPUT
+            moments[Moment(stage, apart, tuple(kept.items()), tuple(noted.items()))] = None
+            kept[stage] -= 1
+            noted[stage] += apart
+    return Liveness(tuple(moments), most)
+
+
+_made = cache(make)
