@@ -7,6 +7,7 @@
     export     writes a run's weights as transformers reads them
     import     makes a run's folder of transformers' weights
     schedule   shows what every rank of a pipeline does in a step, and draws it
+    plan       tells memory, traffic, time and cost of a job before it runs, and finds the fastest layout that fits
     doctor     measures this machine, and says what is missing
 
 Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
@@ -136,6 +137,35 @@ def _schedule(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from megazero.config_file import load
+    from megazero.machine_file import machine_of
+    from megazero.planning import as_json, find, plan, search_as_json
+    from megazero.planning_report import FORMATS, as_text, draw, search_as_text
+
+    config, machine = load(options.config, options.overrides), machine_of(options.hardware)
+    if options.draw is not None and (options.search or options.draw.suffix not in FORMATS):
+        what = f"--draw {options.draw}: expected a name that ends in {' or '.join(FORMATS)}, and no --search"
+        raise UserError(100, what, where="plan")
+    if options.search:
+        found = find(config, options.gpus, machine)
+        _answer(
+            json.dumps(search_as_json(found, machine), indent=1) if options.json else search_as_text(found, machine)
+        )
+        return 0
+    from megazero.build import check_world
+
+    check_world(config, options.gpus)
+    planned = plan(config, options.gpus, machine, options.tokens)
+    if options.draw is not None:
+        try:
+            draw(planned, options.draw)
+        except OSError as error:
+            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="plan") from None
+    _answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned))
+    return 0
+
+
 def _export(options: argparse.Namespace) -> int:
     from megazero.observe.sinks import warn
     from megazero.run_folder import RunFolder
@@ -239,6 +269,17 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--json", action="store_true")
     schedule.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
     schedule.set_defaults(run=_schedule)
+    plan = verbs.add_parser("plan", help="tell memory, traffic, time and cost before anything runs")
+    plan.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    plan.add_argument("--gpus", type=_at_least(1, int), required=True, help="devices of the job")
+    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
+    plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
+    plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
+    plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
+    plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
+    plan.add_argument("--json", action="store_true")
+    plan.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
+    plan.set_defaults(run=_plan)
     export = verbs.add_parser("export", help="write a run's weights as transformers reads them")
     export.add_argument("--to", choices=["hf"], required=True)
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")

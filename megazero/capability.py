@@ -146,7 +146,7 @@ VERBS: dict[str, bool] = {
     "generate": True,
     "certify": True,
     "schedule": True,
-    "plan": False,
+    "plan": True,
     "simulate": False,
     "export": True,
     "import": True,

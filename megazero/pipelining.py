@@ -77,4 +77,5 @@ def layout_of(config: Config, ranks: int) -> Layout:
         offload_optimizer=offload.optimizer == "cpu",
         offload_parameters=offload.parameters == "cpu",
         dropout=config.model.dropout > 0,
+        documents=config.data.mask_eod,
     )

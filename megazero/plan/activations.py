@@ -7,14 +7,16 @@ h the hidden size, kv the width of keys and of values, f that of the MLP, e byte
     attention     T (h + 2 kv) e / t         the projection
                   T h e / t                  what the heads have seen
                   T heads 4 / t              logarithms of softmax sums (8 in fp64)
-    rotary        T (h + kv) e / t           rotated queries and keys; and 2 s d e for their angles
+    rotary        T (h + kv) e / t           rotated queries and keys; and 2 s d e for their angles (documents: 2 T d e)
+    documents     T s e                      attention's own mask as numbers, where documents end inside a sequence
     mlp           2 T f e / t                before and after gelu; gated: 4 T f e / t (gate, up, silu(gate), product)
     dropout       2 T' h                     masks, a byte an element
     statistics    2 T' 2 e                   LayerNorm's mean and deviation; RMSNorm has one number, of 4 bytes or more
 
 In 16 bits with f = 4 h, dropout and t = 1 that is s b h (8 + 6 + 2 + 16 + 2) = 34 s b h, as Korthikanti et al. 2022
 (arXiv 2205.05198, Table 2) count, and their 5 a s^2 b for scores is what fused attention never stores. Selective
-recompute spares the softmax sums and what rotary adds; full recompute keeps T' h e, the input, or T' h e / t with Pa.
+recompute spares the softmax sums, the mask and what rotary adds; full recompute keeps T' h e, the input, or with Pa
+T' h e / t.
 """
 
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ class Micro:
         sequence: the residual stream is split over them.
         item: bytes of an activation.
         dropout: there are masks.
+        documents: attention has a mask of its own, so that it does not cross the ends of documents.
     """
 
     sequences: int
@@ -39,6 +42,7 @@ class Micro:
     sequence: bool
     item: int
     dropout: bool
+    documents: bool = False
 
 
 def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
@@ -54,8 +58,10 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
     core = 0
     if recompute == "none":
         core = tokens * shape.heads // t * _wide(item)
+        core += tokens * shape.seq_len * item if micro.documents else 0
         if not shape.learned_positions:
-            core += tokens * (shape.hidden + shape.kv_width) * item // t + 2 * shape.seq_len * shape.head_dim * item
+            angles = tokens if micro.documents else shape.seq_len
+            core += tokens * (shape.hidden + shape.kv_width) * item // t + 2 * angles * shape.head_dim * item
     return 4 * stream * shape.hidden * item + heads + core + mlp + masks + statistics
 
 

@@ -24,6 +24,7 @@ class Layout:
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
         offload_optimizer, offload_parameters: to the host.
         dropout: there are masks.
+        documents: attention does not cross the ends of documents.
     """
 
     shape: ModelShape
@@ -43,6 +44,7 @@ class Layout:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     dropout: bool = False
+    documents: bool = False
 
     @property
     def ranks(self) -> int:

@@ -194,4 +194,6 @@ def _blocks(parts: range, layers: int) -> int:
 
 def micro_of(layout: Layout) -> Micro:
     """One micro-batch of a layout."""
-    return Micro(layout.micro_batch, layout.tensor, layout.sequence, layout.bytes.parameter, layout.dropout)
+    return Micro(
+        layout.micro_batch, layout.tensor, layout.sequence, layout.bytes.parameter, layout.dropout, layout.documents
+    )

@@ -96,8 +96,10 @@ def _fastest(layouts: list[Layout], machine: Machine, count: int) -> tuple[list[
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
-        for saving in savings(layout):
-            candidate = replace(layout, **saving)  # type: ignore[arg-type]
+        options = [replace(layout, **saving) for saving in savings(layout)]  # type: ignore[arg-type]
+        if not fits(fullest(options[-1]), machine):
+            options = options[:1]  # nothing between will either
+        for candidate in options:
             found = fullest(candidate)
             if fits(found, machine):
                 best.append(Found(candidate, step_time(candidate, machine), found))
@@ -112,7 +114,7 @@ def _fastest(layouts: list[Layout], machine: Machine, count: int) -> tuple[list[
 def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
     """Every way to spread a job, before anything is done about memory."""
     layers, shape = job.shape.layers, job.shape
-    job = Layout(shape, job.bytes, global_batch=job.global_batch, dropout=job.dropout)
+    job = Layout(shape, job.bytes, global_batch=job.global_batch, dropout=job.dropout, documents=job.documents)
     for tensor in (t for t in _divisors(ranks) if t <= widest and not shape.kv_heads % t and not shape.ffn % t):
         for pipeline in (p for p in _divisors(ranks // tensor) if p <= layers):
             data = ranks // (tensor * pipeline)

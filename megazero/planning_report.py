@@ -1,0 +1,138 @@
+"""A plan and a search for people: tables, and a picture of where a rank's memory and a step's time go."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazero.files import replace_file
+from megazero.plan.machines import Machine
+from megazero.plan.search import Search, usable
+from megazero.planning import Plan, options, why
+
+FORMATS = (".svg", ".png")
+_COLOURS = {
+    "parameters": "#4f86bd",
+    "gradients": "#8fb8de",
+    "optimizer": "#6fa84f",
+    "pool": "#b7b7b7",
+    "inputs": "#f2c879",
+    "activations": "#d99f3b",
+}
+
+
+def as_text(plan: Plan) -> str:
+    """Everything a plan knows."""
+    blocks = (_head(plan), _memory(plan), _settings(plan), _traffic(plan), _time(plan))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def search_as_text(found: Search, machine: Machine) -> str:
+    """The best layouts with what makes them, and those that would be faster."""
+    lines = [f"{found.tried} layouts tried; the fastest that fit:", ""]
+    for one in found.best:
+        rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
+        lines.append(f"{rate}  data {one.layout.data:<4} {why(one, machine)}")
+        lines.append("    " + " ".join(f"{name}={_spelt(value)}" for name, value in options(one.layout)))
+    lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
+    for one in found.excluded:
+        layout = one.layout
+        axes = f"tensor {layout.tensor}, pipeline {layout.pipeline} {layout.schedule}, data {layout.data}"
+        rest = f"stage {layout.stage}, micro-batch {layout.micro_batch}"
+        lines.append(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}")
+    return "\n".join(lines)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Writes an SVG or PNG, by the path's suffix. Raises OSError."""
+    # Imported here: half a second that only a picture needs.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[2, 1])
+    places = range(len(plan.ranks))
+    below = [0.0] * len(plan.ranks)
+    for category, colour in _COLOURS.items():
+        sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
+        left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
+        below = [under + size for under, size in zip(below, sizes, strict=True)]
+    left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
+    left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory")
+    left.legend(fontsize=8)
+    at = 0.0
+    for name, part in plan.time.parts.items():
+        if part > 0:
+            right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
+            at += part
+    right.set(xticks=[], ylabel="seconds", title="a step")
+    right.legend(fontsize=8)
+    picture = io.BytesIO()
+    if path.suffix == ".svg":
+        figure.savefig(picture, format="svg")
+    else:
+        canvas.print_png(picture)
+    replace_file(path, picture.getvalue())
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    layout = plan.layout
+    yield f"{plan.parameters / 1e9:,.3f}B parameters on {layout.ranks} {plan.machine.name}: " + (
+        f"tensor {layout.tensor}, pipeline {layout.pipeline} ({layout.schedule}), data {layout.data}, "
+        f"ZeRO stage {layout.stage}, {layout.micro_batches} micro-batches of {layout.micro_batch}"
+    )
+    room, need = usable(plan.machine), plan.fullest.peak
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield f"{verdict}: {need / 1e9:,.2f} GB of {room / 1e9:,.2f} on the fullest rank" + (
+        f", {plan.fullest.host / 1e9:,.2f} GB on the host" if plan.fullest.host else ""
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    categories = list(dict.fromkeys(category for rank in plan.ranks for category in rank.held))
+    yield "GB on a rank" + "".join(f"{category:>17}" for category in categories) + f"{'on the device':>15}  most is"
+    for place, rank in enumerate(plan.ranks):
+        cells = "".join(f"{rank.held.get(category, 0) / 1e9:>17,.3f}" for category in categories)
+        yield f"pipeline {place:<3}{cells}{rank.peak / 1e9:>15,.3f}  {rank.cause}"
+
+
+def _settings(plan: Plan) -> Iterator[str]:
+    yield "GB with recompute   activations     inputs   on the device"
+    for words, rank in plan.settings:
+        sizes = (rank.held.get("activations", 0), rank.held.get("inputs", 0), rank.peak)
+        first, second, last = (size / 1e9 for size in sizes)
+        yield f"{words:<18}{first:>13,.3f}{second:>11,.3f}{last:>16,.3f}" + (
+            "" if rank.peak <= usable(plan.machine) else "  does not fit"
+        )
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    yield "GB sent by a rank in a step (of those that send most)"
+    for axis, purposes in plan.traffic.items():
+        crossing = plan.by_node.get(axis, {})
+        where = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.3f}" for name, size in crossing.items() if size)
+        for purpose, size in purposes.items():
+            if size:
+                yield f"  {axis:<9} {purpose:<14} {size / 1e9:>10,.4f}"
+        if where:
+            yield f"  {axis:<9} {where}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    yield f"a step: {time.step_s:,.3f} s; bubble {time.bubble:.1%} of the work"
+    for name, part in time.parts.items():
+        if part > 0:
+            yield f"  {name:<17}{part:>10,.3f} s  {part / time.step_s:>6.1%}"
+    for name, part in time.hidden.items():
+        if part > 0:
+            yield f"  {name + ' traffic':<17}{part:>10,.3f} s  beside the computation"
+    yield f"{time.tokens_per_second_per_device:,.0f} tokens/s and {time.tflops_per_device:,.1f} TFLOP/s a device, " + (
+        f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"
+    )
+    cost = "" if plan.dollars is None else f", {plan.dollars:,.0f} dollars"
+    yield f"{plan.tokens:.3g} tokens: {plan.days:,.1f} days{cost}"
+
+
+def _spelt(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
