@@ -258,7 +258,7 @@ class _Nccl:
         self._works: list[dist.Work | None] = []
         for channel in everyone:
             pairs = [[ranks[channel.source], ranks[channel.target]] for ranks in parallel_axes(axis)]
-            group = dist.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
+            group = axis.wire.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
             if channel.index in mine:
                 assert group is not None, "this rank is one of the two"
                 self._groups[channel.index] = group
