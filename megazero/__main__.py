@@ -7,6 +7,7 @@
     export     writes a run's weights as transformers reads them
     import     makes a run's folder of transformers' weights
     schedule   shows what every rank of a pipeline does in a step, and draws it
+    simulate   runs one rank of any number without data: its memory and what it sends, to the byte
 
 Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
 user can mend is one line on stderr; a traceback is a fault of ours. Configs are checked before torch is imported, so
@@ -112,12 +113,10 @@ def _certify(options: argparse.Namespace) -> int:
 
 def _schedule(options: argparse.Namespace) -> int:
     from megazero.config_file import load
-    from megazero.schedules.draw import FORMATS, draw
+    from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
-    if options.draw is not None and options.draw.suffix not in FORMATS:
-        what = f"--draw {options.draw}: expected a name that ends in {' or '.join(FORMATS)}"
-        raise UserError(100, what, where="schedule")
+    _check_picture(options.draw, "schedule")
     from megazero.build import check_world
     from megazero.parallel.grid import data_size
     from megazero.schedule_report import as_json, as_text, report
@@ -132,6 +131,31 @@ def _schedule(options: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="schedule") from None
     _answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from megazero.config_file import find, load, refuse_unbuilt
+
+    config, name = load(options.config, options.overrides), find(options.config).stem
+    refuse_unbuilt(config)
+    if options.rank >= options.gpus:
+        raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
+    _check_picture(options.draw, "simulate")
+    from megazero.build import check_world
+    from megazero.simulation import simulate
+    from megazero.simulation_report import as_json, as_text, draw
+
+    check_world(config, options.gpus)
+    found = simulate(config, options.rank, options.gpus, options.device)
+    if options.draw is not None:
+        try:
+            draw(found, name, options.draw)
+        except OSError as error:
+            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="simulate") from None
+    shape = as_json if options.json else as_text
+    answer = shape(found, name, options.device)
+    _answer(answer if isinstance(answer, str) else json.dumps(answer, indent=1))
     return 0
 
 
@@ -150,6 +174,13 @@ def _import(options: argparse.Namespace) -> int:
 
     _answer(import_run(options.model, RunFolder(options.out)))
     return 0
+
+
+def _check_picture(path: Path | None, verb: str) -> None:
+    from megazero.schedules.draw import FORMATS
+
+    if path is not None and path.suffix not in FORMATS:
+        raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
 
 
 def _not_built(options: argparse.Namespace) -> int:
@@ -228,6 +259,15 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--json", action="store_true")
     schedule.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
     schedule.set_defaults(run=_schedule)
+    simulate = verbs.add_parser("simulate", help="run one rank of any number without data, and count its bytes")
+    simulate.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    simulate.add_argument("--gpus", type=_at_least(1, int), required=True, help="ranks of the run")
+    simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")
+    simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what they run on")
+    simulate.add_argument("--draw", type=Path, metavar="FILE", help="its memory over the steps, as .svg or .png")
+    simulate.add_argument("--json", action="store_true")
+    simulate.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
+    simulate.set_defaults(run=_simulate)
     export = verbs.add_parser("export", help="write a run's weights as transformers reads them")
     export.add_argument("--to", choices=["hf"], required=True)
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")

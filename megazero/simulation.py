@@ -12,7 +12,7 @@ the host's memory is another) follows the device that is declared.
 import os
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -26,14 +26,12 @@ from megazero.kernels.choice import choose
 from megazero.kernels.operations import Operations
 from megazero.observe.timeline import Timeline
 from megazero.parallel.grid import Grid
-from megazero.parallel.host import Host
 from megazero.parallel.ledger import Ledger, Sent
-from megazero.parallel.nobody import alone
+from megazero.parallel.nobody import IdleHost, alone
 from megazero.parallel.signals import Signals
 from megazero.stopping import Stopping
 
 CPU = torch.device("cpu")
-DEVICES = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -123,10 +121,10 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
             ledger=ToldLedger(),
         )
         ops = choose(config.precision.kernels, torch.device(device), DTYPES[config.precision.dtype])
-        return two_steps(config, grid, ops, Host(CPU, grid.world.wire.ledger, apart=device == "cuda"), device)
+        return two_steps(config, grid, ops, IdleHost(CPU, grid.world.wire.ledger, apart=device == "cuda"), device)
 
 
-def two_steps(config: Config, grid: Grid, ops: Operations, host: Host, device: str) -> Simulated:
+def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str) -> Simulated:
     """The same on a grid of one's own; within a FakeTensorMode.
 
     Args:
@@ -190,8 +188,8 @@ def _batch(config: Config) -> MicroBatch:
 
 def _copy(batch: MicroBatch) -> MicroBatch:
     """As a device has it."""
-    values = (getattr(batch, field.name) for field in fields(batch))
-    return MicroBatch(*(None if value is None else value.clone() for value in values))
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: tensor.clone() for name, tensor in tensors.items() if tensor is not None})
 
 
 def _name_places(model: nn.Module, timeline: Timeline) -> list[torch.utils.hooks.RemovableHandle]:
@@ -205,7 +203,7 @@ def _name_places(model: nn.Module, timeline: Timeline) -> list[torch.utils.hooks
 
     def leave(name: str, y: Tensor) -> None:
         stack.pop()
-        timeline.at(module=stack[-1] if stack else "")
+        timeline.at(module=stack[-1] if stack else name)  # what is done with its result belongs to it
         if y.grad_fn is not None:
             y.grad_fn.register_prehook(lambda grads: timeline.at(module=name))
 

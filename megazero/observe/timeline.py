@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from megazero.observe.allocations import Allocations
 
 KEPT, WORKING = "activations kept", "activations working"
@@ -141,6 +143,8 @@ class Timeline(Allocations):
         return highest, [allocation for allocation in there if not allocation.category]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # where tensors have no data autograd asks for it all the time
+            return func(*args, **(kwargs or {}))
         self._operation = str(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 

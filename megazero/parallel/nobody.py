@@ -6,6 +6,7 @@ rank of thousands sends and holds.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.parallel.grid import Grid, joined, lay_out
+from megazero.parallel.host import Host
 from megazero.parallel.ledger import Ledger
 from megazero.parallel.shared import SLOT_BYTES, Box, Label, Letter, Mail
 from megazero.parallel.wire import Wire
@@ -77,6 +79,22 @@ class Nobody(dist.ProcessGroup):
 
     def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
         return _Done(*tensors)
+
+
+class IdleHost(Host):
+    """A host whose threads have done at once what they are given: there are no numbers to compute, and what they
+    allocate is no part of a step.
+    """
+
+    def thread(self) -> Executor:
+        return _Idle()
+
+
+class _Idle(Executor):
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
 
 
 class NobodysMail(Mail):
