@@ -1,6 +1,7 @@
 """`megazero simulate`: what one rank without any other counts is what that rank of a real run counts, to the byte."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,15 @@ def test_what_the_verb_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     text = capsys.readouterr().out
     for words in ("rank 7 of 8 on cuda", "at the peak of a step", "the peak is in backward", "block forward"):
         assert words in text
+
+
+def test_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the one of 400 ranks, which has a test of its own."""
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    python -m megazero (simulate .*)$", page, re.MULTILINE)
+    assert commands.pop(0) == "simulate --config gpt170b.yaml --gpus 400 --rank 17" and len(commands) == 2
+    for command in commands:
+        assert main(command.split()) == 0 and "activations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [["--rank", "8"], ["--draw", "memory.gif"]])

@@ -76,6 +76,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "zero",
     }
     | {"config", "config_file", "run_folder"},
+    "simulation": {"build", "config", "data", "kernels", "observe", "parallel", "stopping"},
+    "simulation_report": {"observe", "parallel", "simulation"},
     "schedule_report": {"build", "config", "model", "parallel", "pipelining", "schedules", "zero"},
     "certified_rank": {"build", "config", "data", "kernels", "model", "parallel", "zero"},
     "certify": {"build", "capability", "certified_rank", "config", "config_file", "parallel", "tolerances"},
