@@ -9,6 +9,7 @@
     schedule   shows what every rank of a pipeline does in a step, and draws it
     plan       tells memory, traffic, time and cost of a job before it runs, and finds the fastest layout that fits
     doctor     measures this machine, and says what is missing
+    simulate   runs one rank of any number without data: its memory and what it sends, to the byte
 
 Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
 user can mend is one line on stderr; a traceback is a fault of ours. Configs are checked before torch is imported, so
@@ -21,8 +22,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megazero import capability
 from megazero.errors import UserError
@@ -114,12 +116,10 @@ def _certify(options: argparse.Namespace) -> int:
 
 def _schedule(options: argparse.Namespace) -> int:
     from megazero.config_file import load
-    from megazero.schedules.draw import FORMATS, draw
+    from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
-    if options.draw is not None and options.draw.suffix not in FORMATS:
-        what = f"--draw {options.draw}: expected a name that ends in {' or '.join(FORMATS)}"
-        raise UserError(100, what, where="schedule")
+    _check_picture(options.draw, "schedule")
     from megazero.build import check_world
     from megazero.parallel.grid import data_size
     from megazero.schedule_report import as_json, as_text, report
@@ -141,12 +141,10 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config_file import load
     from megazero.machine_file import machine_of
     from megazero.planning import as_json, find, plan, search_as_json
-    from megazero.planning_report import FORMATS, as_text, draw, search_as_text
+    from megazero.planning_report import as_text, draw, search_as_text
 
     config, machine = load(options.config, options.overrides), machine_of(options.hardware)
-    if options.draw is not None and (options.search or options.draw.suffix not in FORMATS):
-        what = f"--draw {options.draw}: expected a name that ends in {' or '.join(FORMATS)}, and no --search"
-        raise UserError(100, what, where="plan")
+    _check_picture(options.draw, "plan")
     if options.search:
         found = find(config, options.gpus, machine)
         _answer(
@@ -163,6 +161,31 @@ def _plan(options: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="plan") from None
     _answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from megazero.config_file import find, load, refuse_unbuilt
+
+    config, name = load(options.config, options.overrides), find(options.config).stem
+    refuse_unbuilt(config)
+    if options.rank >= options.gpus:
+        raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
+    _check_picture(options.draw, "simulate")
+    from megazero.build import check_world
+    from megazero.simulation import simulate
+    from megazero.simulation_report import as_json, as_text, draw
+
+    check_world(config, options.gpus)
+    found = simulate(config, options.rank, options.gpus, options.device)
+    if options.draw is not None:
+        try:
+            draw(found, name, options.draw)
+        except OSError as error:
+            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="simulate") from None
+    shape = as_json if options.json else as_text
+    answer = shape(found, name, options.device)
+    _answer(answer if isinstance(answer, str) else json.dumps(answer, indent=1))
     return 0
 
 
@@ -191,6 +214,13 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.write is not None:
         write(found, options.write)
     return 1 if found.missing else 0
+
+
+def _check_picture(path: Path | None, verb: str) -> None:
+    from megazero.schedules.draw import FORMATS
+
+    if path is not None and path.suffix not in FORMATS:
+        raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
 
 
 def _not_built(options: argparse.Namespace) -> int:
@@ -228,16 +258,55 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    train = verbs.add_parser("train", help="train a config")
-    train.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    train = _with_config(verbs, _train, "train", "train a config")
     train.add_argument("--nproc", type=_at_least(1, int), help="local ranks to start")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
-    train.set_defaults(run=_train)
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
     explain.add_argument("--json", action="store_true")
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
+    certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
+    certify.add_argument("--max-ranks", type=_at_least(1, int), default=8, help="ranks of the largest layout")
+    layouts = "a sample of as many, or of all that must be there to have every two values together"
+    certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
+    steps = "training steps to compare"
+    certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
+    certify.add_argument("--json", action="store_true")
+    _add_planning(verbs)
+    _add_run_folders(verbs)
+    for verb in (verb for verb, built in capability.VERBS.items() if not built):
+        verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
+    return parser
+
+
+def _add_planning(verbs: Any) -> None:
+    """What tells something before anything is trained."""
+    schedule = _with_config(verbs, _schedule, "schedule", "show and draw what every rank of a pipeline does in a step")
+    schedule.add_argument("--nproc", type=_at_least(1, int), help="ranks of the run; decides the data axis")
+    schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
+    plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
+    plan.add_argument("--gpus", type=_at_least(1, int), required=True, help="devices of the job")
+    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
+    plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
+    plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
+    plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
+    plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
+    simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
+    simulate.add_argument("--gpus", type=_at_least(1, int), required=True, help="ranks of the run")
+    simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")
+    simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what they run on")
+    simulate.add_argument("--draw", type=Path, metavar="FILE", help="its memory over the steps, as .svg or .png")
+    doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
+    doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
+    doctor.add_argument("--nproc", type=_at_least(1, int), help="ranks that measure at once; one per GPU, else two")
+    doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
+    doctor.set_defaults(run=_doctor)
+    for parser in (schedule, plan, simulate, doctor):
+        parser.add_argument("--json", action="store_true")
+
+
+def _add_run_folders(verbs: Any) -> None:
+    """What reads or makes the folder of a run."""
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     generate.add_argument("--prompt", required=True)
@@ -247,58 +316,25 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=_at_least(0, int), default=0)
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
-    certify = verbs.add_parser("certify", help="compare every layout with one process")
-    certify.add_argument("--config", required=True, help="a shipped config's name, or a path")
-    certify.add_argument("--max-ranks", type=_at_least(1, int), default=8, help="ranks of the largest layout")
-    certify.add_argument(
-        "--layouts",
-        type=_at_least(1, int),
-        default=160,
-        help="a sample of as many, or of all that must be there to have every two values together",
-    )
-    certify.add_argument(
-        "--steps", type=int, choices=range(1, 21), default=4, help="training steps to compare", metavar="1-20"
-    )
-    certify.add_argument("--json", action="store_true")
-    certify.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
-    certify.set_defaults(run=_certify)
-    schedule = verbs.add_parser("schedule", help="show and draw what every rank of a pipeline does in a step")
-    schedule.add_argument("--config", required=True, help="a shipped config's name, or a path")
-    schedule.add_argument("--nproc", type=_at_least(1, int), help="ranks of the run; decides the data axis")
-    schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
-    schedule.add_argument("--json", action="store_true")
-    schedule.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
-    schedule.set_defaults(run=_schedule)
-    plan = verbs.add_parser("plan", help="tell memory, traffic, time and cost before anything runs")
-    plan.add_argument("--config", required=True, help="a shipped config's name, or a path")
-    plan.add_argument("--gpus", type=_at_least(1, int), required=True, help="devices of the job")
-    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
-    plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
-    plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
-    plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
-    plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
-    plan.add_argument("--json", action="store_true")
-    plan.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
-    plan.set_defaults(run=_plan)
     export = verbs.add_parser("export", help="write a run's weights as transformers reads them")
     export.add_argument("--to", choices=["hf"], required=True)
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     export.add_argument("--out", type=Path, required=True, help="a new folder")
     export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="size of a file, about")
     export.set_defaults(run=_export)
-    doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
-    doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
-    doctor.add_argument("--nproc", type=_at_least(1, int), help="ranks that measure at once; one per GPU, else two")
-    doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
-    doctor.add_argument("--json", action="store_true")
-    doctor.set_defaults(run=_doctor)
     import_ = verbs.add_parser("import", help="make a run's folder of transformers' weights")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)
     import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")
     import_.add_argument("--out", type=Path, required=True, help="the run's folder")
     import_.set_defaults(run=_import)
-    for verb in (verb for verb, built in capability.VERBS.items() if not built):
-        verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
+
+
+def _with_config(verbs: Any, run: Callable[[argparse.Namespace], int], name: str, what: str) -> argparse.ArgumentParser:
+    """A verb that takes a config and overrides."""
+    parser = verbs.add_parser(name, help=what)
+    parser.add_argument("--config", required=True, help="a shipped config's name, or a path")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
+    parser.set_defaults(run=run)
     return parser
 
 

@@ -130,7 +130,7 @@ def build_units(
     model: Transformer,
     names: Collection[str],
     *,
-    seed: int,
+    seed: int | None,
     spread: Spread,
     precision: Precision,
     device: torch.device,
@@ -139,6 +139,9 @@ def build_units(
     """Gives each of the named units of the model memory for what of it rests on this rank, and initial values.
 
     Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
+
+    Args:
+        seed: of the initial values; None: nobody looks at them, and they are left as they are.
     """
     ledger = spread.data.wire.ledger
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
@@ -150,8 +153,9 @@ def build_units(
         shared = name == TIED and spread.ends.size > 1
         layout = layout_of(name, declarations)
         unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared)
-        unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
-        unit.adopt(dict(members))
+        if seed is not None:
+            unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
+        model.take(unit.show())
         units.append(unit)
     return units
 
@@ -165,7 +169,7 @@ def build_engine(
     model: Transformer,
     stages: Sequence[range],
     *,
-    seed: int,
+    seed: int | None,
     spread: Spread,
     precision: Precision,
     device: torch.device,
@@ -179,6 +183,7 @@ def build_engine(
 
     Args:
         stages: of each of this rank's stages the parts of the model's path, in forward order.
+        seed: of the initial values; None: anything.
         ops: the kernels to use, where the update is.
         replayed: parts that run again in their backward.
         offload: what rests on the host; None: nothing.
@@ -232,16 +237,20 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations, hos
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
     """
+    return assemble(config, grid, device, ops, host or Host(device, grid.world.wire.ledger), config.run.seed)
+
+
+def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host, seed: int | None) -> Built:
+    """The same with initial values of another seed; None: with anything in its memory."""
     layers, precision, spread = layers_of(config), precision_of(config), spread_of(config, grid)
     stages = layers.of_rank(grid.pipeline.rank)
     model = build_model(config, ops, grid.tensor)
-    host = host or Host(device, spread.data.wire.ledger)
     offload = offload_of(config, host)
     replayed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,
         list(stages.values()),
-        seed=config.run.seed,
+        seed=seed,
         spread=spread,
         precision=precision,
         device=device,

@@ -16,6 +16,7 @@ from megazero.config_file import flatten
 from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
+from megazero.expectation import Expectation
 from megazero.kernels.choice import choose
 from megazero.learning_rate import LearningRate
 from megazero.observe.console import ConsoleSink
@@ -70,6 +71,9 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
     first = grid.world.rank == 0
     wire, folder = grid.world.wire, site.folder
+    expected = Expectation(config, grid, ops)
+    if first:
+        expected.write(folder.plan)
     about = about_run(config, built, grid, site, Identity.of(train, name))
     trainer = Trainer(
         engine,
@@ -79,7 +83,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
         _validation(
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
-        Recorder(_sinks(config, site, first), _profile(config, folder, first), work, wire.ledger),
+        Recorder(_sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
         Stopping(grid.world, device, site.signals, folder.stop, config.run.time_limit),

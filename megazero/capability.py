@@ -147,7 +147,7 @@ VERBS: dict[str, bool] = {
     "certify": True,
     "schedule": True,
     "plan": True,
-    "simulate": False,
+    "simulate": True,
     "export": True,
     "import": True,
     "report": False,

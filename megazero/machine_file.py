@@ -64,7 +64,7 @@ def machine_of(name_or_path: str) -> Machine:
     """The machine of that name, or of that file.
 
     Raises:
-        UserError: 341, neither; 342, the file cannot be read or a field is wrong.
+        UserError: 116, neither; 117, the file cannot be read or a field is wrong.
     """
     if name_or_path in MACHINES:
         return MACHINES[name_or_path]
@@ -72,17 +72,17 @@ def machine_of(name_or_path: str) -> Machine:
     if not path.is_file():
         known = ", ".join(MACHINES)
         what = f"no machine and no file of that name; known are {known}"
-        raise UserError(341, what, "write a file with `megazero doctor --write`", where=name_or_path)
+        raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
         values = YAML(typ="safe", pure=True).load(path)
         read = _MachineFile.model_validate(values)
     except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise UserError(342, f"not readable: {str(error).splitlines()[0]}", "mend the file", where=path.name) from None
+        raise UserError(117, f"not readable: {str(error).splitlines()[0]}", "mend the file", where=path.name) from None
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"])) or "the file"
         what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
-        raise UserError(342, what, "docs/planning.md shows a file", where=path.name) from None
+        raise UserError(117, what, "docs/planning.md shows a file", where=path.name) from None
     return _machine(read)
 
 

@@ -73,7 +73,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         tokens: to train on; None: as many as the config's steps take.
 
     Raises:
-        UserError: 343, the machine has no peak for the config's precision.
+        UserError: 118, the machine has no peak for the config's precision.
     """
     layout = layout_of(config, ranks)
     found = [memory(layout, rank) for rank in range(layout.pipeline)]
@@ -96,7 +96,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     """The fastest layouts of a config's model and batch.
 
     Raises:
-        UserError: 343, the machine has no peak for the config's precision; 344, nothing fits.
+        UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
     job = layout_of(config, config.parallel.tensor * config.parallel.pipeline)
     values = flatten(config)
@@ -109,7 +109,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     found = search(job, ranks, machine, allowed)
     if not found.best:
         what = f"no layout of {ranks} {machine.name} holds {job.shape.parameters() / 1e9:.4g}B parameters"
-        raise UserError(344, f"{what} ({found.tried} tried)", "more devices, or a smaller batch.global", where="plan")
+        raise UserError(341, f"{what} ({found.tried} tried)", "more devices, or a smaller batch.global", where="plan")
     return found
 
 
@@ -216,7 +216,7 @@ def _timed(layout: Layout, machine: Machine) -> StepTime:
     try:
         return step_time(layout, machine)
     except ValueError as error:
-        raise UserError(343, str(error), "take another precision.dtype", where="plan") from None
+        raise UserError(118, str(error), "take another precision.dtype", where="plan") from None
 
 
 def _total(sent: dict[str, dict[str, int]]) -> int:

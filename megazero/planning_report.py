@@ -9,7 +9,6 @@ from megazero.plan.machines import Machine
 from megazero.plan.search import Search, usable
 from megazero.planning import Plan, options, why
 
-FORMATS = (".svg", ".png")
 _COLOURS = {
     "parameters": "#4f86bd",
     "gradients": "#8fb8de",

@@ -314,7 +314,7 @@ def _last_words(trainer: Trainer, folder: RunFolder, seconds: float) -> None:
         lines.append(f"validation loss {trainer.score.loss:.4f} nats per token")
         if trainer.score.bits_per_byte is not None:
             lines[-1] += f", {trainer.score.bits_per_byte:.4f} bits per byte"
-    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, ledger.json, checkpoints/, logs/")
+    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
     lines.append(f"loss curve {folder.loss_plot}")
     _say("\n".join(lines))
 

@@ -1,6 +1,7 @@
 """The folder of a run and the names in it (the contract's):
 
-config.yaml  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/  lock  STOP
+config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
+lock  STOP
 """
 
 import contextlib
@@ -67,6 +68,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
 
     @property
     def ledger(self) -> Path:

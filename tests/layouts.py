@@ -135,12 +135,10 @@ class Rank:
     """One rank of a layout, with its part of the model."""
 
     def __init__(self, grid: Grid, layout: Layout, shape: Shape, precision: Precision):
-        wire = replace(grid.data.wire, bucket=layout.bucket)
-        wire = replace(wire, mail=None) if layout.sockets else wire
-        self.grid = Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
+        self.grid = rewired(grid, layout)
         self.data, self.tensor = self.grid.data, self.grid.tensor
         self.layout, self.shape = layout, shape
-        self.host = Host(CPU, wire.ledger, apart=True)
+        self.host = Host(CPU, grid.data.wire.ledger, apart=True)
         self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE, self.host)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
@@ -168,6 +166,13 @@ class Rank:
 
     def weights(self) -> dict[str, Tensor]:
         return {n: v.clone() for n, v in self.engine.named_parameters()}
+
+
+def rewired(grid: Grid, layout: Layout) -> Grid:
+    """The grid with the layout's way to talk."""
+    wire = replace(grid.data.wire, bucket=layout.bucket)
+    wire = replace(wire, mail=None) if layout.sockets else wire
+    return Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
 
 
 def train_rank(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> Trained:

@@ -12,7 +12,7 @@ import torch
 from megazero.errors import UserError
 from megazero.kernels import cpu
 from megazero.kernels.build import BuildError
-from megazero.kernels.operations import REFERENCE, Operations
+from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 
 _LOG = logging.getLogger("megazero")
 
@@ -28,7 +28,7 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operati
     Raises:
         UserError: 114, "fused" was asked for and cannot be had.
     """
-    chosen, reason = REFERENCE, "asked for"
+    chosen, reason = REFERENCE if device.type == "cpu" else WIDE_REFERENCE, "asked for"
     if preference in ("auto", "fused"):
         if device.type != "cpu" or dtype == torch.float64:
             reason = f"fused kernels exist for fp32 and 16 bits on the CPU, not for {dtype} on {device.type}"
@@ -37,7 +37,7 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operati
                 chosen, reason = cpu.fused_operations(dtype), "built with g++"
             except BuildError as error:
                 reason = str(error)
-    if preference == "fused" and chosen is REFERENCE:
+    if preference == "fused" and chosen.name != "fused":
         raise UserError(114, reason, "use precision.kernels=auto", where="precision.kernels=fused")
     _LOG.info("kernels: %s (%s)", chosen.name, reason)
     return chosen

@@ -1,5 +1,6 @@
 """The fused CPU kernels of csrc/cpu.cpp as `Operations`."""
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,14 +20,23 @@ def fused_operations(dtype: torch.dtype) -> Operations:
     Raises:
         BuildError: no compiler, it failed, or its library cannot be loaded.
     """
-    library = build_cpu(_SOURCE)
+    _load(build_cpu(_SOURCE))
+    if dtype == torch.float32:
+        return Operations("fused", bias_gelu, bias_gelu_backward, sum_of_squares, adamw_)
+    return Operations("fused", reference.bias_gelu, reference.bias_gelu_backward, sum_of_squares, adamw_)
+
+
+@cache
+def _load(library: Path) -> None:
     try:
         torch.ops.load_library(library)
     except OSError as error:  # a cache on a file system that forbids execution, say
         raise BuildError(f"{library} cannot be loaded: {error.__cause__ or error}") from None
-    if dtype == torch.float32:
-        return Operations("fused", bias_gelu, bias_gelu_backward, sum_of_squares, adamw_)
-    return Operations("fused", reference.bias_gelu, reference.bias_gelu_backward, sum_of_squares, adamw_)
+    # What they return, for tensors without data.
+    torch.library.register_fake("megazero_cpu::bias_gelu", lambda x, bias: torch.empty_like(x))
+    torch.library.register_fake("megazero_cpu::bias_gelu_backward", lambda grad, x, bias: torch.empty_like(x))
+    for in_place in ("block_squares", "adamw_"):
+        torch.library.register_fake(f"megazero_cpu::{in_place}", lambda *arguments: None)
 
 
 def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:

@@ -5,7 +5,8 @@ it. Operations that have only their reference are called there directly.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -30,3 +31,5 @@ class Operations:
 
 
 REFERENCE = Operations("reference", reference.bias_gelu, reference.bias_gelu_backward, reference.sum_of_squares)
+# Where there is no cache that passes over a slice would find it in.
+WIDE_REFERENCE = replace(REFERENCE, sum_of_squares=partial(reference.sum_of_squares, at_once=1 << 24))

@@ -14,7 +14,6 @@ from torch import Tensor
 # On a CPU the rows of a large matrix are handled in slices of about this many bytes, so that the passes of one
 # operation over a slice find it in the cache (1 MiB: half of a level-2 cache of today). Elsewhere one slice is all.
 _SLICE_BYTES = 1 << 20
-_WIDENED = 1 << 24  # elements that are widened to fp64 at once elsewhere
 
 
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,10 +166,14 @@ def adamw_(
     published.copy_(masters)
 
 
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor in fp64: a scalar, reproducible to rounding however the tensor is cut."""
+def sum_of_squares(flat: Tensor, at_once: int = _SLICE_BYTES // 8) -> Tensor:
+    """Sum of squares of a flat tensor in fp64: a scalar, reproducible to rounding however the tensor is cut.
+
+    Args:
+        at_once: elements that are widened to fp64 at a time.
+    """
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for piece in flat.split(_SLICE_BYTES // 8 if flat.device.type == "cpu" else _WIDENED):
+    for piece in flat.split(at_once):
         total += piece.to(torch.float64).square().sum()  # sums in pairs; a library's dot product may not
     return total
 

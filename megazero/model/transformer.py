@@ -8,7 +8,7 @@ its memory.
 Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from megazero.model.linear import column_products
 from megazero.model.loss import token_losses
 from megazero.model.mlp import make_mlp
 from megazero.model.norm import LayerNorm, RMSNorm, make_norm
-from megazero.model.parameter import declare
+from megazero.model.parameter import declaration_of, declare
 from megazero.model.step import Step
 from megazero.parallel.grid import Axis
 from megazero.parallel.regions import Region
@@ -131,6 +131,16 @@ class Transformer(nn.Module):
     def score(self, logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
         """The same from logits, which are overwritten."""
         return token_losses(logits_SBV, targets_SB, valid_SB, vocab=self.shape.vocab, tensor=self.tensor)
+
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Puts parameters that have memory in the place of the declared ones of these names."""
+        for name, parameter in parameters.items():
+            owner, _, last = name.rpartition(".")
+            part = self.get_submodule(owner)
+            parameter.declaration = declaration_of(getattr(part, last))  # type: ignore[attr-defined]
+            setattr(part, last, parameter)
+        if self.shape.tie_embeddings:
+            self.head.weight = self.embedding.tokens.weight
 
     def units(self) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
         """(unit name, its (full parameter name, parameter) pairs) in forward order: what is sharded together.

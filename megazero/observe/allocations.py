@@ -43,11 +43,19 @@ class Allocations(TorchDispatchMode):
         if key in self._known:
             return
         size = storage.nbytes() if new else 0
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        number = self.came(size)
 
         def gone(_: object) -> None:
-            self.now -= size
+            self.went(size, number)
             self._known.pop(key, None)
 
         self._known[key] = weakref.ref(storage, gone)
+
+    def came(self, size: int) -> int:
+        """`size` bytes are new; returns what `went` is told when they are gone."""
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        return 0
+
+    def went(self, size: int, number: int) -> None:
+        self.now -= size

@@ -1,6 +1,6 @@
 """From the numbers of a step to a row in every sink: rates over the interval, memory, the profile around steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -53,10 +53,12 @@ class Recorder:
         profile: the profiler, on or off.
         work: what a step amounts to.
         ledger: what this rank sends.
+        counted: told once, of the most that a step allocates.
     """
 
-    def __init__(self, sinks: Sinks, profile: Profile, work: Work, ledger: Ledger):
+    def __init__(self, sinks: Sinks, profile: Profile, work: Work, ledger: Ledger, counted: Callable[[int], None]):
         self._sinks, self._profile, self._work, self._ledger = sinks, profile, work, ledger
+        self._counted = counted
         self._interval = Interval()
         self._sent = self._steps = 0
 
@@ -84,6 +86,7 @@ class Recorder:
             yield
         self._ledger.hold("activations", counted.peak)
         self._ledger.hold("activations", -counted.peak)
+        self._counted(counted.peak)
 
     def aside(self) -> AbstractContextManager[None]:
         """Around what is not training: its seconds do not count."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megazero.parallel.exchange import CollectiveError, Consume, Exchange, others
 from megazero.parallel.grid import Axis
+from megazero.parallel.pool import same_place
 from megazero.parallel.shared import SLOTS
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
@@ -205,7 +206,7 @@ def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
 
     def put(cut: slice, theirs: list[Tensor]) -> None:
         for target, part in zip(targets, theirs, strict=True):
-            if target[cut].data_ptr() != part.data_ptr():
+            if not same_place(target[cut], part):
                 target[cut].copy_(part)
 
     return Exchange(axis, tag, [parts[axis.rank]], put, into=targets)
@@ -243,7 +244,7 @@ def _nccl_reduce_scatter(
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
     """Adds the parts in rank order, whoever computes it. Writes to `out` only, which may be `own`."""
     parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
-    in_place = out.data_ptr() == own.data_ptr()
+    in_place = same_place(out, own)
     wait_for_own = in_place and axis.rank > 1  # what `out` holds must have been added before it is written to
     total = torch.add(parts[0], parts[1], out=None if wait_for_own else out)
     for k in range(2, axis.size):

@@ -10,7 +10,8 @@ Words: an *axis* is a direction of the grid, a *dim* one of a tensor.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,28 +85,45 @@ def single(wire: Wire | None = None) -> Grid:
     return Grid(*(Axis(name, wire=wire) for name in ("tensor", "data", "pipeline", "world", "ends")))
 
 
+def lay_out(rank: int, world: int, *, tensor: int, pipeline: int, wire: Wire) -> Grid:
+    """Where a rank stands on every axis; nobody can be reached along them yet.
+
+    Raises:
+        UserError: 106, see `data_size`.
+    """
+    sizes = {"pipeline": pipeline, "data": data_size(world, tensor, pipeline), "tensor": tensor}
+    axes, stride = {"world": Axis("world", world, rank, wire=wire)}, world
+    for name, size in sizes.items():
+        stride //= size
+        place = rank // stride % size
+        axes[name] = Axis(name, size, place, rank - place * stride, stride, wire=wire)
+    return Grid(**axes, ends=_ends(axes["pipeline"]))
+
+
+def joined(grid: Grid, groups: Mapping[str, dist.ProcessGroup | None]) -> Grid:
+    """The same with the process group of each axis that has more than one rank, by its name."""
+    axes = (getattr(grid, field.name) for field in fields(grid))
+    return Grid(*(replace(axis, group=groups[axis.name]) if axis.size > 1 else axis for axis in axes))
+
+
 def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Grid:
     """The grid over the default process group, on torch's device mesh. Every rank calls it.
 
     Raises:
         UserError: 106, see `data_size`.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sizes = (pipeline, data_size(world, tensor, pipeline), tensor)
+    grid = lay_out(dist.get_rank(), dist.get_world_size(), tensor=tensor, pipeline=pipeline, wire=wire)
+    axes = {axis.name: axis for axis in (grid.pipeline, grid.data, grid.tensor)}
     with warnings.catch_warnings():  # torch notes on CPU-only builds that groups of one rank are not needed
         warnings.simplefilter("ignore", UserWarning)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
-    strides = {"pipeline": sizes[1] * sizes[2], "data": sizes[2], "tensor": 1}
-    axes = {}
-    for name, size in zip(strides, sizes, strict=True):
-        place = rank // strides[name] % size
-        group = mesh.get_group(name) if size > 1 else None
+        sizes = tuple(axis.size for axis in axes.values())
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes))
+    groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
+    for name, axis in axes.items():
+        groups[name] = group = mesh.get_group(name) if axis.size > 1 else None
         if group is not None:
             _set_pg_timeout(wire.timeout, group)  # the mesh gives its groups the backend's default, 10 minutes or more
-        axes[name] = Axis(name, size, place, rank - place * strides[name], strides[name], group, wire)
-    world_group = dist.group.WORLD if world > 1 else None
-    whole = Axis("world", world, rank, 0, 1, world_group, wire)
-    return Grid(axes["tensor"], axes["data"], axes["pipeline"], whole, _ends(axes["pipeline"]))
+    return joined(grid, groups | {"ends": _group_of_ends(grid.pipeline, groups["pipeline"])})
 
 
 def parallel_axes(pipeline: Axis) -> list[range]:
@@ -114,16 +132,21 @@ def parallel_axes(pipeline: Axis) -> list[range]:
 
 
 def _ends(pipeline: Axis) -> Axis:
-    """The first and the last rank of a pipeline; for those between, nobody. Every rank of the world calls it."""
+    """The first and the last rank of a pipeline; for those between, nobody."""
     last = pipeline.size - 1
-    group = pipeline.group
+    if last == 0 or pipeline.rank not in (0, last):
+        return Axis("ends", wire=pipeline.wire)
+    ranks = [pipeline.ranks[0], pipeline.ranks[last]]
+    return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], wire=pipeline.wire)
+
+
+def _group_of_ends(pipeline: Axis, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """That of the first and the last rank of a pipeline of `group`. Every rank of the world calls it."""
+    last = pipeline.size - 1
     if last > 1:
         for ranks in parallel_axes(pipeline):
             made = dist.new_group([ranks[0], ranks[last]], timeout=pipeline.wire.timeout)
             if ranks.start == pipeline.first and pipeline.rank in (0, last):
                 assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
                 group = made
-    if last == 0 or pipeline.rank not in (0, last):
-        return Axis("ends", wire=pipeline.wire)
-    ranks = [pipeline.ranks[0], pipeline.ranks[last]]
-    return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], group, pipeline.wire)
+    return group

@@ -8,6 +8,7 @@ tests and benchmarks count what a GPU would send.
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -58,6 +59,10 @@ class Host:
     def settle(self) -> None:
         """Waits until all that was sent is here."""
         self._stream.wait()
+
+    def thread(self) -> Executor:
+        """One that computes here, beside the device."""
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
 
     def read(self, *scalars: Tensor) -> list[Tensor]:
         """Small tensors of the device, for the host to compute with; waits for them."""

@@ -253,12 +253,12 @@ class _Nccl:
 
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel]):
         mine = {channel.index for channel in channels}
-        self._ranks = axis.ranks
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._works: list[dist.Work | None] = []
         for channel in everyone:
-            pairs = [[ranks[channel.source], ranks[channel.target]] for ranks in parallel_axes(axis)]
-            group = dist.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
+            ends = sorted((channel.source, channel.target))
+            pairs = [[ranks[end] for end in ends] for ranks in parallel_axes(axis)]
+            group = axis.wire.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
             if channel.index in mine:
                 assert group is not None, "this rank is one of the two"
                 self._groups[channel.index] = group
@@ -268,10 +268,12 @@ class _Nccl:
         return None  # the host never waits
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        self._works.append(dist.isend(x, self._ranks[channel.target], group=self._groups[channel.index]))
+        target = int(channel.target > channel.source)
+        self._works.append(dist.isend(x, group=self._groups[channel.index], group_dst=target))
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        work = dist.irecv(into, self._ranks[channel.source], group=self._groups[channel.index])
+        source = int(channel.source > channel.target)
+        work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
         assert work is not None, "this process is not on the channel"
 
         def finish() -> Tensor:

@@ -12,6 +12,13 @@ from torch import Tensor
 from megazero.parallel.ledger import Ledger
 
 
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype begin at the same element of the same memory; asks for no address, so that
+    tensors without data have an answer too.
+    """
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+
+
 class Pool:
     """Flat buffers of one dtype.
 

@@ -1,10 +1,12 @@
 """What all collectives of one rank have in common: the backend, how long to wait, the ledger, the seat on the board."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from megazero.parallel.board import Board, Seat
 from megazero.parallel.ledger import Ledger
@@ -25,6 +27,7 @@ class Wire:
         ledger: what was sent, and the memory it took.
         mail: shared memory with ranks of the same host, where there is any.
         seat: where this rank shows which operation it is in.
+        split_group: makes communicators of a few ranks each; all ranks of the world call it.
         staging: for what comes through sockets.
     """
 
@@ -34,6 +37,7 @@ class Wire:
     ledger: Ledger = field(default_factory=Ledger)
     mail: Mail | None = None
     seat: Seat = field(default_factory=lambda: Board.private().seat(0))
+    split_group: Callable[..., dist.ProcessGroup | None] = dist.split_group
     staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 

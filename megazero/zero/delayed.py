@@ -11,7 +11,7 @@ checkpoint does so where the first one saved, and both compute the same from the
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -23,11 +23,11 @@ class Delayed:
 
     Args:
         publish: sends a unit's updated parameters to where forward and backward see them.
+        thread: of the host.
     """
 
-    def __init__(self, publish: Callable[[Unit], None]):
-        self._publish = publish
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
+    def __init__(self, publish: Callable[[Unit], None], thread: Executor):
+        self._publish, self._thread = publish, thread
         self._under_way: list[tuple[Unit, Future[None]]] = []
 
     def begin(self, units: list[Unit], update: Callable[[Unit], None]) -> None:

@@ -99,7 +99,9 @@ class Engine:
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device
         self.presence = Presence(spread.data, device)
-        self._delayed = Delayed(self.presence.publish) if offload is not None and offload.delayed else None
+        self._delayed: Delayed | None = None
+        if offload is not None and offload.delayed:
+            self._delayed = Delayed(self.presence.publish, offload.host.thread())
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.passes = list(self._passes(stages, device))

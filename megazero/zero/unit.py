@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megazero.parallel.pool import Pool
+from megazero.parallel.pool import Pool, same_place
 from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.offload import Offload, Parked
 from megazero.zero.placement import Placement, Precision, Spread, held
@@ -147,18 +147,16 @@ class Unit:
                     self.masters.dtype
                 )  # rounded as an update rounds, so that a skipped one changes nothing
                 _write(values, start, self.parameters, self._first)
-                if self.masters.data_ptr() != self.own_parameters.data_ptr():
+                if not same_place(self.masters, self.own_parameters):
                     _write(values, start, self.masters, self.shard.start)
 
-    def adopt(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Makes the model's (meta) parameters views of this unit's memory; whoever holds them keeps holding them."""
+    def show(self) -> dict[str, nn.Parameter]:
+        """What the model has to see as its parameters: views of this unit's memory, wherever that will be."""
         for interval in self.layout.intervals:
-            old = parameters[interval.name]
-            value = self._nothing if self.whole is None else _view(self.whole, interval)
-            new = nn.Parameter(value)
-            vars(new).update(vars(old), gradient_slot=self.views[interval.name])
-            torch.utils.swap_tensors(old, new)
-            self._members.append((interval, old))
+            parameter = nn.Parameter(self._nothing if self.whole is None else _view(self.whole, interval))
+            parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
+            self._members.append((interval, parameter))
+        return {interval.name: parameter for interval, parameter in self._members}
 
     def borrow(self) -> Tensor:
         """A buffer for all parameters, with this rank's own in their place."""
@@ -187,13 +185,13 @@ class Unit:
 
     def round_masters(self) -> None:
         """What forward and backward see of the masters is in `updated`."""
-        if self.updated.data_ptr() != self.masters.data_ptr():
+        if not same_place(self.updated, self.masters):
             self.updated.copy_(self.masters)
 
     def depart(self) -> None:
         """What has been updated goes where it rests, if it rests elsewhere."""
         offload, own = self._offload, self.own_parameters
-        if offload is None or self.updated.data_ptr() == own.data_ptr():
+        if offload is None or same_place(self.updated, own):
             return
         if offload.optimizer and offload.parameters:
             own.copy_(self.updated)

@@ -55,10 +55,10 @@ class _Call:
     needed: list[Unit] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        at = tensor.untyped_storage().data_ptr()
+        at = tensor.untyped_storage()._cdata
         for unit in self.units:
             whole = None if unit.parameters_rest_whole else unit.whole
-            if whole is not None and whole.untyped_storage().data_ptr() == at:
+            if whole is not None and whole.untyped_storage()._cdata == at:
                 if unit not in self.needed:
                     self.needed.append(unit)
                 return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())

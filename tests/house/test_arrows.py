@@ -78,6 +78,12 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     }
     | {"config", "config_file", "run_folder"},
     "doctor": {"probes", "parallel"},
+    "simulation": {"build", "config", "data", "kernels", "observe", "parallel", "stopping"},
+    "simulation_report": {"observe", "parallel", "simulation"},
+    "machine_file": {"plan"},
+    "expectation": {"config", "kernels", "observe", "parallel", "pipelining", "plan"},
+    "planning": {"capability", "config", "config_file", "pipelining", "plan"},
+    "planning_report": {"plan", "planning"},
     "schedule_report": {"build", "config", "model", "parallel", "pipelining", "schedules", "zero"},
     "certified_rank": {"build", "config", "data", "kernels", "model", "parallel", "zero"},
     "certify": {"build", "capability", "certified_rank", "config", "config_file", "parallel", "tolerances"},

@@ -13,7 +13,13 @@ import pytest
 from tests.house.source import ROOT, Source, imports, project
 
 FREE = ("megazero.errors", "megazero.capability", "megazero.config", "megazero.config_file", "megazero.explain")
-FREE += ("megazero.schedules", "megazero.plan")
+FREE += (
+    "megazero.schedules",
+    "megazero.plan",
+    "megazero.planning",
+    "megazero.planning_report",
+    "megazero.machine_file",
+)
 CHECK = "import importlib, sys; [importlib.import_module(m) for m in sys.argv[1:]]; sys.exit('torch' in sys.modules)"
 
 

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from megazero.errors import UserError
 from megazero.kernels import build, choice, cpu, reference
 from megazero.kernels.build import BuildError, build_cpu
-from megazero.kernels.operations import REFERENCE
+from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 # Of the largest output: a few fp32 roundings of the exponential and its sums.
@@ -270,6 +270,7 @@ def test_the_choice() -> None:
     assert choice.choose("auto", device, torch.float32).name == "fused"
     assert choice.choose("reference", device, torch.float32) is REFERENCE
     assert choice.choose("auto", device, torch.float64) is REFERENCE
+    assert choice.choose("auto", torch.device("cuda"), torch.float32) is WIDE_REFERENCE
     with pytest.raises(UserError, match="MZ-114"):
         choice.choose("fused", device, torch.float64)
 

@@ -1,0 +1,74 @@
+"""What a run was planned to hold, beside what it holds: plan.json before its first step, a line after its second."""
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from megazero.config import Config
+from megazero.files import replace_file
+from megazero.kernels import reference
+from megazero.kernels.operations import Operations
+from megazero.observe.sinks import warn
+from megazero.parallel.grid import Grid
+from megazero.parallel.ledger import Ledger
+from megazero.pipelining import layout_of
+from megazero.plan.memory import RankMemory, memory
+from megazero.plan.traffic import traffic
+
+# Less is working memory that a plan leaves out: pieces of the gradient norm, numbers for each token of the loss.
+_NOTABLE_BYTES = 32 * 2**20
+_NOTABLE_SHARE = 0.10
+_NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not there in a step
+
+
+class Expectation:
+    """Of one rank.
+
+    Args:
+        ops: the kernels in use.
+    """
+
+    def __init__(self, config: Config, grid: Grid, ops: Operations):
+        self._layout = layout_of(config, grid.world.size)
+        self._grid, self._ledger = grid, grid.world.wire.ledger
+        self._fused = ops.bias_gelu_backward is not reference.bias_gelu_backward
+
+    def write(self, path: Path) -> None:
+        """plan.json: memory and traffic of each rank of a pipeline. That it cannot be written is a warning."""
+        ranks = [
+            {"memory": asdict(self._of(rank)), "traffic": traffic(self._layout, rank)}
+            for rank in range(self._layout.pipeline)
+        ]
+        try:
+            replace_file(path, json.dumps({"pipeline_ranks": ranks}, indent=1).encode() + b"\n")
+        except OSError as error:
+            warn(f"no plan: {error}")
+
+    def compare(self, activations: int) -> None:
+        """Says what this rank holds beside the plan; warns when that is far off.
+
+        Args:
+            activations: the most that a step has allocated.
+        """
+        planned, held = self._of(self._grid.pipeline.rank), measured(self._ledger, activations)
+        there = sum(held.values())
+        line = f"memory of rank {self._grid.world.rank}: {there / 1e6:,.1f} MB, planned {planned.peak / 1e6:,.1f} MB"
+        logging.getLogger("megazero").info(line)
+        far = abs(there - planned.peak) > max(_NOTABLE_BYTES, _NOTABLE_SHARE * planned.peak)
+        if far:
+            names = held.keys() | planned.held.keys()
+            worst = max(names, key=lambda name: abs(held.get(name, 0) - planned.held.get(name, 0)))
+            both = f"{held.get(worst, 0) / 1e6:,.1f} for {planned.held.get(worst, 0) / 1e6:,.1f}"
+            warn(f"{line}; most of it {worst}, {both}")
+        elif self._grid.world.rank == 0:
+            print(line, flush=True)
+
+    def _of(self, rank: int) -> RankMemory:
+        return memory(self._layout, rank, fused=self._fused)
+
+
+def measured(ledger: Ledger, activations: int) -> dict[str, int]:
+    """Bytes of the device by the plan's categories."""
+    held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith("host_")}
+    return {name: size for name, size in held.items() if name not in _NOT_PLANNED} | {"activations": activations}

@@ -1,0 +1,185 @@
+"""A step's memory over time: every allocation with what made it and where in the step, and what is there at the peak.
+
+`Allocations` counts; this also keeps what it counted. What the ledger is told of in the meantime (a pool that grows, an
+arena) is memory of its category and not of activations. What is there for a while is called
+
+    kept       when it outlives the action (the forward or backward of a micro-batch) that it was made in
+    working    when it does not
+
+which is known afterwards.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megazero.observe.allocations import Allocations
+
+KEPT, WORKING = "activations kept", "activations working"
+
+
+class Place(NamedTuple):
+    """Where in a step: what is being done, and in which module of the model ("" for none)."""
+
+    action: str
+    module: str
+
+    @property
+    def part(self) -> str:
+        """The part of the model that the module belongs to: a block, the embedding, the head."""
+        found = re.match(r"blocks\.\d+|\w+", self.module)
+        return found[0] if found else ""
+
+
+class Allocation(NamedTuple):
+    """
+    Attributes:
+        category: the ledger's, "" for what a step makes and lets go.
+        size: bytes.
+        operation: that returned it.
+        place: where that was.
+    """
+
+    category: str
+    size: int
+    operation: str
+    place: Place
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What there is at one time: bytes by category, and in all."""
+
+    place: Place
+    operation: str
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of the model in one action: its highest moment, and the bytes that it leaves."""
+
+    action: str
+    part: str
+    highest: Moment
+    end: int
+
+
+class Timeline(Allocations):
+    """Keeps while it is active.
+
+    Args:
+        held: bytes by category when it begins.
+    """
+
+    def __init__(self, held: Mapping[str, int]):
+        super().__init__()
+        self.allocations: list[Allocation] = []
+        self._held = {category: size for category, size in held.items() if size}
+        self._events: list[tuple[int, Place, str]] = []  # number from 1, negative when it goes; where; operation
+        self._place, self._operation = Place("", ""), ""
+        self._told: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
+
+    def at(self, action: str | None = None, module: str = "") -> None:
+        """What follows is done there; the same action for None."""
+        self._place = Place(self._place.action if action is None else action, module)
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    def hold(self, category: str, size: int) -> None:
+        """The ledger is told of memory that is about to be allocated."""
+        self._told.append(size)
+        self._add(category, size, "")
+
+    def came(self, size: int) -> int:
+        super().came(size)
+        if size in self._told:
+            self._told.remove(size)
+            return 0
+        return self._add("", size, self._operation) if size else 0
+
+    def went(self, size: int, number: int) -> None:
+        super().went(size, number)
+        if number:
+            self._events.append((-number, self._place, self._operation))
+
+    def stretches(self) -> Iterator[Stretch]:
+        """The step from its beginning to its end."""
+        highest: Moment | None = None
+        end = 0
+        for moment in self._moments():
+            if highest is not None and _stretch(highest) != _stretch(moment):
+                yield Stretch(*_stretch(highest), highest, end)
+                highest = None
+            end = moment.total
+            if highest is None or end > highest.total:
+                highest = Moment(moment.place, moment.operation, dict(moment.bytes))
+        if highest is not None:
+            yield Stretch(*_stretch(highest), highest, end)
+
+    def peak_live(self) -> tuple[Moment, list[Allocation]]:
+        """The highest moment, and what is there then beside what the ledger was told of."""
+        highest, when = Moment(Place("", ""), "", dict(self._held)), 0
+        for index, moment in enumerate(self._moments(), 1):
+            if moment.total > highest.total:
+                highest, when = Moment(moment.place, moment.operation, dict(moment.bytes)), index
+        live: dict[int, None] = {}
+        for number, _, _ in self._events[:when]:
+            if number > 0:
+                live[number] = None
+            else:
+                del live[-number]
+        there = (self.allocations[number - 1] for number in live)
+        return highest, [allocation for allocation in there if not allocation.category]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # where tensors have no data autograd asks for it all the time
+            return func(*args, **(kwargs or {}))
+        self._operation = str(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _add(self, category: str, size: int, operation: str) -> int:
+        self.allocations.append(Allocation(category, size, operation, self._place))
+        self._events.append((len(self.allocations), self._place, operation))
+        return len(self.allocations)
+
+    def _moments(self) -> Iterator[Moment]:
+        """After every event; one and the same dictionary."""
+        categories = self._categories()
+        now = dict(self._held)
+        for number, place, operation in self._events:
+            allocation, category = self.allocations[abs(number) - 1], categories[abs(number) - 1]
+            now[category] = now.get(category, 0) + (allocation.size if number > 0 else -allocation.size)
+            yield Moment(place, operation, now)
+
+    def _categories(self) -> list[str]:
+        ends = {-number: place.action for number, place, _ in self._events if number < 0}
+        return [
+            allocation.category or (WORKING if ends.get(number) == allocation.place.action else KEPT)
+            for number, allocation in enumerate(self.allocations, 1)
+        ]
+
+
+def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
+    """(bytes, how many, module without the number of its block, operation) of what is there, the largest first."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for allocation in live:
+        origin = re.sub(r"\d+", "*", allocation.place.module) or allocation.place.action, allocation.operation
+        sizes[origin] += allocation.size
+        counts[origin] += 1
+    return [(size, counts[origin], *origin) for origin, size in sizes.most_common()]
+
+
+def _stretch(moment: Moment) -> tuple[str, str]:
+    return moment.place.action, moment.place.part

@@ -1,0 +1,130 @@
+"""The search against all combinations, and what must hold of any plan of memory."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.plan.layout import Layout
+from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.memory import memory
+from megazero.plan.model import ModelShape
+from megazero.plan.search import SAVINGS, fits, fullest, search, spreads
+from megazero.plan.states import Bytes
+from megazero.plan.time import step_time
+
+SMALL = ModelShape(8, 1024, 16, 16, 4096, 8192, 512, True, True, False, True)
+GATED = ModelShape(8, 1024, 16, 4, 2816, 8192, 512, False, False, True, False)
+HALF = Bytes(2, 4, 4)
+
+
+def tight(gigabytes: float) -> Machine:
+    """An A100 with less memory."""
+    return replace(MACHINES["a100-80gb"], memory_bytes=int(gigabytes * 1e9))
+
+
+@pytest.mark.parametrize("shape", [SMALL, GATED], ids=["gelu", "gated"])
+@pytest.mark.parametrize("gigabytes", [1.8, 80.0])
+def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: float) -> None:
+    job, machine = Layout(shape, HALF, global_batch=16, dropout=True), tight(gigabytes)
+    every = []
+    for layout, saving in product(list(spreads(job, 4, 8)), SAVINGS):
+        stages = {"offload_parameters": (3,), "offload_optimizer": (1, 2, 3)}
+        if any(layout.stage not in allowed for option, allowed in stages.items() if saving.get(option)):
+            continue
+        candidate = replace(layout, **saving)  # type: ignore[arg-type]
+        if fits(fullest(candidate), machine):
+            every.append(step_time(candidate, machine).step_s)
+    found = search(job, 4, machine, lambda layout: True)
+    assert [one.time.step_s for one in found.best[:1]] == sorted(every)[:1]
+    assert all(fits(one.fullest, machine) for one in found.best)
+    assert not any(fits(one.fullest, machine) for one in found.excluded)
+    limit = found.best[0].time.step_s if found.best else float("inf")
+    assert all(one.time.step_s < limit for one in found.excluded)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    tensor, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
+    schedule, chunks = draw(st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]))
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    return Layout(
+        draw(st.sampled_from([SMALL, GATED])),
+        draw(st.sampled_from([HALF, Bytes(2, 2, 4), Bytes(4, 4, 4)])),
+        tensor,
+        pipeline,
+        data,
+        sequence=tensor > 1 and draw(st.booleans()),
+        schedule=schedule if pipeline > 1 else "1f1b",
+        chunks=chunks if pipeline > 1 else 1,
+        stage=draw(st.integers(0, 3)),
+        micro_batch=draw(st.sampled_from([1, 2])),
+        global_batch=64,
+        recompute=recompute,
+        partition=recompute == "full" and draw(st.booleans()),
+        dropout=draw(st.booleans()),
+    )
+
+
+def peaks(layout: Layout) -> list[int]:
+    return [memory(layout, rank).peak for rank in range(layout.pipeline)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layouts())
+def test_more_ranks_never_need_more(layout: Layout) -> None:
+    """Data ranks at the same micro-batches: nothing grows but padding, and from one to two the pool."""
+    more = replace(layout, data=2 * layout.data, global_batch=2 * layout.global_batch)
+    padding = 16 * 16 * 2 * layout.data * layout.shape.layers
+    pools = [memory(more, rank).held.get("pool", 0) for rank in range(more.pipeline)] if layout.data == 1 else None
+    for rank, (few, many) in enumerate(zip(peaks(layout), peaks(more), strict=True)):
+        assert many <= few + padding + (pools[rank] if pools else 0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(layouts())
+def test_what_rests_shrinks_with_the_stage(layout: Layout) -> None:
+    """And with recompute, and with Pa, and with sequence parallelism: each step needs no more than the one before."""
+    states = []
+    for stage in range(4):
+        held = memory(replace(layout, stage=stage), 0).held
+        states.append(sum(held.get(name, 0) for name in ("parameters", "gradients", "optimizer")))
+    assert states == sorted(states, reverse=True)
+    full = replace(layout, recompute="full", partition=False)
+    kept = [
+        sum(memory(one, 0).held.get(n, 0) for n in ("activations", "inputs"))
+        for one in (
+            replace(full, recompute="none"),
+            replace(full, recompute="selective"),
+        )
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert memory(replace(full, partition=True), 0).held["inputs"] <= memory(full, 0).held["inputs"] * (
+        1 if full.tensor == 1 or full.sequence else 1 / full.tensor + 2
+    )
+
+
+def test_what_the_paper_could_not_hold() -> None:
+    """ZeRO, Figure 4: with no tensor ranks 13B fits on 128 GPUs, plain data parallelism ends at 1.4B."""
+    v100 = MACHINES["v100-32gb"]
+
+    def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
+        return ModelShape(layers, hidden, heads, heads, 4 * hidden, 50257, 1024, True, True, False, True)
+
+    def job(shape: ModelShape, micro: int, stage: int, recompute: str = "full") -> Layout:
+        return Layout(
+            shape,
+            Bytes(2, 2, 4),
+            data=128,
+            stage=stage,
+            micro_batch=micro,
+            global_batch=128 * micro,
+            recompute=recompute,
+        )
+
+    assert fits(fullest(job(gpt(62, 4096, 32), 2, 2)), v100)
+    assert not fits(fullest(job(gpt(62, 4096, 32), 2, 1)), v100)
+    assert fits(fullest(job(gpt(24, 1920, 16), 8, 0)), v100)
+    assert not fits(fullest(job(gpt(54, 1920, 16), 1, 0)), v100)
