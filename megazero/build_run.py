@@ -72,8 +72,6 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     first = grid.world.rank == 0
     wire, folder = grid.world.wire, site.folder
     expected = Expectation(config, grid, ops)
-    if first:
-        expected.write(folder.plan)
     about = about_run(config, built, grid, site, Identity.of(train, name))
     trainer = Trainer(
         engine,

@@ -4,14 +4,16 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from megazero.config import Config
 from megazero.errors import UserError
 from megazero.parallel.grid import Grid
-from megazero.pipelining import layers_of, model_shape
-from megazero.plan.activations import Micro, kept_by_block
+from megazero.pipelining import layout_of
+from megazero.plan.layout import Layout
+from megazero.plan.memory import memory
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
@@ -20,11 +22,8 @@ _SHOWN = 4  # categories
 
 
 @contextmanager
-def told(config: Config, grid: Grid, item: int) -> Iterator[None]:
+def told(config: Config, grid: Grid) -> Iterator[None]:
     """Around what allocates.
-
-    Args:
-        item: bytes of an activation.
 
     Raises:
         UserError: 330, instead of what the libraries say when there is no memory left.
@@ -39,7 +38,7 @@ def told(config: Config, grid: Grid, item: int) -> Iterator[None]:
         held = {category: held.now for category, held in grid.world.wire.ledger.bytes.items() if held.now}
         shown = sorted(held.items(), key=lambda pair: -pair[1])[:_SHOWN]
         what = f"out of memory{asked}; there are " + ", ".join(f"{name} {_mb(size)}" for name, size in shown) + " MB"
-        spare = sorted(_spare(config, grid, held, item), reverse=True)
+        spare = sorted(_spare(config, grid), reverse=True)
         do = ", ".join(f"{option} spares {_mb(size)} MB" for size, option in spare[:3]) or "more ranks"
         raise UserError(330, what, do, rank=grid.world.rank) from None
 
@@ -52,28 +51,27 @@ def _is_it(error: Exception) -> bool:
     return any(word in str(error) for word in _WORDS)
 
 
-def _spare(config: Config, grid: Grid, held: dict[str, int], item: int) -> Iterator[tuple[float, str]]:
-    """(bytes that this rank would have less, option) of what the config leaves."""
-    tensor, data, micro, memory = grid.tensor.size, grid.data.size, config.batch.micro, config.memory
-    shares = config.parallel.sequence or tensor == 1
-    if memory.recompute == "full":
-        if not memory.partition and not shares:
-            yield held.get("inputs", 0) * (1 - 1 / tensor), "memory.partition=true"
-    else:
-        layers, micro_batches = layers_of(config), config.batch.global_ // (micro * data)
-        live = layers.kept_inputs(micro_batches)
-        stages = layers.of_rank(grid.pipeline.rank)
-        blocks = sum(live[s] * sum(1 <= i <= config.model.layers for i in parts) for s, parts in stages.items())
-        shape = model_shape(config)
-        each = Micro(micro, tensor, config.parallel.sequence, item, config.model.dropout > 0)
-        now, then = (kept_by_block(shape, each, recompute) for recompute in (memory.recompute, "full"))
-        yield blocks * (now - then), "memory.recompute=full"
-    stage = config.zero.stage or 0
-    if data > 1 and stage < 3:
-        kinds = ("optimizer", "gradients", "parameters")[stage:]
-        yield sum(held.get(kind, 0) for kind in kinds) * (1 - 1 / data), "zero.stage=3"
-    if micro > 1:
-        yield held.get("inputs", 0) / 2, f"batch.micro={micro // 2} (and half of what a block needs)"
+def _spare(config: Config, grid: Grid) -> Iterator[tuple[float, str]]:
+    """(bytes that this rank would have less by its plan, option) of what the config leaves."""
+    layout, rank = layout_of(config, grid.world.size), grid.pipeline.rank
+    now = memory(layout, rank).peak
+    for option, changed in _changes(layout):
+        if (less := now - memory(changed, rank).peak) > 0:
+            yield less, option
+
+
+def _changes(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    if layout.recompute != "full":
+        yield "memory.recompute=full", replace(layout, recompute="full")
+    elif not layout.partition and not layout.sequence and layout.tensor > 1:
+        yield "memory.partition=true", replace(layout, partition=True)
+    if layout.tensor > 1 and not layout.sequence and layout.shape.seq_len % layout.tensor == 0:
+        yield "parallel.sequence=true", replace(layout, sequence=True)
+    if layout.data > 1 and layout.stage < 3:
+        yield "zero.stage=3", replace(layout, stage=3)
+    if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
+        half = layout.micro_batch // 2
+        yield f"batch.micro={half}", replace(layout, micro_batch=half)
 
 
 def _mb(size: float) -> str:

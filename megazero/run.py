@@ -12,13 +12,14 @@ import torch
 import xxhash
 
 from megazero import __version__
-from megazero.build import DTYPES, bucket_of, check_world, grid_of
+from megazero.build import bucket_of, check_world, grid_of
 from megazero.build_run import Ready, build_trainer
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpointing import About, Site, changes, check_same, check_space
 from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError
+from megazero.expectation import Expectation
 from megazero.files import replace_file
 from megazero.observe.console import clock_text
 from megazero.observe.jsonl import drop_rows_after, read_rows
@@ -163,10 +164,9 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
 def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name: str) -> tuple[Trainer, int]:
     """Builds the trainer, runs it to the end, and closes what it holds, whatever happens; and how many steps it did."""
     first, folder = grid.world.rank == 0, site.folder
-    item = DTYPES[config.precision.dtype].itemsize
 
     def built() -> Ready:
-        with told(config, grid, item):
+        with told(config, grid):
             return build_trainer(config, grid, device, site)
 
     trainer, about, holdings = agree(grid.world, device, built)
@@ -181,6 +181,8 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
         warn=warn,
     )
     agree(grid.world, device, lambda: _begin_files(config, folder, about, found) if first else None)
+    if first:
+        Expectation(config, grid, trainer.engine.ops).write(folder.plan)
     parameters = model_shape(config).parameters()
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, into {folder.path}"
@@ -195,7 +197,7 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     try:
         if found is not None:
             trainer.go_on(found, own=site.job.own)
-        with told(config, grid, item):
+        with told(config, grid):
             return trainer, trainer.run()
     finally:
         trainer.close()

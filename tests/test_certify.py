@@ -27,9 +27,9 @@ def config_of(tiny_data: TinyData, tmp_path: Path, *options: str) -> Config:
 def test_a_cover_of_all_layouts_of_four_ranks_is_certified(tiny_data: TinyData, tmp_path: Path) -> None:
     """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
     config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
-    layouts = sample_of(layouts_of(config, 4), 25)
-    assert len(layouts) >= 25 and {layout.size for layout in layouts} == {2, 3, 4}
-    assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 3) if row.fault] == []
+    layouts = sample_of(layouts_of(config, 4), 1)
+    assert len(layouts) >= 12 and {layout.size for layout in layouts} == {2, 3, 4}
+    assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 2) if row.fault] == []
 
 
 GROUPS = 8

@@ -25,6 +25,8 @@ from megazero.run_folder import RunFolder
 from megazero.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
 from tests.tiny_run import Outcome, TinyData, built, command, saved_weights, train
 
+FULL = pytest.mark.full
+
 
 def losses(outcome: Outcome) -> Any:
     return outcome.column("loss")
@@ -251,7 +253,11 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path):
     assert all(row["comm_bytes"] > 0 for row in found) and not any(row["comm_bytes"] for row in rows)
 
 
-@pytest.mark.parametrize("options", [("1f1b", 1, 2), ("interleaved", 2, 2), ("zb-v", 2, 3)], ids=lambda o: o[0])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(("1f1b", 1, 2), marks=FULL), pytest.param(("interleaved", 2, 2), marks=FULL), ("zb-v", 2, 3)],
+    ids=lambda o: o[0],
+)
 def test_pipeline(tiny_data: TinyData, tmp_path: Path, options: tuple[str, int, int]):
     """Stages on ranks of their own train the model of one process, bit for bit where no weight is shared."""
     schedule, chunks, stage = options
