@@ -8,6 +8,10 @@ from megazero.files import replace_file
 from megazero.plan.machines import Machine
 from megazero.plan.search import Search, usable
 from megazero.planning import Plan, options, why
+from megazero.schedules.actions import Schedule
+from megazero.schedules.catalogue import make
+from megazero.schedules.draw import draw_on
+from megazero.schedules.simulate import Costs, Timeline, simulate
 
 _COLOURS = {
     "parameters": "#4f86bd",
@@ -42,14 +46,21 @@ def search_as_text(found: Search, machine: Machine) -> str:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Writes an SVG or PNG, by the path's suffix. Raises OSError."""
+    """Memory of each pipeline rank, parts of a step, what pipeline ranks do when; SVG or PNG, by the path's suffix.
+
+    Raises OSError.
+    """
     # Imported here: half a second that only a picture needs.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    pipeline = plan.layout.pipeline
+    figure = Figure(figsize=(12, 5 if pipeline == 1 else 7 + 0.2 * pipeline), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=[2, 1])
+    cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
+    left, right = figure.add_subplot(cells[0, 0]), figure.add_subplot(cells[0, 1])
+    if pipeline > 1:
+        draw_on(figure.add_subplot(cells[1, :]), *_timeline(plan))
     places = range(len(plan.ranks))
     below = [0.0] * len(plan.ranks)
     for category, colour in _COLOURS.items():
@@ -58,20 +69,30 @@ def draw(plan: Plan, path: Path) -> None:
         below = [under + size for under, size in zip(below, sizes, strict=True)]
     left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
     left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory")
-    left.legend(fontsize=8)
+    left.set_xticks(places)
+    left.legend(fontsize=8, frameon=False)
     at = 0.0
     for name, part in plan.time.parts.items():
         if part > 0:
             right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
             at += part
-    right.set(xticks=[], ylabel="seconds", title="a step")
-    right.legend(fontsize=8)
+    right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
+    right.legend(fontsize=8, frameon=False, loc="upper right")
     picture = io.BytesIO()
     if path.suffix == ".svg":
         figure.savefig(picture, format="svg")
     else:
         canvas.print_png(picture)
     replace_file(path, picture.getvalue())
+
+
+def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
+    """The first micro-batches of a step, in seconds."""
+    layout, passes = plan.layout, plan.time.micro.times(1 / plan.layout.chunks)
+    shown = min(layout.micro_batches, 2 * layout.pipeline)
+    schedule = make(layout.schedule, layout.pipeline, shown, layout.chunks)
+    costs = Costs(passes.forward, passes.input + passes.again, passes.weight)
+    return schedule, simulate(schedule, [costs] * schedule.num_stages)
 
 
 def _head(plan: Plan) -> Iterator[str]:

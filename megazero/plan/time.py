@@ -41,6 +41,7 @@ class StepTime:
         bubble: what the busiest pipeline rank waits for others, over its work.
         tokens_per_second_per_device, tflops_per_device: the latter of the model's FLOPs.
         mfu, hfu: model's, and done, FLOPs over the peak.
+        micro: of one micro-batch on a pipeline rank, the mean of all.
     """
 
     step_s: float
@@ -51,6 +52,7 @@ class StepTime:
     tflops_per_device: float
     mfu: float
     hfu: float
+    micro: Passes
 
 
 class Links:
@@ -132,6 +134,7 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
         rate * model / 1e12,
         rate * model / compute.peak,
         rate * done / compute.peak,
+        mean,
     )
 
 

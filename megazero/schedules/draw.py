@@ -6,6 +6,7 @@ is the micro-batch. What is white is the bubble.
 
 import io
 from pathlib import Path
+from typing import Any
 
 from megazero.files import replace_file
 from megazero.schedules.actions import Kind, Schedule
@@ -32,11 +33,22 @@ def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     # Imported here: half a second that only a picture needs.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(14, 0.9 + 0.45 * len(timeline.ranks)), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    draw_on(figure.add_subplot(), schedule, timeline)
+    image = io.BytesIO()
+    if path.suffix == ".svg":
+        figure.savefig(image, format="svg", metadata={"Date": None})
+    else:
+        canvas.print_png(image)
+    replace_file(path, image.getvalue())
+
+
+def draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
+    """The same on a part of a figure."""
+    from matplotlib.patches import Patch
+
     numbered = sum(map(len, timeline.ranks)) <= _MOST_NUMBERS
     used: dict[Kind, None] = {}
     for rank, row in enumerate(timeline.ranks):
@@ -60,9 +72,3 @@ def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     axes.set_title(title + f"bubble {timeline.bubble:.1%} of the work", fontsize=9, loc="left")
     handles = [Patch(facecolor=COLOURS[kind][0], label=WORDS[kind]) for kind in COLOURS if kind in used]
     axes.legend(handles=handles, frameon=False, fontsize=7, ncols=3, loc="upper left", bbox_to_anchor=(0, 0))
-    image = io.BytesIO()
-    if path.suffix == ".svg":
-        figure.savefig(image, format="svg", metadata={"Date": None})
-    else:
-        canvas.print_png(image)
-    replace_file(path, image.getvalue())

@@ -76,9 +76,12 @@ def save_after(grid: Grid, layout: Layout, flavour: str, precision: Precision, f
     return float(rank.step(steps).loss)
 
 
+AHEAD = 4  # steps whose samples are compared: 64
+
+
 @dataclass
 class Loaded:
-    """What a rank found: the manifest's digest, bytes read, the samples of the next step, the next step's loss."""
+    """What a rank found: the manifest's digest, bytes read, the samples of the next steps, the next step's loss."""
 
     digest: str
     bytes_read: int
@@ -113,7 +116,8 @@ def load_all(
         saving.close()
         read = load_tensors(store.path(step), manifest, holdings, rank=rank.grid.world.rank, size=rank.grid.world.size)
         ids = [
-            sample_id(step, index_of(rank.data.rank, m, row, rank.data.size, layout.micro), GLOBAL_BATCH)
+            sample_id(later, index_of(rank.data.rank, m, row, rank.data.size, layout.micro), GLOBAL_BATCH)
+            for later in range(step, step + AHEAD)
             for m in range(layout.accumulation)
             for row in range(layout.micro)
         ]

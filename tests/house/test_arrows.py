@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "machine_file": {"plan"},
     "expectation": {"config", "kernels", "observe", "parallel", "pipelining", "plan"},
     "planning": {"capability", "config", "config_file", "pipelining", "plan"},
-    "planning_report": {"plan", "planning"},
+    "planning_report": {"plan", "planning", "schedules"},
     "schedule_report": {"build", "config", "model", "parallel", "pipelining", "schedules", "zero"},
     "certified_rank": {"build", "config", "data", "kernels", "model", "parallel", "zero"},
     "certify": {"build", "capability", "certified_rank", "config", "config_file", "parallel", "tolerances"},
