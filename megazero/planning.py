@@ -56,6 +56,12 @@ class Plan:
         return all(fits(rank, self.machine) for rank in self.ranks)
 
     @property
+    def logits(self) -> int:
+        """Bytes of the last pipeline rank's activations that are logits of one micro-batch."""
+        layout, shape = self.layout, self.layout.shape
+        return shape.seq_len * layout.micro_batch * -(-shape.vocab // layout.tensor) * layout.bytes.parameter
+
+    @property
     def days(self) -> float:
         """For the budget of tokens."""
         return self.tokens / (self.time.tokens_per_second_per_device * self.layout.ranks) / _DAY
@@ -140,6 +146,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         | {
             "available_bytes": int(usable(found.machine)),
             "headroom_bytes": int(usable(found.machine)) - found.fullest.peak,
+            "logits_bytes": found.logits,
             "ranks": [_memory(rank) for rank in found.ranks],
             "settings": {words: _memory(rank) for words, rank in found.settings},
         },

@@ -114,6 +114,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for place, rank in enumerate(plan.ranks):
         cells = "".join(f"{rank.held.get(category, 0) / 1e9:>17,.3f}" for category in categories)
         yield f"pipeline {place:<3}{cells}{rank.peak / 1e9:>15,.3f}  {rank.cause}"
+    yield f"logits of a micro-batch, in the last rank's activations: {plan.logits / 1e9:,.3f} GB"
 
 
 def _settings(plan: Plan) -> Iterator[str]:

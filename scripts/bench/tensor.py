@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from megazero.config import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.choice import choose
 from megazero.parallel.grid import single
+from scripts.bench import recomputing_peers
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
 from scripts.bench.harness import Comparison, System, compare, present
 from scripts.bench.ours import (
@@ -99,20 +100,7 @@ def our_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Ca
 
 def plain_step(model: str) -> Callable[[], float]:
     """One training step of plain torch in one process."""
-    config = config_of(model)
-    plain = peer(config)
-    (optimizer,) = make_optimizers(plain, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    batches = random_batches(config.batch.micro)
-
-    def step() -> float:
-        loss = plain(*next(batches))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return recomputing_peers.plain_step(config_of(model), again=False)
 
 
 def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
