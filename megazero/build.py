@@ -256,7 +256,7 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
         device=device,
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
-        ops=for_host(ops, precision.masters) if offload is not None and offload.optimizer else ops,
+        ops=for_host(config.precision.kernels, precision.masters) if offload is not None and offload.optimizer else ops,
         replayed=replayed,
         offload=offload,
     )

@@ -250,9 +250,10 @@ class Trainer:
             what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}"
             if self.overflows > 1:
                 what += f", skipped {self.overflows} steps in a row, loss scale {result.loss_scale.item():g}"
-            what += (
-                f"; first not finite: {fault}" if fault else "; not again when computed anew: a fault of the machine?"
-            )
+            again = "not again when computed anew: a fault of the machine?"
+            if self.engine.delays:
+                again = "not again with the parameters of the update after"
+            what += f"; first not finite: {fault}" if fault else f"; {again}"
             what += "; this step did not update"
             return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=pending.step + 1)
 

@@ -87,7 +87,7 @@ class Layout:
                     "delayed": self.delayed,
                 },
             },
-            "precision": {"dtype": names[precision.parameters]},
+            "precision": {"dtype": names[precision.parameters], "kernels": "reference"},
             "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
             "batch": {"global": GLOBAL_BATCH, "micro": self.micro},
         }

@@ -17,9 +17,9 @@ from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 _LOG = logging.getLogger("megazero")
 
 
-def for_host(ops: Operations, dtype: torch.dtype) -> Operations:
+def for_host(preference: str, dtype: torch.dtype) -> Operations:
     """The same choice for what the host computes beside a GPU: an update."""
-    return choose("reference" if ops.name == "reference" else "auto", torch.device("cpu"), dtype)
+    return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 
 def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operations:

@@ -6,8 +6,9 @@ arXiv 2101.06840, section 5.2).
 
 (counting from 1: the first two steps see the initial parameters.) Gradients are one update older than the parameters
 that they change, which is another algorithm, if one that the paper finds to converge alike; everything else is as ever.
-Where training stops for a while, nothing is delayed: `catch_up` publishes what is under way. A run that goes on from a
-checkpoint does so where the first one saved, and both compute the same from there.
+Where a checkpoint is written nothing is delayed: `catch_up` publishes what is under way. A run that goes on from it
+does so where the first one saved, and both compute the same from there. Validation sees what the next step computes
+with.
 """
 
 from collections.abc import Callable
@@ -31,16 +32,18 @@ class Delayed:
         self._under_way: list[tuple[Unit, Future[None]]] = []
 
     def begin(self, units: list[Unit], update: Callable[[Unit], None]) -> None:
-        """The units are updated in the background, one after the other. What was under way is published before."""
-        self.catch_up()
-        self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in units]
+        """The units are updated in the background, one after the other: the last first, as backward needs the places
+        of their gradients. Nothing may be under way, nor be on its way from where an update writes.
+        """
+        assert not self._under_way
+        self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in reversed(units)]
         for unit, done in self._under_way:
             assert unit.parked is not None, "the host updates"
             unit.parked.wait = done.result  # its gradients are read until then
 
     def catch_up(self) -> None:
         """Nothing is under way when this returns. Every rank calls it."""
-        for unit, done in self._under_way:
+        for unit, done in reversed(self._under_way):
             done.result()
             self._publish(unit)
         self._under_way = []

@@ -183,13 +183,20 @@ class Engine:
         def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
 
-        if self._delayed is not None:
+        if self._delayed is not None and self._host is not None:
+            self._delayed.catch_up()
+            self._host.settle()  # what is published has left the place where the next update writes
             self._delayed.begin(self.units, update)
         else:
             for unit in self.units:
                 update(unit)
                 self.presence.publish(unit)
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
+
+    @property
+    def delays(self) -> bool:
+        """Updates are delayed by a step."""
+        return self._delayed is not None
 
     def catch_up(self) -> None:
         """No update is under way. Every rank calls it."""
@@ -215,8 +222,9 @@ class Engine:
     def examine(self, compute: Callable[[], None], loss_scale: Tensor) -> list[tuple[int, str]]:
         """Computes a step again, without reducing or updating anything: what of this rank's gradients is not finite.
 
-        A step that was not finite has changed nothing, so it can be repeated bit for bit, and now each rank's own
-        gradients can be looked at before they are added to those of others. Every rank has to call this.
+        A step that was not finite has changed nothing, so it can be repeated bit for bit (but with delayed updates,
+        where the update before it has been published since), and now each rank's own gradients can be looked at before
+        they are added to those of others. Every rank has to call this.
 
         Args:
             compute: all passes of the step.

@@ -149,6 +149,7 @@ class Unit:
                 _write(values, start, self.parameters, self._first)
                 if not same_place(self.masters, self.own_parameters):
                     _write(values, start, self.masters, self.shard.start)
+        self.round_masters()  # an update that is skipped leaves there what there is
 
     def show(self) -> dict[str, nn.Parameter]:
         """What the model has to see as its parameters: views of this unit's memory, wherever that will be."""

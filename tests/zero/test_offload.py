@@ -2,15 +2,17 @@
 
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megazero.build import build
-from megazero.kernels import cpu
+from megazero.kernels import cpu, reference
 from megazero.kernels.operations import REFERENCE
 from megazero.parallel.grid import Grid, single
+from megazero.parallel.host import Host
 from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision
 from megazero.zero.resting import resting_table
@@ -138,7 +140,7 @@ def test_one_pass_over_everything_changes_no_bit(
     plain = train(layout, "gpt", DTYPES[dtype])
     kernel = cpu.fused_operations(DTYPES[dtype].parameters).adamw_
     monkeypatch.setattr("tests.layouts.REFERENCE", replace(REFERENCE, adamw_=kernel))
-    monkeypatch.setattr("megazero.build.for_host", lambda ops, dtype: ops)
+    monkeypatch.setattr("megazero.build.for_host", lambda preference, dtype: replace(REFERENCE, adamw_=kernel))
     found = train(layout, "gpt", DTYPES[dtype])
     # torch's kernel leaves gradients unscaled and clipped, ours leaves them alone
     equal(replace(found, gradients={}), replace(plain, gradients={}))
@@ -191,3 +193,53 @@ def test_a_delayed_update_is_one_step_late_and_nothing_else(
     for (losses, weights), (expected, same) in zip(found, by_hand, strict=True):
         assert losses == expected and losses != at_once.losses
         assert all(torch.equal(value, same[name]) for name, value in weights.items())
+
+
+class Lazy(Host):
+    """A host whose copies to the device happen when something waits for them, which is a legal order of a GPU."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.late: list[tuple[Tensor, Tensor]] = []
+
+    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        super().bring(x, into, purpose)
+        if purpose == "parameters":
+            into.zero_()
+            self.late.append((x, into))
+
+    def settle(self) -> None:
+        for x, into in self.late:
+            into.copy_(x)
+        self.late.clear()
+        super().settle()
+
+
+def losses_of(grid: Grid, layout: Layout, kind: type[Host], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    monkeypatch.setattr("tests.layouts.Host", kind)
+    rank, losses = Rank(grid, layout, SHAPES["deep"], Precision()), []
+    for step in range(STEPS):
+        losses.append(rank.step(step).loss.item())
+        for _, done in rank.engine._delayed._under_way:  # type: ignore[union-attr]
+            done.result()  # the host is quick
+        rank.host.settle()  # the device gets round to its copies before it needs them
+    return losses
+
+
+def test_an_update_waits_for_what_is_published_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(stage=2, offload_optimizer=True, delayed=True)
+    at_once, late = (losses_of(single(), layout, kind, monkeypatch) for kind in (Host, Lazy))
+    assert at_once == late
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_skipped_first_step_leaves_the_parameters(delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that publishes leaves what it publishes alone then: it has to be there already."""
+    kernel = replace(REFERENCE, adamw_=reference.adamw_)
+    monkeypatch.setattr("megazero.build.for_host", lambda preference, dtype: kernel)
+    rank = Rank(single(), Layout(stage=2, offload_optimizer=True, delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
+    before = rank.weights()
+    rank.engine.loss_scale.scale.fill_(2.0**40)
+    assert rank.step(0).skipped
+    rank.engine.catch_up()
+    assert all(torch.equal(value, before[name]) for name, value in rank.weights().items())
