@@ -57,6 +57,7 @@ def test_command_succeeds_and_says_what_it_did(first):
     result, folder = first
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
+    assert lines.pop(6).startswith("memory of rank 0: 1.4 MB, planned ")  # after the second step is begun
     assert lines[0] == f"small: {PARAMETERS:,} parameters, 4 steps of 128 tokens on cpu, into {folder.path}"
     assert lines[1] == "ZeRO stage 1 over 1 data rank, resting on this rank between steps:"
     assert [line.split()[0] for line in lines[2:5]] == ["parameters", "gradients", "optimizer"]
@@ -71,7 +72,7 @@ def test_files_of_the_contract(first, tiny_data: TinyData):
     _, folder = first
     found = {path.relative_to(folder.path).as_posix() for path in folder.path.rglob("*") if path.is_file()}
     step = {f"checkpoints/step_00000004/{name}" for name in ("manifest.json", "shard_00000.safetensors")}
-    assert found == {"config.yaml", "metrics.jsonl", "ledger.json", "logs/rank_00.log", "loss.png", *step}
+    assert found == {"config.yaml", "plan.json", "metrics.jsonl", "ledger.json", "logs/rank_00.log", "loss.png", *step}
     assert load(str(folder.config)) == tiny_data.load(folder.path)
     assert folder.loss_plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert folder.loss_plot.read_bytes().endswith(b"IEND\xaeB`\x82")

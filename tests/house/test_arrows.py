@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "build",
         "build_run",
         "checkpointing",
+        "expectation",
         "resuming",
         "run_lock",
         "out_of_memory",
