@@ -138,13 +138,16 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megazero.config_file import load
+    from megazero.config_file import load, refuse_unbuilt
     from megazero.machine_file import machine_of
     from megazero.planning import as_json, find, plan, search_as_json
     from megazero.planning_report import as_text, draw, search_as_text
 
     config, machine = load(options.config, options.overrides), machine_of(options.hardware)
+    refuse_unbuilt(config)
     _check_picture(options.draw, "plan")
+    if options.search and (options.draw is not None or options.tokens is not None):
+        raise UserError(100, "--draw and --tokens are of one plan, not of a --search", where="plan")
     if options.search:
         found = find(config, options.gpus, machine)
         _answer(

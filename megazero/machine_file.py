@@ -12,14 +12,16 @@ off. A file of data sheet figures says in `reached` how much of them training ge
     cross_node: {bandwidth: 5e10, latency: 1e-5}
     host_link_bandwidth: 5e10
     host_memory_bytes: 250000000000  # a device's share
-    price_per_hour: 3.0              # dollars a device; optional, and so are the next two
+    host_memory_bandwidth: 7.5e10    # a device's share; optional (the link's), and so is what follows
+    price_per_hour: 3.0              # dollars a device
     launch: 4e-6                     # seconds of a kernel that has nothing to do
     reached: {matmul: 0.6, attention: 0.35, memory: 0.73, in_node: 0.75, cross_node: 0.6, beside: 1.0}
 """
 
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -28,7 +30,7 @@ from megazero.plan.machines import MACHINES, Machine, Reached
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class _Link(_Strict):
@@ -36,25 +38,29 @@ class _Link(_Strict):
     latency: PositiveFloat
 
 
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
 class _Reached(_Strict):
-    matmul: PositiveFloat = 1.0
-    attention: PositiveFloat = 1.0
-    memory: PositiveFloat = 1.0
-    in_node: PositiveFloat = 1.0
-    cross_node: PositiveFloat = 1.0
-    beside: float = 1.0
+    matmul: _Share = 1.0
+    attention: _Share = 1.0
+    memory: _Share = 1.0
+    in_node: _Share = 1.0
+    cross_node: _Share = 1.0
+    beside: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
 class _MachineFile(_Strict):
     name: str
     memory_bytes: PositiveInt
-    peak_flops: dict[str, PositiveFloat]
+    peak_flops: dict[Literal["bf16", "fp16", "fp32", "fp64"], PositiveFloat]
     memory_bandwidth: PositiveFloat
     devices_per_node: PositiveInt
     in_node: _Link
     cross_node: _Link
     host_link_bandwidth: PositiveFloat
     host_memory_bytes: PositiveInt
+    host_memory_bandwidth: PositiveFloat | None = None
     price_per_hour: PositiveFloat | None = None
     launch: PositiveFloat = 4e-6
     reached: _Reached = _Reached()
@@ -90,7 +96,7 @@ def _machine(read: _MachineFile) -> Machine:
     return Machine(
         name=read.name,
         memory_bytes=read.memory_bytes,
-        peaks=dict(read.peak_flops),
+        peaks={str(dtype): peak for dtype, peak in read.peak_flops.items()},
         memory_bandwidth=read.memory_bandwidth,
         devices_per_node=read.devices_per_node,
         in_node_bandwidth=read.in_node.bandwidth,
@@ -99,7 +105,7 @@ def _machine(read: _MachineFile) -> Machine:
         cross_node_latency=read.cross_node.latency,
         host_bandwidth=read.host_link_bandwidth,
         host_memory_bytes=read.host_memory_bytes,
-        host_memory_bandwidth=read.host_link_bandwidth,
+        host_memory_bandwidth=read.host_memory_bandwidth or read.host_link_bandwidth,
         price_per_hour=read.price_per_hour,
         launch=read.launch,
         reached=Reached(**read.reached.model_dump(), fitted="from a file"),

@@ -81,6 +81,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     Raises:
         UserError: 118, the machine has no peak for the config's precision.
     """
+    _check_peak(config, machine)
     layout = layout_of(config, ranks)
     found = [memory(layout, rank) for rank in range(layout.pipeline)]
     sent = max((traffic(layout, rank) for rank in range(layout.pipeline)), key=_total)
@@ -93,7 +94,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         list(_settings(layout)),
         sent,
         split_by_node(layout, sent, machine.devices_per_node),
-        _timed(layout, machine),
+        step_time(layout, machine),
         float(whole if tokens is None else tokens),
     )
 
@@ -105,13 +106,13 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
     job = layout_of(config, config.parallel.tensor * config.parallel.pipeline)
-    values = flatten(config)
+    values = flatten(config) | {"zero.offload.delayed": False}
 
     def allowed(layout: Layout) -> bool:
         changed = values | dict(options(layout))
         return not broken_relations(changed) and not broken_exclusions(changed)
 
-    _timed(job, machine)
+    _check_peak(config, machine)
     found = search(job, ranks, machine, allowed)
     if not found.best:
         what = f"no layout of {ranks} {machine.name} holds {job.shape.parameters() / 1e9:.4g}B parameters"
@@ -183,14 +184,9 @@ def why(found: Found, machine: Machine) -> str:
 
 def _settings(layout: Layout) -> Iterator[tuple[str, RankMemory]]:
     """Every setting of recompute and Pa that changes something."""
-    plain = replace(layout, recompute="none", partition=False, offload=False)
-    for saving in savings(plain):
-        if not {"offload_optimizer", "offload_parameters"} & saving.keys():
-            yield _words(saving), fullest(replace(plain, **saving))  # type: ignore[arg-type]
-
-
-def _words(saving: dict[str, object]) -> str:
-    return f"{saving['recompute']}{', Pa' * bool(saving.get('partition'))}{'+cpu' * bool(saving.get('offload'))}"
+    for one in next(savings(replace(layout, recompute="none", partition=False, offload=False))):
+        words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
+        yield words, fullest(one)
 
 
 def _memory(rank: RankMemory) -> dict[str, Any]:
@@ -219,11 +215,11 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def _timed(layout: Layout, machine: Machine) -> StepTime:
-    try:
-        return step_time(layout, machine)
-    except ValueError as error:
-        raise UserError(118, str(error), "take another precision.dtype", where="plan") from None
+def _check_peak(config: Config, machine: Machine) -> None:
+    dtype = config.precision.dtype
+    if dtype not in machine.peaks:
+        what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
+        raise UserError(118, what, "take another precision.dtype", where="plan")
 
 
 def _total(sent: dict[str, dict[str, int]]) -> int:

@@ -86,7 +86,7 @@ def test_a_machine_without_a_peak() -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match="MZ-341"):
-        find(load("gpt1t", ["batch.micro=1"]), 8, MACHINES["v100-32gb"])
+        find(load("gpt1t", ["batch.micro=1", "precision.dtype=fp16"]), 8, MACHINES["v100-32gb"])
 
 
 def test_what_doctor_writes_is_read(tmp_path: Path) -> None:

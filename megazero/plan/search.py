@@ -1,10 +1,9 @@
 """The fastest layouts that fit, by trying them all.
 
-Tried are all sizes of the axes that divide the ranks (tensor ranks stay within a node unless nothing fits there), all
-schedules, chunks, stages, micro-batches in powers of two, sequence parallelism. Of what saves memory and costs time
-the least that is enough is taken, in the order of its price: nothing, selective recompute, full, Pa, Pa+cpu,
-optimizer state on the host, with stage 3 parameters too. Whoever needs less is faster, so nothing is passed over;
-the tests compare with all combinations.
+Tried are all sizes of the axes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
+schedules where they are regular (`time.regular`), stages, micro-batches that divide a data rank's share (up to 64),
+sequence parallelism, and of what saves memory and costs time: without offload, with optimizer state, with parameters,
+with both on the host, the least recompute that is enough (none, selective, full, Pa, Pa+cpu): more of it only costs.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,19 +12,24 @@ from dataclasses import dataclass, replace
 from megazero.plan.layout import Layout
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, memory
-from megazero.plan.time import StepTime, step_time
+from megazero.plan.time import StepTime, regular, step_time
 
 # What a job on a device cannot have: the driver's and the communication libraries' own memory, and holes.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
-SAVINGS: tuple[dict[str, object], ...] = (
+_MOST_SEQUENCES = 64
+RECOMPUTE: tuple[dict[str, object], ...] = (
     {"recompute": "none"},
     {"recompute": "selective"},
     {"recompute": "full"},
     {"recompute": "full", "partition": True},
     {"recompute": "full", "partition": True, "offload": True},
-    {"recompute": "full", "partition": True, "offload": True, "offload_optimizer": True},
-    {"recompute": "full", "partition": True, "offload": True, "offload_optimizer": True, "offload_parameters": True},
+)
+OFFLOAD: tuple[dict[str, object], ...] = (
+    {},
+    {"offload_optimizer": True},
+    {"offload_parameters": True},
+    {"offload_optimizer": True, "offload_parameters": True},
 )
 
 
@@ -58,10 +62,16 @@ def usable(machine: Machine) -> float:
     return machine.memory_bytes * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
+def everywhere(layout: Layout) -> Iterator[RankMemory]:
+    """Of every rank of a pipeline; first those that are likely to have most."""
+    likely = dict.fromkeys((0, layout.pipeline - 1, layout.pipeline // 2))
+    for rank in (*likely, *(rank for rank in range(layout.pipeline) if rank not in likely)):
+        yield memory(layout, rank)
+
+
 def fullest(layout: Layout) -> RankMemory:
-    """Of the ranks of a pipeline the one with most on its device: the first, the last, or the one between."""
-    ranks = {0, layout.pipeline // 2, layout.pipeline - 1}
-    return max((memory(layout, rank) for rank in ranks), key=lambda found: found.peak)
+    """Of the rank with most on its device."""
+    return max(everywhere(layout), key=lambda found: found.peak)
 
 
 def fits(found: RankMemory, machine: Machine) -> bool:
@@ -78,15 +88,20 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
     Raises:
         ValueError: the machine has no peak for the job's precision.
     """
+    best: list[Found] = []
+    excluded: list[Found] = []
+    layouts: list[Layout] = []
     for widest in (machine.devices_per_node, ranks):
-        layouts = [one for one in spreads(job, ranks, widest) if not _hopeless(one, machine) and allowed(one)]
-        best, excluded = _fastest(layouts, machine, count)
+        layouts = [one for one in spreads(job, ranks, widest) if not _hopeless(one, machine)]
+        best, excluded = _fastest(layouts, machine, allowed, count)
         if best:
             break
     return Search(best, excluded, len(layouts))
 
 
-def _fastest(layouts: list[Layout], machine: Machine, count: int) -> tuple[list[Found], list[Found]]:
+def _fastest(
+    layouts: list[Layout], machine: Machine, allowed: Callable[[Layout], bool], count: int
+) -> tuple[list[Found], list[Found]]:
     """The fastest that fit, and those that would be faster than all of these. No layout is faster than it is with no
     saving, so none is looked at that is slower without than enough others are with theirs.
     """
@@ -96,19 +111,36 @@ def _fastest(layouts: list[Layout], machine: Machine, count: int) -> tuple[list[
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
-        options = [replace(layout, **saving) for saving in savings(layout)]  # type: ignore[arg-type]
-        if not fits(fullest(options[-1]), machine):
-            options = options[:1]  # nothing between will either
-        for candidate in options:
-            found = fullest(candidate)
-            if fits(found, machine):
-                best.append(Found(candidate, step_time(candidate, machine), found))
-                best.sort(key=lambda one: (one.time.step_s, one.fullest.peak))
-                break
-            if candidate == layout and len(excluded) < count:
-                excluded.append(Found(layout, time, found))
+        plain, *others = savings(layout)
+        found = _least(plain, machine, allowed)
+        if found is not None:
+            best.append(found)
+        if found is None or found.layout != layout:
+            best += [one for options in others if (one := _least(options, machine, allowed)) is not None]
+            if len(excluded) < count and allowed(layout):
+                excluded.append(Found(layout, time, fullest(layout)))
+        best.sort(key=lambda one: (one.time.step_s, one.fullest.peak))
     limit = best[0].time.step_s if best else float("inf")
-    return best[:count], [one for one in excluded if one.time.step_s < limit]
+    return best[:count], [one for one in excluded if one.time.step_s < limit and not fits(one.fullest, machine)]
+
+
+def _least(options: list[Layout], machine: Machine, allowed: Callable[[Layout], bool]) -> Found | None:
+    """The first that fits."""
+    room = usable(machine)
+    for candidate in options:
+        if memory(candidate, 0).peak > room or not allowed(candidate):
+            continue
+        found = list(_until(everywhere(candidate), lambda rank: not fits(rank, machine)))
+        if all(fits(rank, machine) for rank in found):
+            return Found(candidate, step_time(candidate, machine), max(found, key=lambda rank: rank.peak))
+    return None
+
+
+def _until(ranks: Iterator[RankMemory], stop: Callable[[RankMemory], bool]) -> Iterator[RankMemory]:
+    for rank in ranks:
+        yield rank
+        if stop(rank):
+            return
 
 
 def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
@@ -120,33 +152,29 @@ def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
             data = ranks // (tensor * pipeline)
             if job.global_batch % data:
                 continue
+            sizes = {"tensor": tensor, "pipeline": pipeline, "data": data}
+            sequences = (False, True) if tensor > 1 and not shape.seq_len % tensor else (False,)
             for schedule, chunks in _schedules(pipeline, layers):
-                for stage in (1, 2, 3) if data > 1 else (0,):
-                    for micro in _micros(job.global_batch // data):
-                        for sequence in (False, True) if tensor > 1 and not shape.seq_len % tensor else (False,):
-                            yield replace(
-                                job,
-                                tensor=tensor,
-                                pipeline=pipeline,
-                                data=data,
-                                schedule=schedule,
-                                chunks=chunks,
-                                stage=stage,
-                                micro_batch=micro,
-                                sequence=sequence,
-                            )
+                for micro in _divisors(job.global_batch // data, _MOST_SEQUENCES):
+                    cut = replace(job, **sizes, schedule=schedule, chunks=chunks, micro_batch=micro)
+                    if not regular(cut):
+                        continue
+                    for stage in (1, 2, 3) if data > 1 else (0,):
+                        for sequence in sequences:
+                            yield replace(cut, stage=stage, sequence=sequence)
 
 
-def savings(layout: Layout) -> Iterator[dict[str, object]]:
-    """What can be done about a layout's memory, cheapest first."""
-    for saving in SAVINGS:
-        if saving.get("offload_parameters") and layout.stage != 3:
-            continue
-        if saving.get("offload_optimizer") and layout.stage == 0:
-            continue
-        if saving.get("partition") and not saving.get("offload") and (layout.sequence or layout.tensor == 1):
-            continue  # nothing to split
-        yield saving
+def savings(layout: Layout) -> Iterator[list[Layout]]:
+    """What can be done about a layout's memory: for each way to offload its recomputes, cheapest first."""
+    for offload in OFFLOAD:
+        stage = max(layout.stage, 3 if "offload_parameters" in offload else 1 if offload else 0)
+        if layout.data > 1 and stage != layout.stage:
+            continue  # that stage is tried by itself
+        yield [
+            replace(layout, stage=stage, **offload, **recompute)  # type: ignore[arg-type]
+            for recompute in RECOMPUTE
+            if "partition" not in recompute or "offload" in recompute or (layout.tensor > 1 and not layout.sequence)
+        ]
 
 
 def _schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
@@ -156,13 +184,8 @@ def _schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
     yield from ((name, v) for name, counts in _CHUNKS.items() for v in counts if pipeline * v <= layers)
 
 
-def _micros(sequences: int) -> list[int]:
-    """Sizes of a micro-batch: powers of two that divide a data rank's share, and the whole share if it is small."""
-    return [2**k for k in range(7) if not sequences % 2**k]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if not number % n]
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [n for n in range(1, min(number, most or number) + 1) if not number % n]
 
 
 def _hopeless(layout: Layout, machine: Machine) -> bool:

@@ -28,6 +28,8 @@ from megazero.plan.compute import OURS, Compute, Passes, Software
 from megazero.plan.layout import Layout
 from megazero.plan.machines import Machine
 from megazero.plan.traffic import Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
+from megazero.schedules.catalogue import make
+from megazero.schedules.simulate import Costs, simulate
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
     busy, work = _busiest(layout, compute, block, sums, first, last)
     mean = _mean(layout, compute, block, sums)
     m = layout.micro_batches
-    bubble = bubble_of(layout.schedule, layout.pipeline, layout.chunks, mean)
+    bubble = _waits(layout, mean)
     share = Share(first, True, layout.pipeline == 1, 0, 0)
     own = list(flows(layout, share))
     data, hidden = _data(links, own, gathers(layout, share), share.blocks, busy, software)
@@ -191,6 +193,35 @@ def _mean(layout: Layout, compute: Compute, block: Passes, sums: Passes) -> Pass
     return whole.times(1 / layout.pipeline)
 
 
+def regular(layout: Layout) -> bool:
+    """Whether the closed form of the schedule's bubble is exact: enough micro-batches, and equal chunks."""
+    m, p, stages = layout.micro_batches, layout.pipeline, layout.pipeline * layout.chunks
+    equal = layout.shape.layers % stages == 0
+    return {
+        "gpipe": True,
+        "1f1b": True,
+        "interleaved": m % p == 0 and equal,
+        "zb-h1": m >= p,
+        "zb-v": m >= 2 * p - 1 and equal,
+    }[layout.schedule]
+
+
+def _waits(layout: Layout, mean: Passes) -> float:
+    """Seconds that the busiest rank waits for others: in closed form, or where that is not exact by simulation, of no
+    more micro-batches than fill the pipeline a few times.
+    """
+    p, m = layout.pipeline, layout.micro_batches
+    if p == 1 or regular(layout) or layout.shape.layers < p * layout.chunks:  # the last only in published figures
+        return bubble_of(layout.schedule, p, layout.chunks, mean)
+    shown = m if m <= 4 * p else 4 * p + m % p
+    schedule = make(layout.schedule, p, shown, layout.chunks)
+    blocks = [sum(1 <= part <= layout.shape.layers for part in parts) for parts in layout.layers.parts]
+    shares = [count * p / layout.shape.layers for count in blocks]
+    costs = [Costs(s * mean.forward, s * (mean.input + mean.again), s * mean.weight) for s in shares]
+    timeline = simulate(schedule, costs)
+    return timeline.makespan - max(timeline.work)
+
+
 def bubble_of(schedule: str, ranks: int, chunks: int, passes: Passes) -> float:
     """Seconds that the busiest rank waits in a step, if a micro-batch takes each rank `passes`, and for no message.
 
@@ -263,10 +294,13 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
             moved[flow.purpose] = moved.get(flow.purpose, 0.0) + flow.bytes / machine.host_bandwidth
     out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
     offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)
+    back = moved.get("parameters back", 0.0)
+    if layout.offload_parameters:  # gathered from the host beside the passes
+        offload += max(0.0, back - m * (busy.forward + busy.backward))
+        back = 0.0
     if not layout.offload_optimizer:
-        back = moved.get("parameters back", 0.0)
-        return compute.update(elements), offload + max(0.0, back - m * (busy.forward + busy.backward))
+        return compute.update(elements), offload
     states = 2 * sizes.optimizer + sizes.gradient + sizes.parameter
     update = elements * states / machine.host_memory_bandwidth
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
-    return 0.0, offload + gradients + max(update, moved.get("parameters back", 0.0))
+    return 0.0, offload + gradients + max(update, back)

@@ -139,10 +139,17 @@ def axis_size(layout: Layout, axis: str) -> int:
 
 
 def ranks_in_node(layout: Layout, axis: str, devices: int) -> int:
-    """How many ranks of one axis lie in one node of so many devices."""
+    """How many ranks of one axis lie in one node of so many devices; where groups straddle nodes, of the worst group
+    about half.
+    """
+    if layout.ranks <= devices:
+        return axis_size(layout, axis)
     across = layout.tensor * layout.data
     stride = {"tensor": 1, "data": layout.tensor, "pipeline": across, "ends": across * (layout.pipeline - 1)}[axis]
-    return max(1, min(axis_size(layout, axis), devices // stride))
+    size, together = axis_size(layout, axis), max(1, devices // stride)
+    if together >= size and devices % (size * stride):
+        return max(1, size // 2)
+    return min(size, together)
 
 
 def flows(layout: Layout, share: Share, data_rank: int | None = None) -> Iterator[Flow]:

@@ -11,7 +11,7 @@ from megazero.plan.layout import Layout
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import memory
 from megazero.plan.model import ModelShape
-from megazero.plan.search import SAVINGS, fits, fullest, search, spreads
+from megazero.plan.search import OFFLOAD, RECOMPUTE, everywhere, fits, fullest, search, spreads
 from megazero.plan.states import Bytes
 from megazero.plan.time import step_time
 
@@ -30,16 +30,16 @@ def tight(gigabytes: float) -> Machine:
 def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: float) -> None:
     job, machine = Layout(shape, HALF, global_batch=16, dropout=True), tight(gigabytes)
     every = []
-    for layout, saving in product(list(spreads(job, 4, 8)), SAVINGS):
-        stages = {"offload_parameters": (3,), "offload_optimizer": (1, 2, 3)}
-        if any(layout.stage not in allowed for option, allowed in stages.items() if saving.get(option)):
+    bare = {replace(layout, stage=0) for layout in spreads(job, 4, 8)}
+    for layout, stage, offload, recompute in product(bare, range(4), OFFLOAD, RECOMPUTE):
+        if (stage < 1 and offload) or (stage < 3 and "offload_parameters" in offload):
             continue
-        candidate = replace(layout, **saving)  # type: ignore[arg-type]
-        if fits(fullest(candidate), machine):
+        candidate = replace(layout, stage=stage, **offload, **recompute)  # type: ignore[arg-type]
+        if all(fits(rank, machine) for rank in everywhere(candidate)):
             every.append(step_time(candidate, machine).step_s)
     found = search(job, 4, machine, lambda layout: True)
-    assert [one.time.step_s for one in found.best[:1]] == sorted(every)[:1]
-    assert all(fits(one.fullest, machine) for one in found.best)
+    assert [one.time.step_s for one in found.best[:1]] == pytest.approx(sorted(every)[:1])
+    assert all(fits(rank, machine) for one in found.best for rank in everywhere(one.layout))
     assert not any(fits(one.fullest, machine) for one in found.excluded)
     limit = found.best[0].time.step_s if found.best else float("inf")
     assert all(one.time.step_s < limit for one in found.excluded)
