@@ -71,7 +71,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
     first = grid.world.rank == 0
     wire, folder = grid.world.wire, site.folder
-    expected = Expectation(config, grid, ops)
+    expected = Expectation(config, grid, device, ops)
     about = about_run(config, built, grid, site, Identity.of(train, name))
     trainer = Trainer(
         engine,

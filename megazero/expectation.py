@@ -5,6 +5,8 @@ import logging
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from megazero.config import Config
 from megazero.files import replace_file
 from megazero.kernels import reference
@@ -26,11 +28,12 @@ class Expectation:
     """Of one rank.
 
     Args:
+        device: where it computes.
         ops: the kernels in use.
     """
 
-    def __init__(self, config: Config, grid: Grid, ops: Operations):
-        self._layout = layout_of(config, grid.world.size)
+    def __init__(self, config: Config, grid: Grid, device: torch.device, ops: Operations):
+        self._layout = layout_of(config, grid.world.size, apart=device.type != "cpu")
         self._grid, self._ledger = grid, grid.world.wire.ledger
         self._fused = ops.bias_gelu_backward is not reference.bias_gelu_backward
 

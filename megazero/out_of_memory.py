@@ -22,8 +22,8 @@ _SHOWN = 4  # categories
 
 
 @contextmanager
-def told(config: Config, grid: Grid) -> Iterator[None]:
-    """Around what allocates.
+def told(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
+    """Around what allocates on a device.
 
     Raises:
         UserError: 330, instead of what the libraries say when there is no memory left.
@@ -38,7 +38,7 @@ def told(config: Config, grid: Grid) -> Iterator[None]:
         held = {category: held.now for category, held in grid.world.wire.ledger.bytes.items() if held.now}
         shown = sorted(held.items(), key=lambda pair: -pair[1])[:_SHOWN]
         what = f"out of memory{asked}; there are " + ", ".join(f"{name} {_mb(size)}" for name, size in shown) + " MB"
-        spare = sorted(_spare(config, grid), reverse=True)
+        spare = sorted(_spare(config, grid, device), reverse=True)
         do = ", ".join(f"{option} spares {_mb(size)} MB" for size, option in spare[:3]) or "more ranks"
         raise UserError(330, what, do, rank=grid.world.rank) from None
 
@@ -51,16 +51,16 @@ def _is_it(error: Exception) -> bool:
     return any(word in str(error) for word in _WORDS)
 
 
-def _spare(config: Config, grid: Grid) -> Iterator[tuple[float, str]]:
+def _spare(config: Config, grid: Grid, device: torch.device) -> Iterator[tuple[float, str]]:
     """(bytes that this rank would have less by its plan, option) of what the config leaves."""
-    layout, rank = layout_of(config, grid.world.size), grid.pipeline.rank
+    layout, rank = layout_of(config, grid.world.size, apart=device.type != "cpu"), grid.pipeline.rank
     now = memory(layout, rank).peak
-    for option, changed in _changes(layout):
+    for option, changed in _changes(layout, apart=device.type != "cpu"):
         if (less := now - memory(changed, rank).peak) > 0:
             yield less, option
 
 
-def _changes(layout: Layout) -> Iterator[tuple[str, Layout]]:
+def _changes(layout: Layout, *, apart: bool) -> Iterator[tuple[str, Layout]]:
     if layout.recompute != "full":
         yield "memory.recompute=full", replace(layout, recompute="full")
     elif not layout.partition and not layout.sequence and layout.tensor > 1:
@@ -69,6 +69,8 @@ def _changes(layout: Layout) -> Iterator[tuple[str, Layout]]:
         yield "parallel.sequence=true", replace(layout, sequence=True)
     if layout.data > 1 and layout.stage < 3:
         yield "zero.stage=3", replace(layout, stage=3)
+    if apart and layout.stage and not layout.offload_optimizer:
+        yield "zero.offload.optimizer=cpu", replace(layout, offload_optimizer=True)
     if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
         half = layout.micro_batch // 2
         yield f"batch.micro={half}", replace(layout, micro_batch=half)

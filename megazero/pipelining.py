@@ -53,8 +53,12 @@ def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Sc
     return schedule
 
 
-def layout_of(config: Config, ranks: int) -> Layout:
-    """A config's job on some ranks, as the closed formulas of plan/ see it."""
+def layout_of(config: Config, ranks: int, *, apart: bool = True) -> Layout:
+    """A config's job on some ranks, as the closed formulas of plan/ see it.
+
+    Args:
+        apart: the host's memory is not the device's; where it is, offload changes nothing.
+    """
     parallel, memory, offload = config.parallel, config.memory, config.zero.offload
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
     wide = config.zero.grad_dtype == "fp32" and item < 4
@@ -73,9 +77,9 @@ def layout_of(config: Config, ranks: int) -> Layout:
         global_batch=config.batch.global_,
         recompute=memory.recompute,
         partition=memory.partition,
-        offload=memory.offload,
-        offload_optimizer=offload.optimizer == "cpu",
-        offload_parameters=offload.parameters == "cpu",
+        offload=memory.offload and apart,
+        offload_optimizer=offload.optimizer == "cpu" and apart,
+        offload_parameters=offload.parameters == "cpu" and apart,
         dropout=config.model.dropout > 0,
         documents=config.data.mask_eod,
     )

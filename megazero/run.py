@@ -166,7 +166,7 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     first, folder = grid.world.rank == 0, site.folder
 
     def built() -> Ready:
-        with told(config, grid):
+        with told(config, grid, device):
             return build_trainer(config, grid, device, site)
 
     trainer, about, holdings = agree(grid.world, device, built)
@@ -182,7 +182,7 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     )
     agree(grid.world, device, lambda: _begin_files(config, folder, about, found) if first else None)
     if first:
-        Expectation(config, grid, trainer.engine.ops).write(folder.plan)
+        Expectation(config, grid, device, trainer.engine.ops).write(folder.plan)
     parameters = model_shape(config).parameters()
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, into {folder.path}"
@@ -197,7 +197,7 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     try:
         if found is not None:
             trainer.go_on(found, own=site.job.own)
-        with told(config, grid):
+        with told(config, grid, device):
             return trainer, trainer.run()
     finally:
         trainer.close()

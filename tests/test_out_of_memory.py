@@ -105,7 +105,7 @@ SAID = [
 def test_what_the_libraries_say(error: Exception, said: str) -> None:
     grid, config = single(), config_of()
     build(config, grid, torch.device("cpu"), REFERENCE)
-    with pytest.raises(UserError, match="MZ-330") as caught, told(config, grid):
+    with pytest.raises(UserError, match="MZ-330") as caught, told(config, grid, torch.device("cpu")):
         raise error
     line = str(caught.value)
     assert said in line and "memory.recompute=full spares" in line and "parameters 0.2" in line
@@ -113,5 +113,5 @@ def test_what_the_libraries_say(error: Exception, said: str) -> None:
 
 def test_other_errors_are_left_alone() -> None:
     for error in (RuntimeError("shape mismatch"), OSError(2, "No such file"), ValueError("out of memory")):
-        with pytest.raises(type(error)), told(config_of(), single()):
+        with pytest.raises(type(error)), told(config_of(), single(), torch.device("cpu")):
             raise error

@@ -57,14 +57,24 @@ def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
 
 
 def _pool(sizes: list[UnitSize], layout: Layout) -> int:
-    if layout.data == 1:
-        return 0
+    """Whole parameters and gradients of what does not rest whole on the device; beside an update on the host the
+    reduced gradients on their way there, and those of a weight that two stages share.
+    """
+    stage, data, item = layout.stage, layout.data, layout.bytes
     each: dict[int, int] = {}
-    for numel in (unit.padded(layout.data) for unit in sizes):
+    for numel in (unit.padded(data) for unit in sizes):
         each[numel] = min(2, each.get(numel, 0) + 1)
-    gathered = sum(numel * count for numel, count in each.items())
-    parameters = layout.bytes.parameter if layout.stage == 3 else 0
-    return gathered * (parameters + (layout.bytes.gradient if layout.stage >= 2 else 0))
+    whole = sum(numel * count for numel, count in each.items())
+    pooled = 0
+    if stage == 3 and (data > 1 or layout.offload_parameters):
+        pooled += whole * item.parameter
+    if stage >= 2 and (data > 1 or layout.offload_optimizer):
+        pooled += whole * item.gradient
+    if stage >= 2 and data > 1 and layout.offload_optimizer:
+        pooled += whole // data * item.gradient
+    if stage == 1 and layout.offload_optimizer and layout.pipeline > 1:
+        pooled += sum(unit.padded(data) for unit in sizes if unit.name == "tied") // data * item.gradient
+    return pooled
 
 
 def _inputs(layout: Layout, stages: dict[int, range], live: Liveness) -> dict[str, int]:
@@ -175,16 +185,20 @@ class _Walk:
 
 
 def _offloaded(layout: Layout, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
-    found = dict(held)
+    found, item = dict(held), layout.bytes
     share = sum(unit.padded(layout.data) for unit in sizes) // layout.data
-    if layout.offload_optimizer:
-        apart = 1 if layout.bytes.master == layout.bytes.parameter and not layout.offload_parameters else 0
-        found["host_optimizer"] = found.pop("optimizer") + apart * layout.bytes.master * share
-        found["host_gradients"] = layout.bytes.gradient * share
-        if layout.stage >= 2:
-            del found["gradients"]
+    # Parameters that are their own masters are so only where both rest in one place.
+    if item.master == item.parameter and layout.offload_optimizer != layout.offload_parameters:
+        found["optimizer"] += item.master * share
     if layout.offload_parameters:
         found["host_parameters"] = found.pop("parameters")
+    if layout.offload_optimizer:
+        found["host_optimizer"] = found.pop("optimizer")
+        found["host_gradients"] = item.gradient * share
+        if layout.stage >= 2:
+            del found["gradients"]
+        if item.master != item.parameter and not layout.offload_parameters:
+            found["host_parameters"] = item.parameter * share  # rounded, on their way to the device
     return {category: size for category, size in found.items() if size}
 
 

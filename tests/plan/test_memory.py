@@ -76,3 +76,30 @@ def test_what_a_rank_holds(case: tuple) -> None:
             assert predicted.held.get(category, 0) == measured.get(category, 0), (rank, category)
         on_device = sum(size for category, size in measured.items() if not category.startswith("host_"))
         assert predicted.peak == pytest.approx(on_device, rel=0.03)
+
+
+OFFLOADS = [
+    (stage, grid, dtype, where)
+    for stage in (1, 2, 3)
+    for grid in ((1, 1, 1), (1, 1, 2), (2, 2, 2))
+    for dtype in ("fp32", "bf16")
+    for where in ((True, False), (False, True), (True, True))
+    if stage == 3 or where == (True, False)
+]
+FEW = pairwise(OFFLOADS)[:5]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in FEW else pytest.mark.full) for c in OFFLOADS], ids=ids(OFFLOADS)
+)
+def test_what_is_on_the_host(case: tuple) -> None:
+    """Every category but working memory to the byte, on the device and on the host."""
+    stage, (tensor, pipeline, data), dtype, (optimizer, parameters) = case
+    shape, precision = FLAVOURS["gpt"], DTYPES[dtype]
+    layout = Layout(tensor, data, False, 4, stage, pipeline=pipeline)
+    layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
+    size = layout_of(layout.config(shape, precision), layout.size)
+    for rank, measured in run_ranks(layout.size, held, layout, shape, precision, tensor=tensor, pipeline=pipeline):
+        predicted = memory(size, rank, fused=False).held
+        for category in (predicted.keys() | measured.keys()) - {"activations", "host_staging"}:
+            assert predicted.get(category, 0) == measured.get(category, 0), (rank, category)
