@@ -142,21 +142,29 @@ class _Walk:
 
     @cached_property
     def peak_with_notes(self) -> tuple[int, str]:
-        """The same where the backward of weights comes later, in the block that comes last."""
-        size, cause = self._peak(1, head=False)
+        """The same where the backward of weights comes later: in the block that comes first, beside what the head
+        leaves for it, or in the one that comes last, beside what all others do.
+        """
         layout = self.layout
         tokens = layout.shape.seq_len * layout.micro_batch * layout.bytes.parameter
         still_there = (
             tokens * layout.shape.ffn // layout.tensor
         )  # what the last product was made from, and its gradient
         still_there += tokens * layout.shape.hidden
-        return self.noted - self._noted_by_block + size + still_there, cause
+        first, last = self._peak(self._blocks, head=False), self._peak(1, head=False)
+        others = self.noted - self._noted_by_block
+        return max((self._noted_by_head + first[0] + still_there, first[1]), (others + last[0] + still_there, last[1]))
 
     @cached_property
     def noted(self) -> int:
         """Inputs and gradients of the matrix products, between a backward of inputs and that of weights."""
-        head = kept_by_block(self.layout.shape, replace(micro_of(self.layout), sequence=False), "full") + self._logits
-        return self._blocks * self._noted_by_block + (head if self._head else 0)
+        return self._blocks * self._noted_by_block + self._noted_by_head
+
+    @property
+    def _noted_by_head(self) -> int:
+        if not self._head:
+            return 0
+        return kept_by_block(self.layout.shape, replace(micro_of(self.layout), sequence=False), "full") + self._logits
 
     @property
     def _noted_by_block(self) -> int:
