@@ -65,6 +65,7 @@ def test_a_pipeline_alone_changes_no_bit(tiny_data: TinyData, tmp_path: Path) ->
     assert all(row.bitwise for row in certify(config, BITWISE, 3))
 
 
+@pytest.mark.full
 def test_a_doubled_gradient_is_found_and_named(
     tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

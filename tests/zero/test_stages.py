@@ -175,8 +175,8 @@ THERE = {"offload_optimizer": True, "offload_parameters": True}
     ("stage", "tensor", "options"),
     [
         *(pytest.param(stage, 1, {}, marks=pytest.mark.full) for stage in (0, 1, 3)),
-        (2, 1, {}),
-        (1, 2, PA),
+        pytest.param(2, 1, {}, marks=pytest.mark.full),
+        pytest.param(1, 2, PA, marks=pytest.mark.full),
         pytest.param(2, 2, PA_CPU, marks=pytest.mark.full),
         (3, 1, PA_CPU | THERE),
     ],
