@@ -13,9 +13,10 @@ from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.errors import UserError
 from megazero.pipelining import layout_of
+from megazero.plan.activations import logits
 from megazero.plan.layout import Layout
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, memory
+from megazero.plan.memory import RankMemory, memory, micro_of
 from megazero.plan.search import Found, Search, fits, fullest, savings, search, usable
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
@@ -58,8 +59,7 @@ class Plan:
     @property
     def logits(self) -> int:
         """Bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        layout, shape = self.layout, self.layout.shape
-        return shape.seq_len * layout.micro_batch * -(-shape.vocab // layout.tensor) * layout.bytes.parameter
+        return logits(self.layout.shape, micro_of(self.layout))
 
     @property
     def days(self) -> float:

@@ -65,6 +65,11 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
     return 4 * stream * shape.hidden * item + heads + core + mlp + masks + statistics
 
 
+def logits(shape: ModelShape, micro: Micro) -> int:
+    """Bytes of the logits of one micro-batch, of this rank's part of the vocabulary."""
+    return shape.seq_len * micro.sequences * -(-shape.vocab // micro.tensor) * micro.item
+
+
 def _wide(item: int) -> int:
     """Bytes of what is computed more exactly."""
     return max(item, 4)

@@ -16,7 +16,7 @@ gradients too; parameters of stage 3.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.activations import Micro, kept_by_block, logits
 from megazero.plan.layout import Layout
 from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.peak import peak
@@ -133,7 +133,8 @@ class _Walk:
         each = kept_by_block(layout.shape, micro, layout.recompute) if layout.recompute != "full" else 0
         stream = kept_by_block(layout.shape, micro, "full")
         mask = stream // micro.item if layout.dropout and self.parts.start == 0 else 0
-        return self._blocks * each + mask + (2 * stream + self._logits if self._head else 0)
+        head = 2 * stream + logits(layout.shape, micro) if self._head else 0
+        return self._blocks * each + mask + head
 
     @cached_property
     def peak(self) -> tuple[int, str]:
@@ -164,7 +165,8 @@ class _Walk:
     def _noted_by_head(self) -> int:
         if not self._head:
             return 0
-        return kept_by_block(self.layout.shape, replace(micro_of(self.layout), sequence=False), "full") + self._logits
+        shape, micro = self.layout.shape, micro_of(self.layout)
+        return kept_by_block(shape, replace(micro, sequence=False), "full") + logits(shape, micro)
 
     @property
     def _noted_by_block(self) -> int:
@@ -185,11 +187,6 @@ class _Walk:
             fused=self.fused,
             widened=layout.bytes.gradient > layout.bytes.parameter,
         )
-
-    @property
-    def _logits(self) -> int:
-        shape, layout = self.layout.shape, self.layout
-        return shape.seq_len * layout.micro_batch * -(-shape.vocab // layout.tensor) * layout.bytes.parameter
 
 
 def _offloaded(layout: Layout, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:

@@ -27,7 +27,7 @@ a matrix more. With full recompute K is what the replayed block keeps, less its 
 
 from collections.abc import Iterator
 
-from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.activations import Micro, kept_by_block, logits
 from megazero.plan.model import ModelShape
 
 
@@ -61,8 +61,7 @@ def moments(
     kept += mask if embedding else 0
     matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
     if head:
-        logits = tokens * -(-shape.vocab // t) * item
-        yield "loss", kept + 2 * stream + logits + whole + gathered + scattered + shape.vocab * matrix
+        yield "loss", kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix
         if not shape.layernorm:
             yield "last norm", kept + 2 * stream + wide
     if not blocks:

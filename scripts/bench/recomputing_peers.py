@@ -52,7 +52,7 @@ def spread_step(config: Config, again: str, rank: int, size: int, store: str) ->
     else:
         meet(rank, size, store)
     model = _peer(config, around)
-    spread(model, init_device_mesh("cpu", (size,)), sequence=False)
+    spread(model, init_device_mesh("cpu", (size,)), sequence=config.parallel.sequence)
     optimizers = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     batches = random_batches(config.batch.micro)
 

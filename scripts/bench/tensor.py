@@ -20,29 +20,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 from megazero.config import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.choice import choose
 from megazero.parallel.grid import single
 from scripts.bench import recomputing_peers
-from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
 from scripts.bench.harness import Comparison, System, compare, present
 from scripts.bench.ours import (
-    BETAS,
-    CLIP,
     CPU,
-    DECAY,
-    EPS,
-    LR,
     SEQ_LEN,
     VOCAB,
     engine_step,
     grid_of,
-    initial_weights,
-    meet,
-    random_batches,
 )
 
 SIZES = {"small": (8, 512, 8, 4), "wide": (9, 1024, 16, 2)}  # layers, hidden, heads, micro-batch
@@ -105,32 +94,7 @@ def plain_step(model: str) -> Callable[[], float]:
 
 def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
     """One training step of the same model spread with DTensor, on one of `size` ranks."""
-    meet(rank, size, store)
-    config = config_of(model)
-    spread_out = peer(config)
-    spread(spread_out, init_device_mesh("cpu", (size,)), sequence)
-    optimizers = make_optimizers(spread_out, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    batches = random_batches(config.batch.micro)
-
-    def step() -> float:
-        with loss_parallel():
-            loss = spread_out(*next(batches))
-            loss.backward()
-        complete_and_clip(spread_out, CLIP)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return loss.full_tensor().item()
-
-    return step
-
-
-def peer(config: Config) -> UntiedGPT:
-    """The peers' model, whole, with the weights that ours starts from."""
-    m = config.model
-    model = UntiedGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
-    model.take_weights(initial_weights(config))
-    return model
+    return recomputing_peers.spread_step(config_of(model, sequence=sequence), "none", rank, size, store)
 
 
 if __name__ == "__main__":
