@@ -37,8 +37,8 @@ QUANTITIES: dict[str, Callable[[StepTime, Layout, float], float]] = {
 # Which shares published rows of a device can tell apart, and between which bounds they are plausible.
 FITTED = {
     "v100-32gb": ("matmul", "attention", "memory", "in_node", "cross_node"),
-    "a100-80gb": ("matmul", "memory", "in_node", "cross_node"),
-    "h100-80gb": ("matmul",),
+    "a100-80gb": ("matmul", "attention", "memory", "in_node", "cross_node"),
+    "h100-80gb": ("matmul", "attention"),
 }
 BOUNDS = {
     "matmul": (0.3, 0.95),

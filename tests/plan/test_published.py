@@ -24,7 +24,12 @@ from tests.zero.formula import agrees
 PUBLISHED = Path(__file__).with_name("published")
 ROWS = rows()
 # Beyond 30 %, with what is known of it in docs/planning.md.
-FAR = {("ZeRO Fig 2", "baseline 40B"), ("ZeRO Fig 4", "ZeRO 13B"), ("ZeRO Fig 8", "60B C1")}
+FAR = {
+    ("ZeRO Fig 2", "baseline 40B"),
+    ("ZeRO Fig 4", "ZeRO 13B"),
+    ("ZeRO Fig 8", "60B C1"),
+    ("LLM-Foundry A100", "30b 8192 on 8 full"),
+}
 
 
 def table(name: str) -> Iterator[dict[str, str]]:
@@ -106,7 +111,7 @@ def test_fitted_throughput(device: str) -> None:
 
 def test_throughput_that_no_fit_has_seen() -> None:
     found = [error(row) for row in ROWS if not row.fitted]
-    assert len(found) >= 9 and statistics.median(found) <= 0.12 and max(found) <= 0.3
+    assert len(found) >= 40 and statistics.median(found) <= 0.12 and max(found) <= 0.3
 
 
 def test_one_set_of_shares_for_each_device_and_all_plausible() -> None:
