@@ -80,6 +80,7 @@ def layout_of(config: Config, ranks: int, *, apart: bool = True) -> Layout:
         offload=memory.offload and apart,
         offload_optimizer=offload.optimizer == "cpu" and apart,
         offload_parameters=offload.parameters == "cpu" and apart,
+        delayed=offload.delayed and apart,
         dropout=config.model.dropout > 0,
         documents=config.data.mask_eod,
     )

@@ -105,8 +105,9 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     Raises:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
-    job = layout_of(config, config.parallel.tensor * config.parallel.pipeline)
-    values = flatten(config) | {"zero.offload.delayed": False}
+    # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
+    job = replace(layout_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False)
+    values = flatten(config)
 
     def allowed(layout: Layout) -> bool:
         changed = values | dict(options(layout))
@@ -134,6 +135,7 @@ def options(layout: Layout) -> Iterator[tuple[str, Any]]:
     yield "memory.offload", layout.offload
     yield "zero.offload.optimizer", "cpu" if layout.offload_optimizer else "none"
     yield "zero.offload.parameters", "cpu" if layout.offload_parameters else "none"
+    yield "zero.offload.delayed", layout.delayed
 
 
 def as_json(found: Plan) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Layout:
         recompute: none | selective | full.
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
         offload_optimizer, offload_parameters: to the host.
+        delayed: the host updates beside the next step, which takes no more memory.
         dropout: there are masks.
         documents: attention does not cross the ends of documents.
     """
@@ -43,6 +44,7 @@ class Layout:
     offload: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    delayed: bool = False
     dropout: bool = False
     documents: bool = False
 

@@ -302,5 +302,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
         return compute.update(elements), offload
     states = 2 * sizes.optimizer + sizes.gradient + sizes.parameter
     update = elements * states / machine.host_memory_bandwidth
+    if layout.delayed:  # the rest of it is waited for when the next step ends
+        update = max(0.0, update - m * (busy.forward + busy.backward))
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
     return 0.0, offload + gradients + max(update, back)

@@ -147,6 +147,16 @@ def test_what_rests_on_the_host_is_updated_there() -> None:
     assert there.parts["offload"] >= states
 
 
+def test_a_delayed_update_has_the_next_step_beside_it() -> None:
+    layout = Layout(LLAMA, MIXED, data=8, stage=2, global_batch=8, offload_optimizer=True)
+    slow = replace(A100, host_memory_bandwidth=A100.host_memory_bandwidth / 100)
+    at_once, delayed = (step_time(replace(layout, delayed=delayed), slow) for delayed in (False, True))
+    spared = at_once.parts["offload"] - delayed.parts["offload"]
+    assert spared == pytest.approx(at_once.parts["compute"], rel=0.2) and delayed.parts["offload"] > 0
+    quick = step_time(replace(layout, delayed=True), replace(A100, host_memory_bandwidth=1e13))
+    assert quick.parts["offload"] < step_time(layout, A100).parts["offload"]
+
+
 def test_an_unknown_peak_is_said() -> None:
     blind = replace(A100, peaks={"fp32": 1e13})
     with pytest.raises(ValueError, match="a100-80gb has no peak for matrix products of 2 bytes"):
