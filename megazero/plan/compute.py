@@ -148,9 +148,8 @@ class Compute:
         return Passes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
 
     def update(self, elements: float) -> float:
-        """Adam on so many elements: states in and out, gradients in, parameters out."""
-        sizes = self.layout.bytes
-        return self.moved(elements * (2 * (2 * sizes.master + sizes.master) + sizes.gradient + sizes.parameter))
+        """Adam on so many elements."""
+        return self.moved(elements * self.layout.bytes.moved_by_update)
 
     def flops(self) -> tuple[float, float]:
         """Of a token: the model's, and those that the machine does, recompute included."""

@@ -33,6 +33,11 @@ class Bytes:
         """Both moments, and the master where it is not the parameter itself."""
         return (2 if self.master == self.parameter else 3) * self.master
 
+    @property
+    def moved_by_update(self) -> int:
+        """Moments and master in and out, the gradient in, the parameter out where it is not its own master."""
+        return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
+
 
 @dataclass(frozen=True)
 class UnitSize:

@@ -287,7 +287,7 @@ def _rest(traffic: float, computation: float, units: int) -> float:
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: Passes) -> tuple[float, float]:
     """The update on the device, or what is waited for where things rest on the host."""
     layout = compute.layout
-    sizes, m = layout.bytes, layout.micro_batches
+    m = layout.micro_batches
     moved: dict[str, float] = {}
     for flow in own:
         if flow.axis == "host":
@@ -300,8 +300,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
         back = 0.0
     if not layout.offload_optimizer:
         return compute.update(elements), offload
-    states = 2 * sizes.optimizer + sizes.gradient + sizes.parameter
-    update = elements * states / machine.host_memory_bandwidth
+    update = elements * layout.bytes.moved_by_update / machine.host_memory_bandwidth
     if layout.delayed:  # the rest of it is waited for when the next step ends
         update = max(0.0, update - m * (busy.forward + busy.backward))
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
