@@ -15,13 +15,14 @@ from megazero.observe.sinks import warn
 from megazero.parallel.grid import Grid
 from megazero.parallel.ledger import Ledger
 from megazero.pipelining import layout_of
+from megazero.plan.layout import Layout
 from megazero.plan.memory import RankMemory, memory
 from megazero.plan.traffic import traffic
 
 # Less is working memory that a plan leaves out: pieces of the gradient norm, numbers for each token of the loss.
 _NOTABLE_BYTES = 32 * 2**20
 _NOTABLE_SHARE = 0.10
-_NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not there in a step
+NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not there in a step
 
 
 class Expectation:
@@ -34,8 +35,7 @@ class Expectation:
 
     def __init__(self, config: Config, grid: Grid, device: torch.device, ops: Operations):
         self._layout = layout_of(config, grid.world.size, apart=device.type != "cpu")
-        self._grid, self._ledger = grid, grid.world.wire.ledger
-        self._fused = ops.bias_gelu_backward is not reference.bias_gelu_backward
+        self._grid, self._ledger, self._ops = grid, grid.world.wire.ledger, ops
 
     def write(self, path: Path) -> None:
         """plan.json: memory and traffic of each rank of a pipeline. That it cannot be written is a warning."""
@@ -68,10 +68,15 @@ class Expectation:
             print(line, flush=True)
 
     def _of(self, rank: int) -> RankMemory:
-        return memory(self._layout, rank, fused=self._fused)
+        return expected(self._layout, rank, self._ops)
+
+
+def expected(layout: Layout, rank: int, ops: Operations) -> RankMemory:
+    """What a pipeline rank holds with these kernels."""
+    return memory(layout, rank, fused=ops.bias_gelu_backward is not reference.bias_gelu_backward)
 
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:
     """Bytes of the device by the plan's categories."""
     held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith("host_")}
-    return {name: size for name, size in held.items() if name not in _NOT_PLANNED} | {"activations": activations}
+    return {name: size for name, size in held.items() if name not in NOT_PLANNED} | {"activations": activations}

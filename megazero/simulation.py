@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megazero.build import DTYPES, Built, Feed, assemble, bucket_of, feeds_of
 from megazero.config import Config
 from megazero.data.loader import MicroBatch
+from megazero.expectation import expected
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import Operations
 from megazero.observe.timeline import Timeline
@@ -29,6 +30,9 @@ from megazero.parallel.grid import Grid
 from megazero.parallel.ledger import Ledger, Sent
 from megazero.parallel.nobody import IdleHost, alone
 from megazero.parallel.signals import Signals
+from megazero.pipelining import layout_of
+from megazero.plan.memory import RankMemory
+from megazero.plan.traffic import traffic
 from megazero.stopping import Stopping
 
 CPU = torch.device("cpu")
@@ -73,12 +77,15 @@ class Simulated:
         first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
             like.
         ledger: after both.
+        planned, planned_traffic: what the formulas of plan/ say of the same rank (docs/planning.md).
     """
 
     grid: Grid
     first: StepRecord
     steady: StepRecord
     ledger: Ledger
+    planned: RankMemory
+    planned_traffic: dict[str, dict[str, int]]
 
 
 class ToldLedger(Ledger):
@@ -142,7 +149,8 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     first, steady = (_step(config, built, ledger, stopping, bring, number) for number in range(2))
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
-    return Simulated(grid, first, steady, ledger)
+    layout, rank = layout_of(config, grid.world.size, apart=host.apart), grid.pipeline.rank
+    return Simulated(grid, first, steady, ledger, expected(layout, rank, ops), traffic(layout, rank, grid.data.rank))
 
 
 def _step(

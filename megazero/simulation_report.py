@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megazero.expectation import NOT_PLANNED
 from megazero.files import replace_file
 from megazero.observe.timeline import Moment, by_origin
 from megazero.parallel.grid import Grid
@@ -23,7 +24,9 @@ def as_text(found: Simulated, name: str, device: str) -> str:
     lines = [f"{name}: rank {grid.world.rank} of {grid.world.size} on {device} ({there})", ""]
     lines += ["at the peak of a step                      MB"]
     lines += [f"  {category:<26} {_mb(size):>15}" for category, size in _sorted(highest)]
-    lines += [f"  {'in all':<26} {_mb(highest.total):>15}", ""]
+    lines += [f"  {'in all':<26} {_mb(highest.total):>15}"]
+    off = as_planned(highest) / found.planned.peak - 1
+    lines += [f"  {'by the plan':<26} {_mb(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
     lines += [f"the peak is in {_where(highest)}", f"(of the first step, {_mb(first.total)} MB: {_where(first)})"]
     lines += ["", "the largest that the step has made then    MB"]
@@ -37,7 +40,11 @@ def as_text(found: Simulated, name: str, device: str) -> str:
     for axis, purposes in steady.traffic.items():
         for purpose, sent in purposes.items():
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {_mb(sent.bytes_sent):>15}")
-    return "\n".join(lines if steady.traffic else [*lines, "  nothing"])
+    lines += [] if steady.traffic else ["  nothing"]
+    lines += [
+        f"  {axis:<9} {purpose:<20} {'planned':>8} {_mb(size):>15}" for axis, purpose, size in _not_as_planned(found)
+    ]
+    return "\n".join(lines)
 
 
 def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
@@ -51,6 +58,12 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
         "bytes": found.ledger.bytes_as_dict(),
         "first": _step(found.first),
         "steady": _step(found.steady),
+        "planned": {
+            "peak_bytes": found.planned.peak,
+            "cause": found.planned.cause,
+            "bytes": found.planned.held,
+            "traffic": found.planned_traffic,
+        },
     }
 
 
@@ -79,6 +92,20 @@ def draw(found: Simulated, name: str, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
     replace_file(path, image.getvalue())
+
+
+def as_planned(moment: Moment) -> int:
+    """Bytes of the categories that a plan has."""
+    return sum(size for category, size in moment.bytes.items() if category not in NOT_PLANNED)
+
+
+def _not_as_planned(found: Simulated) -> Iterator[tuple[str, str, int]]:
+    """What was to be sent, where that is not what was."""
+    sent = {axis: {p: s.bytes_sent for p, s in of.items()} for axis, of in found.steady.traffic.items()}
+    for axis, purposes in found.planned_traffic.items():
+        for purpose, size in purposes.items():
+            if size != sent.get(axis, {}).get(purpose, 0):
+                yield axis, purpose, size
 
 
 def _step(record: StepRecord) -> dict[str, Any]:

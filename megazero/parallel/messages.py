@@ -254,7 +254,7 @@ class _Nccl:
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel]):
         mine = {channel.index for channel in channels}
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._works: list[dist.Work | None] = []
+        self._works: deque[dist.Work] = deque()
         for channel in everyone:
             ends = sorted((channel.source, channel.target))
             pairs = [[ranks[end] for end in ends] for ranks in parallel_axes(axis)]
@@ -268,8 +268,11 @@ class _Nccl:
         return None  # the host never waits
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        target = int(channel.target > channel.source)
-        self._works.append(dist.isend(x, group=self._groups[channel.index], group_dst=target))
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()  # each keeps what it sends
+        work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
+        assert work is not None, "this process is not on the channel"
+        self._works.append(work)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         source = int(channel.source > channel.target)
@@ -283,10 +286,8 @@ class _Nccl:
         return finish, lambda: True
 
     def finish(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            if work is not None:
-                work.wait()
+        while self._works:
+            self._works.popleft().wait()
 
 
 def _tag(channel: Channel, number: int, x: Tensor) -> int:

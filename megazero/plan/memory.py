@@ -13,6 +13,7 @@ What is offloaded has `host_` before its category. With stage 1 to 3 on the host
 gradients too; parameters of stage 3.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,21 +50,26 @@ def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
     stages = layout.layers.of_rank(rank)
     sizes = units(layout.shape, layout.tensor, list(stages.values()))
     held = states(sizes, layout.data, layout.stage, layout.bytes)
-    held["pool"] = _pool(sizes, layout)
+    held["pool"] = _pool([units(layout.shape, layout.tensor, [parts]) for parts in stages.values()], sizes, layout)
     live = liveness(layout.schedule, layout.pipeline, layout.micro_batches, layout.chunks, rank)
     held |= _inputs(layout, stages, live)
     held["activations"], cause = _activations(layout, rank, stages, live, fused)
     return RankMemory(_offloaded(layout, sizes, held), cause)
 
 
-def _pool(sizes: list[UnitSize], layout: Layout) -> int:
+def _pool(of_stages: list[list[UnitSize]], sizes: list[UnitSize], layout: Layout) -> int:
     """Whole parameters and gradients of what does not rest whole on the device; beside an update on the host the
     reduced gradients on their way there, and those of a weight that two stages share.
+
+    Args:
+        of_stages: the units of each stage; of those of one size two are there at once, one in use and one on its way,
+            and units of different stages never are.
     """
     stage, data, item = layout.stage, layout.data, layout.bytes
     each: dict[int, int] = {}
-    for numel in (unit.padded(data) for unit in sizes):
-        each[numel] = min(2, each.get(numel, 0) + 1)
+    for own in of_stages:
+        count = Counter(unit.padded(data) for unit in own)
+        each |= {numel: min(2, max(there, each.get(numel, 0))) for numel, there in count.items()}
     whole = sum(numel * count for numel, count in each.items())
     pooled = 0
     if stage == 3 and (data > 1 or layout.offload_parameters):
@@ -84,7 +90,9 @@ def _inputs(layout: Layout, stages: dict[int, range], live: Liveness) -> dict[st
     each = kept_by_block(shape, micro, "full", layout.partition)
     slots = sum(live.most[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
     split = layout.partition and not layout.sequence and layout.tensor > 1
-    whole = 2 * kept_by_block(shape, micro, "full") if split or layout.offload else 0
+    # One in use and one on its way back, both of one stage.
+    buffers = min(2, max(_blocks(parts, shape.layers) for parts in stages.values()))
+    whole = buffers * kept_by_block(shape, micro, "full") if split or layout.offload else 0
     if layout.offload:
         return {"host_inputs": slots * each, "inputs": whole}
     return {"inputs": slots * each + whole}

@@ -19,7 +19,7 @@ from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.time import bubble_of
 from scripts.fit_planner import FITTED, Row, each_row, fit, of_machine, rows, shares, summary, unseen
 from tests.tiny_run import ROOT
-from tests.zero.formula import agrees
+from tests.zero.formula import PAPER, agrees, table_1
 
 PUBLISHED = Path(__file__).with_name("published")
 ROWS = rows()
@@ -35,6 +35,16 @@ FAR = {
 def table(name: str) -> Iterator[dict[str, str]]:
     with (PUBLISHED / f"{name}.csv").open(encoding="utf-8") as file:
         yield from csv.DictReader(line for line in file if not line.startswith("#"))
+
+
+def test_model_states_of_zero() -> None:
+    """Table 1, every cell: GB on each device."""
+    cells = list(table_1())
+    for ranks, model, stage, _, printed in cells:
+        parameters = int(float(model[:-1]) * {"B": 10**9, "T": 10**12}[model[-1]])
+        ours = states([UnitSize("all", parameters, 0)], ranks, PAPER[stage], Bytes(2, 2, 4))
+        assert agrees(sum(ours.values()) / 1e9, printed), (ranks, model, stage)
+    assert len(cells) == 54
 
 
 def test_the_largest_models_of_zero() -> None:

@@ -15,7 +15,7 @@ KINDS = ("parameters", "gradients", "optimizer")
 SHARDED = {0: (), 1: ("optimizer",), 2: ("gradients", "optimizer"), 3: ("parameters", "gradients", "optimizer")}
 RANKS = (1, 2, 4, 8)
 PAPER = {"os": 1, "os+g": 2, "os+g+p": 3}  # its names of the stages
-TABLE_1 = Path(__file__).with_name("zero_table_1.csv")
+TABLE_1 = Path(__file__).parents[1] / "plan/published/zero_table_1.csv"
 
 
 def per_parameter(stage: int, ranks: int, precision: str) -> dict[str, float]:
