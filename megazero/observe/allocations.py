@@ -36,7 +36,7 @@ class Allocations(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Any, *, new: bool) -> None:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:  # whose storage is a size without memory
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
