@@ -114,6 +114,18 @@ def test_many_builders_at_once_leave_one_library(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in (tmp_path / "megazero").iterdir()) == [".lock", ".so"]
 
 
+def test_another_header_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, header = tmp_path / "tiny.cpp", tmp_path / "tiny" / "value.h"
+    source.write_text('#include "tiny/value.h"\nint value() { return VALUE; }\n')
+    header.parent.mkdir()
+    libraries = set()
+    for value in (1, 2, 1):
+        header.write_text(f"#define VALUE {value}\n")
+        libraries.add(build_cpu(source))
+    assert len(libraries) == 2
+
+
 def test_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = tmp_path / "broken.cpp"
