@@ -1,6 +1,6 @@
 """From C++ source to a shared library, once per machine: the only builder.
 
-The library's name is a hash of everything it depends on (source, flags, compiler, torch), so a stale one is never
+The library's name is a hash of everything it depends on (sources, flags, compiler, torch), so a stale one is never
 loaded and nothing needs cleaning. Many ranks may start at once: one compiles under a file lock while the others wait,
 and the finished library appears by a rename, so a half-written one is never loaded either. It lives in the user's
 cache folder (XDG_CACHE_HOME, else ~/.cache).
@@ -31,6 +31,9 @@ class BuildError(RuntimeError):
 def build_cpu(source: Path) -> Path:
     """The shared library of a C++ source, compiled with g++ unless that has been done before.
 
+    Args:
+        source: may include headers from the folder beside it that has its name, and no others of ours.
+
     Raises:
         BuildError: no compiler, it failed, or the cache folder cannot be written.
     """
@@ -39,7 +42,7 @@ def build_cpu(source: Path) -> Path:
         raise BuildError("no g++ on this machine")
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False).stdout
     machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
-    parts = [source.read_text(encoding="utf-8"), *_FLAGS, compiler, version, torch.__version__, str(_TORCH), *machine]
+    parts = [*_texts(source), *_FLAGS, compiler, version, torch.__version__, str(_TORCH), *machine]
     name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
     folder = _cache_folder()
     library = folder / name
@@ -52,6 +55,12 @@ def build_cpu(source: Path) -> Path:
     except OSError as error:
         raise BuildError(f"the kernel cache {folder} cannot be used: {error}") from None
     return library
+
+
+def _texts(source: Path) -> list[str]:
+    """Of the source and of its headers."""
+    headers = sorted(source.with_suffix("").glob("*.*h"))
+    return [path.read_text(encoding="utf-8") for path in (source, *headers)]
 
 
 def _cache_folder() -> Path:

@@ -39,15 +39,15 @@ def _load(library: Path) -> None:
         torch.library.register_fake(f"megazero_cpu::{in_place}", lambda *arguments: None)
 
 
-def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
-    if bias_F is None:
-        return reference.bias_gelu(x_NF, None)
+def bias_gelu(x_NF: Tensor, bias_F: Tensor | None, tanh: bool) -> Tensor:
+    if bias_F is None or not tanh:
+        return reference.bias_gelu(x_NF, bias_F, tanh)
     return torch.ops.megazero_cpu.bias_gelu(x_NF, bias_F)
 
 
-def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
-    if bias_F is None:
-        return reference.bias_gelu_backward(grad_NF, x_NF, None)
+def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None, tanh: bool) -> Tensor:
+    if bias_F is None or not tanh:
+        return reference.bias_gelu_backward(grad_NF, x_NF, bias_F, tanh)
     return torch.ops.megazero_cpu.bias_gelu_backward(grad_NF, x_NF, bias_F)
 
 
@@ -58,16 +58,16 @@ def adamw_(
     second: Tensor,
     published: Tensor,
     step: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     divide_by: Tensor,
     skip: Tensor,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
 ) -> None:
     torch.ops.megazero_cpu.adamw_(
-        masters, gradients, first, second, published, step, divide_by, skip, lr, *betas, eps, weight_decay
+        masters, gradients, first, second, published, step, divide_by, skip, lr, beta1, beta2, eps, weight_decay
     )
 
 

@@ -24,8 +24,8 @@ class Operations:
     """
 
     name: str
-    bias_gelu: Callable[[Tensor, Tensor | None], Tensor]
-    bias_gelu_backward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    bias_gelu: Callable[[Tensor, Tensor | None, bool], Tensor]
+    bias_gelu_backward: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]
     sum_of_squares: Callable[[Tensor], Tensor]
     adamw_: Callable[..., None] | None = None
 

@@ -104,5 +104,5 @@ class Attention(nn.Module):
             q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:
             cos, sin = self.rotary.angles(step, q)
-            q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+            q, k = ops.rotary(q, cos, sin, False), ops.rotary(k, cos, sin, False)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import counter
-from megazero.kernels import reference as ops
 from megazero.model.step import Step
 
 
@@ -19,7 +18,7 @@ class _DropoutAdd(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, residual: Tensor, keep: Tensor, drop: float) -> Tensor:
         ctx.save_for_backward(keep)
         ctx.drop = drop
-        return ops.dropout_add(x, residual, keep, drop)
+        return residual + x * keep * (1.0 / (1.0 - drop))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

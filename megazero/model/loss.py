@@ -27,17 +27,18 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV[:, logits_NV.shape[1] - padding :] = -torch.inf
         parts_3N = ops.cross_entropy_parts_(logits_NV, targets_N)
         everyone_T3N = all_gather(parts_3N[None], tensor, "loss")
-        losses_N, scales_N = ops.cross_entropy_merge(everyone_T3N, parts_3N[0])
-        ctx.save_for_backward(scales_N, targets_N)
+        losses_N, log_sums_N = ops.cross_entropy_merge(everyone_T3N)
+        ctx.save_for_backward(parts_3N[0], log_sums_N, targets_N)
         # Not through save_for_backward: it is written in place, on purpose, and returned as the gradient.
-        ctx.exponentials_NV = logits_NV
+        ctx.logits_NV = logits_NV
         return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scales_N, targets_N = ctx.saved_tensors
-        exponentials_NV, ctx.exponentials_NV = ctx.exponentials_NV, None
-        return ops.cross_entropy_backward_(exponentials_NV, scales_N, targets_N, grads[0]), None, None, None
+        maxima_N, log_sums_N, targets_N = ctx.saved_tensors
+        logits_NV, ctx.logits_NV = ctx.logits_NV, None
+        ops.cross_entropy_backward_(logits_NV, maxima_N, log_sums_N, targets_N, grads[0])
+        return logits_NV, None, None, None
 
 
 def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vocab: int, tensor: Axis) -> Tensor:

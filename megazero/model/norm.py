@@ -21,15 +21,15 @@ class _LayerNorm(torch.autograd.Function):
         bias_slot: GradientSlot | None,
     ) -> Tensor:
         y, mean, rstd = ops.layer_norm(x, weight_D, bias_D, eps)
-        ctx.save_for_backward(x, mean, rstd, weight_D, bias_D)
+        ctx.save_for_backward(x, mean, rstd, weight_D)
         ctx.slots = weight_slot, bias_slot
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight_D, bias_D = ctx.saved_tensors
+        x, mean, rstd, weight_D = ctx.saved_tensors
         weight_slot, bias_slot = ctx.slots
-        grad_x, grad_weight, grad_bias = ops.layer_norm_backward(grads[0], x, mean, rstd, weight_D, bias_D)
+        grad_x, grad_weight, grad_bias = ops.layer_norm_backward(grads[0], x, mean, rstd, weight_D)
         return grad_x, deliver(weight_slot, grad_weight), deliver(bias_slot, grad_bias), None, None, None
 
 

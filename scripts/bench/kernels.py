@@ -64,13 +64,8 @@ def ours(gradients: str) -> Callable[[], float]:
         for _ in range(UPDATES):
             update(
                 *(masters, grads, first, second, published),
-                step_count,
-                betas=BETAS,
-                divide_by=divide_by,
-                skip=skip,
-                lr=LR,
-                weight_decay=DECAY,
-                eps=EPS,
+                *(step_count, divide_by, skip),
+                *(LR, *BETAS, EPS, DECAY),
             )
         return 0.0
 

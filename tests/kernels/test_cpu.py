@@ -35,8 +35,11 @@ def test_bias_gelu(rows: int, columns: int, offset: int, scale: float, seed: int
     x = memory[offset:].view(rows, columns)
     bias, grad = torch.randn(columns, generator=generator), torch.randn(rows, columns, generator=generator)
     for found, expected in (
-        (cpu.bias_gelu(x, bias), reference.bias_gelu(x.double(), bias.double())),
-        (cpu.bias_gelu_backward(grad, x, bias), reference.bias_gelu_backward(grad.double(), x.double(), bias.double())),
+        (cpu.bias_gelu(x, bias, True), reference.bias_gelu(x.double(), bias.double(), True)),
+        (
+            cpu.bias_gelu_backward(grad, x, bias, True),
+            reference.bias_gelu_backward(grad.double(), x.double(), bias.double(), True),
+        ),
     ):
         assert found.shape == (rows, columns)
         assert torch.all((found - expected).abs() <= TOLERANCE * max(1.0, expected.abs().max() if rows else 1.0))
@@ -44,18 +47,18 @@ def test_bias_gelu(rows: int, columns: int, offset: int, scale: float, seed: int
 
 def test_bias_gelu_of_special_values() -> None:
     x = torch.tensor([math.nan, math.inf, 3e38, -3e38, -0.0, 1e-40])
-    y = cpu.bias_gelu(x, torch.zeros(6))
+    y = cpu.bias_gelu(x, torch.zeros(6), True)
     assert y[0].isnan()
     assert y[1] == math.inf
     assert y[2] == x[2]
     assert torch.equal(y[4:], x[4:] / 2)
-    gradient = cpu.bias_gelu_backward(torch.ones(6), x, torch.zeros(6))
+    gradient = cpu.bias_gelu_backward(torch.ones(6), x, torch.zeros(6), True)
     assert gradient[0].isnan()
 
 
 def test_the_gradient_of_huge_values_is_zero_or_one() -> None:
     x = torch.tensor([1e3, 1e13, 3e38, -1e3, -1e13, -3e38])
-    gradient = cpu.bias_gelu_backward(torch.ones(6), x, torch.zeros(6))
+    gradient = cpu.bias_gelu_backward(torch.ones(6), x, torch.zeros(6), True)
     assert torch.allclose(gradient, torch.tensor([1.0, 1, 1, 0, 0, 0]), atol=1e-30)
 
 
@@ -86,11 +89,11 @@ def test_not_finite_values_reach_the_sum() -> None:
 
 def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(RuntimeError, match="fp32"):
-        cpu.bias_gelu(torch.ones(2, 3, dtype=torch.float64), torch.ones(3))
+        cpu.bias_gelu(torch.ones(2, 3, dtype=torch.float64), torch.ones(3), True)
     with pytest.raises(RuntimeError, match="contiguous"):
-        cpu.bias_gelu(torch.ones(3, 2).T, torch.ones(3))
+        cpu.bias_gelu(torch.ones(3, 2).T, torch.ones(3), True)
     with pytest.raises(RuntimeError, match="differ"):
-        cpu.bias_gelu(torch.ones(2, 3), torch.ones(4))
+        cpu.bias_gelu(torch.ones(2, 3), torch.ones(4), True)
 
 
 def _build_in(cache: str) -> None:
@@ -109,6 +112,18 @@ def test_many_builders_at_once_leave_one_library(tmp_path: Path) -> None:
         builder.join()
     assert [builder.exitcode for builder in builders] == [0, 0, 0]
     assert sorted(path.suffix for path in (tmp_path / "megazero").iterdir()) == [".lock", ".so"]
+
+
+def test_another_header_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, header = tmp_path / "tiny.cpp", tmp_path / "tiny" / "value.h"
+    source.write_text('#include "tiny/value.h"\nint value() { return VALUE; }\n')
+    header.parent.mkdir()
+    libraries = set()
+    for value in (1, 2, 1):
+        header.write_text(f"#define VALUE {value}\n")
+        libraries.add(build_cpu(source))
+    assert len(libraries) == 2
 
 
 def test_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +153,7 @@ def state(numel: int, seed: int, dtype: torch.dtype, wide_gradients: bool) -> li
     ]
 
 
-SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 GO = {"divide_by": torch.tensor(300.0), "skip": torch.tensor(0.0)}
 SIXTEEN = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -217,7 +232,7 @@ def test_rounding_is_torch_s() -> None:
     )
     for dtype in (torch.bfloat16, torch.float16):
         zeros, published = torch.zeros_like(values), torch.empty_like(values, dtype=dtype)
-        still = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1.0, "weight_decay": 0.0}
+        still = {"lr": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1.0, "weight_decay": 0.0}
         cpu.adamw_(values.clone(), zeros, zeros.clone(), zeros.clone(), published, torch.tensor(0.0), **still, **GO)
         expected = values.to(dtype)
         assert torch.equal(published.isnan(), expected.isnan())
