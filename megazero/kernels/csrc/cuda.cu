@@ -13,6 +13,7 @@
 #include "cuda/flat.cuh"
 #include "cuda/gelu.cuh"
 #include "cuda/norm.cuh"
+#include "cuda/norm_backward.cuh"
 #include "cuda/rotary.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/swiglu.cuh"
