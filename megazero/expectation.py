@@ -35,7 +35,7 @@ class Expectation:
     def __init__(self, config: Config, grid: Grid, device: torch.device, ops: Operations):
         self._layout = layout_of(config, grid.world.size, apart=device.type != "cpu")
         self._grid, self._ledger = grid, grid.world.wire.ledger
-        self._fused = ops.bias_gelu_backward is not reference.bias_gelu_backward
+        self._fused = ops.swiglu is not reference.swiglu
 
     def write(self, path: Path) -> None:
         """plan.json: memory and traffic of each rank of a pipeline. That it cannot be written is a warning."""

@@ -107,7 +107,9 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
 
 def swiglu_backward(grad_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate, g up s (1 + gate (1 - s)) with s = sigmoid(gate), and of up, g silu(gate)."""
-    return torch.ops.aten.silu_backward(grad_NF * up_NF, gate_NF), grad_NF * F.silu(gate_NF)
+    grad_gate = grad_NF * up_NF
+    torch.ops.aten.silu_backward(grad_gate, gate_NF, grad_input=grad_gate)
+    return grad_gate, F.silu(gate_NF).mul_(grad_NF)
 
 
 def bias_dropout_add(
@@ -149,9 +151,10 @@ def causal_softmax(scores: Tensor, scale: float) -> Tensor:
 
 
 def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """scale * p (g - sum(g p)); a gradient where nothing was seen is not looked at."""
-    p, g = _wide(probabilities), _wide(grad).masked_fill(_hidden(grad), 0.0)
-    return (p * (g - (g * p).sum(-1, keepdim=True))).mul_(scale).to(grad.dtype)
+    """scale * p (g - sum(g p)) where something was seen, 0 elsewhere whatever the gradient is there."""
+    hidden = _hidden(grad)
+    p, g = _wide(probabilities), _wide(grad).masked_fill(hidden, 0.0)
+    return (p * (g - (g * p).sum(-1, keepdim=True))).mul_(scale).masked_fill_(hidden, 0.0).to(grad.dtype)
 
 
 def _hidden(scores: Tensor) -> Tensor:

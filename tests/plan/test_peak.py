@@ -54,9 +54,7 @@ def test_the_most_is_the_formula(case: tuple) -> None:
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
     micro = Micro(layout.micro, tensor, sequence, precision.parameters.itemsize, dropout > 0)
     size = model_shape(layout.config(shape, precision))
-    predicted, _ = peak(
-        size, micro, shape.layers, recompute, embedding=True, head=True, fused=False, widened=dtype == "bf16"
-    )
+    predicted, _ = peak(size, micro, shape.layers, recompute, head=True, fused=False, widened=dtype == "bf16")
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -69,7 +67,7 @@ def test_every_moment_is_the_most_somewhere() -> None:
         for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
             size = replace(model_shape(config), ffn=config.model.ffn // narrow)
             for_micro = (size, Micro(16, tensor, sequence, item, dropout > 0), 3, recompute)
-            ends = {"embedding": True, "head": head, "fused": False, "widened": dtype == "bf16"}
+            ends = {"head": head, "fused": False, "widened": dtype == "bf16"}
             found.add(peak(*for_micro, **ends)[1])
             names |= {name for name, _ in moments(*for_micro, **ends)}
     assert found == names
