@@ -2,9 +2,10 @@
 //
 // A barrier opens when all that it is for have come: the threads of the block for __syncthreads, of the warp for a
 // shuffle. If none can go on and some have not finished, the threads disagree about which barrier comes next, which hangs
-// a GPU or worse; it is an error here. The threads take turns in ascending or descending order, so that a result that
-// depends on who comes first (a missing barrier) shows in a comparison of both. Shared memory is poisoned with NaN before
-// each block, and what lies beyond the bytes of the launch must stay as it was.
+// a GPU or worse; it is an error here. Each warp runs as far as it can before the next one starts, in ascending or
+// descending order, so that warps are as far apart as barriers let them be: where one is missing, what is read too early
+// is poison, what is read too late has been overwritten, and what depends on who comes first differs between both orders.
+// Shared memory is poisoned with NaN before each block, and what lies beyond the bytes of the launch must stay as it was.
 //
 // Out of scope: tensor cores, inline PTX, atomics, and races that neither order shows.
 #pragma once
@@ -69,6 +70,23 @@ inline bool open(int begin, int end, Fiber::State state, bool exited_count) {
   return any;
 }
 
+// Runs a warp as far as it goes without the others; whether it went anywhere.
+inline bool run_warp(int begin, int threads, bool descending) {
+  const int end = std::min(begin + kWarpSize, threads);
+  bool moved = false;
+  do {
+    for (int k = begin; k < end; ++k) {
+      const int i = descending ? end - 1 - (k - begin) : k;
+      if (block.fibers[i]->state != Fiber::kReady) continue;
+      moved = true;
+      block.current = i;
+      threadIdx = {static_cast<unsigned>(i), 0, 0};
+      swapcontext(&block.scheduler, &block.fibers[i]->context);
+    }
+  } while (open(begin, end, Fiber::kAtWarp, false));
+  return moved;
+}
+
 inline void run_block(int threads, bool descending) {
   while (static_cast<int>(block.fibers.size()) < threads) block.fibers.push_back(std::make_unique<Fiber>());
   for (int i = 0; i < threads; ++i) {
@@ -79,20 +97,14 @@ inline void run_block(int threads, bool descending) {
     fiber.state = Fiber::kReady;
     makecontext(&fiber.context, run_fiber, 0);
   }
+  const int warps = (threads + kWarpSize - 1) / kWarpSize;
   for (bool live = true; live;) {
-    for (int k = 0; k < threads; ++k) {
-      const int i = descending ? threads - 1 - k : k;
-      if (block.fibers[i]->state != Fiber::kReady) continue;
-      block.current = i;
-      threadIdx = {static_cast<unsigned>(i), 0, 0};
-      swapcontext(&block.scheduler, &block.fibers[i]->context);
-    }
-    bool opened = open(0, threads, Fiber::kAtBlock, true);
-    for (int warp = 0; warp < threads; warp += kWarpSize)
-      opened |= open(warp, std::min(warp + kWarpSize, threads), Fiber::kAtWarp, false);
+    bool moved = false;
+    for (int k = 0; k < warps; ++k) moved |= run_warp((descending ? warps - 1 - k : k) * kWarpSize, threads, descending);
+    moved |= open(0, threads, Fiber::kAtBlock, true);
     live = std::any_of(block.fibers.begin(), block.fibers.begin() + threads,
                        [](const auto& fiber) { return fiber->state != Fiber::kDone; });
-    if (live && !opened) throw std::runtime_error("threads of a block wait at different barriers");
+    if (live && !moved) throw std::runtime_error("threads of a block wait at different barriers");
   }
 }
 

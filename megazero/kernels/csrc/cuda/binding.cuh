@@ -59,6 +59,7 @@ class Launch {
   template <typename... Parameters, typename... Arguments>
   void grid(void (*kernel)(Parameters...), int64_t x, int y, int threads, int shared, Arguments... arguments) const {
     if (x == 0) return;
+    expect(x <= INT32_MAX, "the tensor", "is too large: its blocks are more than a grid may have");
     kernel<<<dim3(static_cast<unsigned>(x), y), threads, shared, stream_>>>(arguments...);
     check(cudaGetLastError());
   }

@@ -21,7 +21,6 @@ namespace megazero {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kVectorBytes = 16;  // the widest access of one thread on every architecture
-constexpr int64_t kMaxBlocks = 1 << 30;
 
 // Elements of T in one 16-byte access.
 template <typename T>
@@ -222,8 +221,7 @@ struct Tiles {
   __host__ Tiles(int64_t rows, int64_t columns, int pack)
       : rows(rows), columns(columns), across(at_least(divide_up<int64_t>(columns, int64_t{pack} * kTileThreads), 1)) {}
 
-  __host__ int64_t count() const { return across * divide_up<int64_t>(rows, kTileRows); }
-  __host__ int64_t blocks() const { return at_most(count(), kMaxBlocks); }
+  __host__ int64_t blocks() const { return across * divide_up<int64_t>(rows, kTileRows); }
 
   __host__ __device__ int64_t first_row(int64_t tile) const { return tile / across * kTileRows; }
   __host__ __device__ int64_t column(int64_t tile, int thread, int pack) const {
@@ -231,23 +229,20 @@ struct Tiles {
   }
 };
 
-// Of every pack of this block's tiles: input = read(row, column), then write(row, column, input). All reads of a tile come
-// before its writes, so that they are in flight together; `each_column(column)` comes first.
+// Of every pack of this block's tile: input = read(row, column), then write(row, column, input). All reads come before the
+// writes, so that they are in flight together; `each_column(column)` comes first.
 template <int N, typename EachColumn, typename Read, typename Write>
 __device__ __forceinline__ void for_each_tile(const Tiles& tiles, EachColumn each_column, Read read, Write write) {
-  const int64_t down = divide_up<int64_t>(tiles.rows, kTileRows), count = tiles.across * down;
-  for (int64_t tile = blockIdx.x; tile < count; tile += gridDim.x) {
-    const int64_t column = tiles.column(tile, threadIdx.x, N), first = tiles.first_row(tile);
-    if (column >= tiles.columns) continue;
-    each_column(column);
-    decltype(read(first, column)) inputs[kTileRows];
+  const int64_t column = tiles.column(blockIdx.x, threadIdx.x, N), first = tiles.first_row(blockIdx.x);
+  if (column >= tiles.columns) return;
+  each_column(column);
+  decltype(read(first, column)) inputs[kTileRows];
 #pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-      if (first + i < tiles.rows) inputs[i] = read(first + i, column);
+  for (int i = 0; i < kTileRows; ++i)
+    if (first + i < tiles.rows) inputs[i] = read(first + i, column);
 #pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-      if (first + i < tiles.rows) write(first + i, column, inputs[i]);
-  }
+  for (int i = 0; i < kTileRows; ++i)
+    if (first + i < tiles.rows) write(first + i, column, inputs[i]);
 }
 
 // Flat elementwise kernels: every thread handles kFlatPacks packs, a block's width apart.
@@ -257,17 +252,14 @@ constexpr int kFlatPacks = 2;
 // Of every pack of this block's share of n elements (a multiple of N), i its first: write(i, read(i)).
 template <int N, typename Read, typename Write>
 __device__ __forceinline__ void for_each_pack(int64_t n, Read read, Write write) {
-  constexpr int64_t kWidth = int64_t{kFlatThreads} * kFlatPacks;
-  const int64_t packs = n / N;
-  for (int64_t base = blockIdx.x * kWidth + threadIdx.x; base < packs; base += gridDim.x * kWidth) {
-    decltype(read(base)) inputs[kFlatPacks];
+  const int64_t packs = n / N, base = int64_t{blockIdx.x} * kFlatThreads * kFlatPacks + threadIdx.x;
+  decltype(read(base)) inputs[kFlatPacks];
 #pragma unroll
-    for (int k = 0; k < kFlatPacks; ++k)
-      if (base + k * kFlatThreads < packs) inputs[k] = read((base + k * kFlatThreads) * N);
+  for (int k = 0; k < kFlatPacks; ++k)
+    if (base + k * kFlatThreads < packs) inputs[k] = read((base + k * kFlatThreads) * N);
 #pragma unroll
-    for (int k = 0; k < kFlatPacks; ++k)
-      if (base + k * kFlatThreads < packs) write((base + k * kFlatThreads) * N, inputs[k]);
-  }
+  for (int k = 0; k < kFlatPacks; ++k)
+    if (base + k * kFlatThreads < packs) write((base + k * kFlatThreads) * N, inputs[k]);
 }
 
 // Elements of a pack where fp32 and 16 bits meet: 16 bytes of the one, 8 of the other.
@@ -284,8 +276,8 @@ template <int N, typename Start>
 __host__ void split_flat(int64_t n, bool aligned, Start start) {
   constexpr int64_t kWidth = int64_t{kFlatThreads} * kFlatPacks;
   const int64_t whole = aligned ? n / N * N : 0, rest = n - whole;
-  if (whole) start(Width<N>{}, int64_t{0}, whole, at_most(divide_up(whole / N, kWidth), kMaxBlocks));
-  if (rest) start(Width<1>{}, whole, rest, at_most(divide_up(rest, kWidth), kMaxBlocks));
+  if (whole) start(Width<N>{}, int64_t{0}, whole, divide_up(whole / N, kWidth));
+  if (rest) start(Width<1>{}, whole, rest, divide_up(rest, kWidth));
 }
 
 }  // namespace megazero

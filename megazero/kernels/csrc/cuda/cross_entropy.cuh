@@ -19,37 +19,36 @@ __global__ void __launch_bounds__(kLossThreads)
     cross_entropy_parts(const T* logits, const int64_t* targets, float* parts, int64_t rows, int64_t columns) {
   Team team;
   const int64_t packs = columns / N;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T* from = logits + row * columns;
-    float highest = lowest<T>(), sum = 0.0f;  // finite, so that a row of -inf sums to 0 rather than NaN
-    for (int64_t base = threadIdx.x; base < packs; base += int64_t{kLossGroup} * blockDim.x) {
-      Pack<T, N> group[kLossGroup];
+  const int64_t row = blockIdx.x;
+  const T* from = logits + row * columns;
+  float highest = lowest<T>(), sum = 0.0f;  // finite, so that a row of -inf sums to 0 rather than NaN
+  for (int64_t base = threadIdx.x; base < packs; base += int64_t{kLossGroup} * blockDim.x) {
+    Pack<T, N> group[kLossGroup];
 #pragma unroll
-      for (int g = 0; g < kLossGroup; ++g)
-        if (base + int64_t{g} * blockDim.x < packs) group[g] = load_fixed<N>(from + (base + int64_t{g} * blockDim.x) * N);
-      float above = highest;
+    for (int g = 0; g < kLossGroup; ++g)
+      if (base + int64_t{g} * blockDim.x < packs) group[g] = load_fixed<N>(from + (base + int64_t{g} * blockDim.x) * N);
+    float above = highest;
 #pragma unroll
-      for (int g = 0; g < kLossGroup; ++g)
-        if (base + int64_t{g} * blockDim.x < packs)
+    for (int g = 0; g < kLossGroup; ++g)
+      if (base + int64_t{g} * blockDim.x < packs)
 #pragma unroll
-          for (int k = 0; k < N; ++k) above = fmaxf(above, wide(group[g].at[k]));
-      sum *= exponential(highest - above);
-      highest = above;
+        for (int k = 0; k < N; ++k) above = fmaxf(above, wide(group[g].at[k]));
+    sum *= exponential(highest - above);
+    highest = above;
 #pragma unroll
-      for (int g = 0; g < kLossGroup; ++g)
-        if (base + int64_t{g} * blockDim.x < packs)
+    for (int g = 0; g < kLossGroup; ++g)
+      if (base + int64_t{g} * blockDim.x < packs)
 #pragma unroll
-          for (int k = 0; k < N; ++k) sum += exponential(wide(group[g].at[k]) - highest);
-    }
-    const float maximum = team.reduce<Maximum>(highest);
-    sum = team.reduce<Sum>(sum * exponential(highest - maximum));
-    if (threadIdx.x == 0) {
-      const int64_t target = targets[row];
-      // fmaxf leaves a NaN out; the sum has it. With an infinity the sum is NaN too, and the maximum infinite.
-      parts[row] = isnan(sum) && maximum < INFINITY ? sum : maximum;
-      parts[rows + row] = sum;
-      parts[2 * rows + row] = target >= 0 && target < columns ? wide(from[target]) : -INFINITY;
-    }
+        for (int k = 0; k < N; ++k) sum += exponential(wide(group[g].at[k]) - highest);
+  }
+  const float maximum = team.reduce<Maximum>(highest);
+  sum = team.reduce<Sum>(sum * exponential(highest - maximum));
+  if (threadIdx.x == 0) {
+    const int64_t target = targets[row];
+    // fmaxf leaves a NaN out; the sum has it. With an infinity the sum is NaN too, and the maximum infinite.
+    parts[row] = isnan(sum) && maximum < INFINITY ? sum : maximum;
+    parts[rows + row] = sum;
+    parts[2 * rows + row] = target >= 0 && target < columns ? wide(from[target]) : -INFINITY;
   }
 }
 
@@ -90,7 +89,7 @@ __host__ void launch_cross_entropy_parts(const Launch& launch, const T* logits, 
   auto start = [&](auto kernel, int pack) {
     const int64_t packs = at_least(columns / pack, 1);
     const int threads = packs >= kLossThreads * kLossGroup ? kLossThreads : row_threads(packs, kLossGroup);
-    launch(kernel, at_most(rows, kMaxBlocks), threads, kScratch, logits, targets, parts, rows, columns);
+    launch(kernel, rows, threads, kScratch, logits, targets, parts, rows, columns);
   };
   if (packs_fit<N>(logits, columns))
     start(cross_entropy_parts<T, N>, N);

@@ -30,35 +30,32 @@ __device__ __forceinline__ double sum_block(double x) {
 template <typename T, bool ALIGNED>
 __global__ void __launch_bounds__(kSquaresThreads) square_blocks(const T* flat, double* partial, int64_t n) {
   constexpr int N = kPack<T>;
-  const int64_t blocks = divide_up(n, kSquaresBlock);
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t begin = block * kSquaresBlock;
-    const int count = static_cast<int>(n - begin < kSquaresBlock ? n - begin : kSquaresBlock);
-    double sum = 0.0;
-    for (int base = threadIdx.x * N; base < count; base += kSquaresGroup * kSquaresThreads * N) {
-      Pack<T, N> group[kSquaresGroup];
+  const int64_t block = blockIdx.x;
+  const int64_t begin = block * kSquaresBlock;
+  const int count = static_cast<int>(n - begin < kSquaresBlock ? n - begin : kSquaresBlock);
+  double sum = 0.0;
+  for (int base = threadIdx.x * N; base < count; base += kSquaresGroup * kSquaresThreads * N) {
+    Pack<T, N> group[kSquaresGroup];
 #pragma unroll
-      for (int g = 0; g < kSquaresGroup; ++g) {
-        const int at = base + g * kSquaresThreads * N;
-        if (ALIGNED && at + N <= count) {
-          group[g] = load_fixed<N>(flat + begin + at);
-        } else {
+    for (int g = 0; g < kSquaresGroup; ++g) {
+      const int at = base + g * kSquaresThreads * N;
+      if (ALIGNED && at + N <= count) {
+        group[g] = load_fixed<N>(flat + begin + at);
+      } else {
 #pragma unroll
-          for (int k = 0; k < N; ++k) group[g].at[k] = at + k < count ? flat[begin + at + k] : narrow<T>(0.0f);
-        }
+        for (int k = 0; k < N; ++k) group[g].at[k] = at + k < count ? flat[begin + at + k] : narrow<T>(0.0f);
       }
-#pragma unroll
-      for (int g = 0; g < kSquaresGroup; ++g)
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-          const double v = wide(group[g].at[k]);
-          sum += v * v;
-        }
     }
-    sum = sum_block(sum);
-    if (threadIdx.x == 0) partial[block] = sum;
-    __syncthreads();  // the next block's sums go where this one's are read
+#pragma unroll
+    for (int g = 0; g < kSquaresGroup; ++g)
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const double v = wide(group[g].at[k]);
+        sum += v * v;
+      }
   }
+  sum = sum_block(sum);
+  if (threadIdx.x == 0) partial[block] = sum;
 }
 
 // Static, because it is no template and each translation unit gets its own.
@@ -107,7 +104,7 @@ template <typename T, typename Launch>
 __host__ void launch_sum_of_squares(const Launch& launch, const T* flat, double* partial, double* total, int64_t n) {
   const int64_t blocks = divide_up(n, kSquaresBlock);
   auto start = [&](auto kernel) {
-    launch(kernel, at_most(blocks, kMaxBlocks), kSquaresThreads, kScratch, flat, partial, n);
+    launch(kernel, blocks, kSquaresThreads, kScratch, flat, partial, n);
   };
   if (packs_fit<kPack<T>>(flat, 0))
     start(square_blocks<T, true>);

@@ -18,28 +18,26 @@ struct RotaryShape {
 template <typename T, int N>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     rotary_turn(const T* x, const T* cosines, const T* sines, T* y, const RotaryShape shape, float direction) {
-  const int64_t rows = shape.sequence * shape.batch;
   const int packs = static_cast<int>(shape.half / N), items = static_cast<int>(shape.heads) * packs;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const int64_t s = row / shape.batch, b = row % shape.batch;
-    const T* from = x + s * shape.x_strides[0] + b * shape.x_strides[1];
-    const int64_t angle = s * shape.angle_stride + b * shape.angle_batch_stride;
-    T* to = y + row * shape.heads * 2 * shape.half;
-    for (int item = threadIdx.x; item < items; item += blockDim.x) {
-      const int head = item / packs, column = item % packs * N;
-      const T* first = from + head * shape.x_strides[2] + column;
-      Pack<T, N> a = load_fixed<N>(first), b = load_fixed<N>(first + shape.half);
-      const Pack<T, N> c = load_fixed<N>(cosines + angle + column), d = load_fixed<N>(sines + angle + column);
+  const int64_t row = blockIdx.x;
+  const int64_t s = row / shape.batch, b = row % shape.batch;
+  const T* from = x + s * shape.x_strides[0] + b * shape.x_strides[1];
+  const int64_t angle = s * shape.angle_stride + b * shape.angle_batch_stride;
+  T* to = y + row * shape.heads * 2 * shape.half;
+  for (int item = threadIdx.x; item < items; item += blockDim.x) {
+    const int head = item / packs, column = item % packs * N;
+    const T* first = from + head * shape.x_strides[2] + column;
+    Pack<T, N> a = load_fixed<N>(first), b = load_fixed<N>(first + shape.half);
+    const Pack<T, N> c = load_fixed<N>(cosines + angle + column), d = load_fixed<N>(sines + angle + column);
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const float u = wide(a.at[k]), v = wide(b.at[k]), cosine = wide(c.at[k]), sine = direction * wide(d.at[k]);
-        a.at[k] = narrow<T>(u * cosine - v * sine);
-        b.at[k] = narrow<T>(v * cosine + u * sine);
-      }
-      T* target = to + head * 2 * shape.half + column;
-      store(target, a);
-      store(target + shape.half, b);
+    for (int k = 0; k < N; ++k) {
+      const float u = wide(a.at[k]), v = wide(b.at[k]), cosine = wide(c.at[k]), sine = direction * wide(d.at[k]);
+      a.at[k] = narrow<T>(u * cosine - v * sine);
+      b.at[k] = narrow<T>(v * cosine + u * sine);
     }
+    T* target = to + head * 2 * shape.half + column;
+    store(target, a);
+    store(target + shape.half, b);
   }
 }
 
@@ -55,7 +53,7 @@ __host__ void launch_rotary(const Launch& launch, const T* x, const T* cosines, 
   auto start = [&](auto kernel, int pack) {
     const int64_t items = shape.heads * (shape.half / pack);
     const int threads = static_cast<int>(at_most(row_threads(items, 1), kTileThreads));
-    launch(kernel, at_most(shape.sequence * shape.batch, kMaxBlocks), threads, 0, x, cosines, sines, y, shape,
+    launch(kernel, shape.sequence * shape.batch, threads, 0, x, cosines, sines, y, shape,
            inverse ? -1.0f : 1.0f);
   };
   if (fit)

@@ -28,44 +28,43 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
     causal_softmax_forward(const T* scores, T* y, const CausalRows shape) {
   constexpr int N = kPack<T>, PACKS = kSoftmaxPacks;
   Team team;
-  for (int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
-    const int64_t start = row * shape.keys, seen = shape.visible(row);
-    float z[PACKS][N];
-    float highest = -INFINITY, sum = 0.0f;
-    Pack<T, N> packs[PACKS];
+  const int64_t row = blockIdx.x;
+  const int64_t start = row * shape.keys, seen = shape.visible(row);
+  float z[PACKS][N];
+  float highest = -INFINITY, sum = 0.0f;
+  Pack<T, N> packs[PACKS];
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
-      if (column < seen) packs[p] = load_fixed<N>(scores + start + column);
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+    if (column < seen) packs[p] = load_fixed<N>(scores + start + column);
+  }
+#pragma unroll
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      z[p][k] = column + k < seen ? wide(packs[p].at[k]) * shape.scale : -INFINITY;
+      highest = fmaxf(highest, z[p][k]);
     }
+  }
+  highest = team.reduce<Maximum>(highest);
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        z[p][k] = column + k < seen ? wide(packs[p].at[k]) * shape.scale : -INFINITY;
-        highest = fmaxf(highest, z[p][k]);
-      }
+    for (int k = 0; k < N; ++k) {
+      z[p][k] = column + k < seen ? exponential(z[p][k] - highest) : 0.0f;
+      sum += z[p][k];
     }
-    highest = team.reduce<Maximum>(highest);
+  }
+  const float inverse = 1.0f / team.reduce<Sum>(sum);
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+    if (column >= shape.keys) continue;
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        z[p][k] = column + k < seen ? exponential(z[p][k] - highest) : 0.0f;
-        sum += z[p][k];
-      }
-    }
-    const float inverse = 1.0f / team.reduce<Sum>(sum);
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
-      if (column >= shape.keys) continue;
-#pragma unroll
-      for (int k = 0; k < N; ++k) packs[p].at[k] = narrow<T>(column + k < seen ? z[p][k] * inverse : 0.0f);
-      store(y + start + column, packs[p]);
-    }
+    for (int k = 0; k < N; ++k) packs[p].at[k] = narrow<T>(column + k < seen ? z[p][k] * inverse : 0.0f);
+    store(y + start + column, packs[p]);
   }
 }
 
@@ -73,18 +72,17 @@ template <typename T>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     causal_softmax_forward_any(const T* scores, T* y, const CausalRows shape) {
   Team team;
-  for (int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
-    const int64_t start = row * shape.keys, seen = shape.visible(row);
-    float highest = -INFINITY, sum = 0.0f;
-    for (int64_t c = threadIdx.x; c < seen; c += blockDim.x) highest = fmaxf(highest, wide(scores[start + c]) * shape.scale);
-    highest = team.reduce<Maximum>(highest);
-    for (int64_t c = threadIdx.x; c < seen; c += blockDim.x)
-      sum += exponential(wide(scores[start + c]) * shape.scale - highest);
-    const float inverse = 1.0f / team.reduce<Sum>(sum);
-    for (int64_t c = threadIdx.x; c < shape.keys; c += blockDim.x)
-      y[start + c] =
-          narrow<T>(c < seen ? exponential(wide(scores[start + c]) * shape.scale - highest) * inverse : 0.0f);
-  }
+  const int64_t row = blockIdx.x;
+  const int64_t start = row * shape.keys, seen = shape.visible(row);
+  float highest = -INFINITY, sum = 0.0f;
+  for (int64_t c = threadIdx.x; c < seen; c += blockDim.x) highest = fmaxf(highest, wide(scores[start + c]) * shape.scale);
+  highest = team.reduce<Maximum>(highest);
+  for (int64_t c = threadIdx.x; c < seen; c += blockDim.x)
+    sum += exponential(wide(scores[start + c]) * shape.scale - highest);
+  const float inverse = 1.0f / team.reduce<Sum>(sum);
+  for (int64_t c = threadIdx.x; c < shape.keys; c += blockDim.x)
+    y[start + c] =
+        narrow<T>(c < seen ? exponential(wide(scores[start + c]) * shape.scale - highest) * inverse : 0.0f);
 }
 
 // dx = scale p (grad - sum(p grad)).
@@ -93,37 +91,36 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
     causal_softmax_backward(const T* grad, const T* probabilities, T* dx, const CausalRows shape) {
   constexpr int N = kPack<T>, PACKS = kSoftmaxPacks;
   Team team;
-  for (int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
-    const int64_t start = row * shape.keys, seen = shape.visible(row);
-    Pack<T, N> g[PACKS], y[PACKS];
-    float along = 0.0f;
+  const int64_t row = blockIdx.x;
+  const int64_t start = row * shape.keys, seen = shape.visible(row);
+  Pack<T, N> g[PACKS], y[PACKS];
+  float along = 0.0f;
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
-      if (column >= seen) continue;
-      g[p] = load_fixed<N>(grad + start + column);
-      y[p] = load_fixed<N>(probabilities + start + column);
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+    if (column >= seen) continue;
+    g[p] = load_fixed<N>(grad + start + column);
+    y[p] = load_fixed<N>(probabilities + start + column);
+  }
+#pragma unroll
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      if (column + k < seen) along += wide(g[p].at[k]) * wide(y[p].at[k]);
+  }
+  along = team.reduce<Sum>(along);
+#pragma unroll
+  for (int p = 0; p < PACKS; ++p) {
+    const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
+    if (column >= shape.keys) continue;
+    Pack<T, N> d;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const bool inside = column + k < seen;
+      d.at[k] = narrow<T>(inside ? shape.scale * wide(y[p].at[k]) * (wide(g[p].at[k]) - along) : 0.0f);
     }
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
-#pragma unroll
-      for (int k = 0; k < N; ++k)
-        if (column + k < seen) along += wide(g[p].at[k]) * wide(y[p].at[k]);
-    }
-    along = team.reduce<Sum>(along);
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-      const int64_t column = (int64_t{p} * blockDim.x + threadIdx.x) * N;
-      if (column >= shape.keys) continue;
-      Pack<T, N> d;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const bool inside = column + k < seen;
-        d.at[k] = narrow<T>(inside ? shape.scale * wide(y[p].at[k]) * (wide(g[p].at[k]) - along) : 0.0f);
-      }
-      store(dx + start + column, d);
-    }
+    store(dx + start + column, d);
   }
 }
 
@@ -131,16 +128,15 @@ template <typename T>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     causal_softmax_backward_any(const T* grad, const T* probabilities, T* dx, const CausalRows shape) {
   Team team;
-  for (int64_t row = blockIdx.x; row < shape.rows; row += gridDim.x) {
-    const int64_t start = row * shape.keys, seen = shape.visible(row);
-    float along = 0.0f;
-    for (int64_t c = threadIdx.x; c < seen; c += blockDim.x)
-      along += wide(grad[start + c]) * wide(probabilities[start + c]);
-    along = team.reduce<Sum>(along);
-    for (int64_t c = threadIdx.x; c < shape.keys; c += blockDim.x) {
-      const int64_t i = start + c;
-      dx[i] = narrow<T>(c < seen ? shape.scale * wide(probabilities[i]) * (wide(grad[i]) - along) : 0.0f);
-    }
+  const int64_t row = blockIdx.x;
+  const int64_t start = row * shape.keys, seen = shape.visible(row);
+  float along = 0.0f;
+  for (int64_t c = threadIdx.x; c < seen; c += blockDim.x)
+    along += wide(grad[start + c]) * wide(probabilities[start + c]);
+  along = team.reduce<Sum>(along);
+  for (int64_t c = threadIdx.x; c < shape.keys; c += blockDim.x) {
+    const int64_t i = start + c;
+    dx[i] = narrow<T>(c < seen ? shape.scale * wide(probabilities[i]) * (wide(grad[i]) - along) : 0.0f);
   }
 }
 
@@ -153,11 +149,10 @@ constexpr int64_t kSoftmaxHeld = int64_t{kSoftmaxThreads} * kSoftmaxPacks * kPac
 template <typename T, typename Kernel, typename AnyKernel, typename Launch, typename... Arguments>
 __host__ void launch_rows(const Launch& launch, bool fit, const CausalRows& shape, Kernel held, AnyKernel any,
                           Arguments... arguments) {
-  const int64_t blocks = at_most(shape.rows, kMaxBlocks);
   if (fit && shape.keys <= kSoftmaxHeld<T>)
-    launch(held, blocks, row_threads(shape.keys / kPack<T>, kSoftmaxPacks), kScratch, arguments..., shape);
+    launch(held, shape.rows, row_threads(shape.keys / kPack<T>, kSoftmaxPacks), kScratch, arguments..., shape);
   else
-    launch(any, blocks, static_cast<int>(at_most(row_threads(shape.keys, 1), kSoftmaxThreads)), kScratch, arguments...,
+    launch(any, shape.rows, static_cast<int>(at_most(row_threads(shape.keys, 1), kSoftmaxThreads)), kScratch, arguments...,
            shape);
 }
 
