@@ -24,7 +24,7 @@ struct CausalRows {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kSoftmaxThreads)
+__global__ void __launch_bounds__(kSoftmaxThreads, 1)
     causal_softmax_forward(const T* scores, T* y, const CausalRows shape) {
   constexpr int N = kPack<T>, PACKS = kSoftmaxPacks;
   Team team;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kSoftmaxThreads)
+__global__ void __launch_bounds__(kSoftmaxThreads, 1)
     causal_softmax_forward_any(const T* scores, T* y, const CausalRows shape) {
   Team team;
   const int64_t row = blockIdx.x;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 
 // dx = scale p (grad - sum(p grad)).
 template <typename T>
-__global__ void __launch_bounds__(kSoftmaxThreads)
+__global__ void __launch_bounds__(kSoftmaxThreads, 1)
     causal_softmax_backward(const T* grad, const T* probabilities, T* dx, const CausalRows shape) {
   constexpr int N = kPack<T>, PACKS = kSoftmaxPacks;
   Team team;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kSoftmaxThreads)
+__global__ void __launch_bounds__(kSoftmaxThreads, 1)
     causal_softmax_backward_any(const T* grad, const T* probabilities, T* dx, const CausalRows shape) {
   Team team;
   const int64_t row = blockIdx.x;
