@@ -31,6 +31,12 @@ _CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-
 # traffic is nowhere in a kernel's account of bytes.
 _CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "-shared", "-cudart=static"]
 _CUDA_FLAGS += ["-Xptxas=-v,-warn-spills,-Werror"]
+# The current stream is asked of torch's CUDA library by a weak symbol, which nothing resolves unless that library is
+# among our own needs: Python loads torch's libraries out of each other's sight, and a linker leaves out what is only
+# weakly needed. A torch without CUDA has no such library, and is never asked.
+_CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
+    "-ltorch_cuda" if (_TORCH / "lib" / "libtorch_cuda.so").exists() else "-ltorch"
+)
 _OLDEST_ARCH = 70  # Volta: older ones have no tensor cores, and nobody trains on them
 _RELEASE_ARCHS = (80, 90, 100)
 
@@ -67,7 +73,8 @@ def build_cuda(source: Path, archs: Sequence[int]) -> Path:
     if unknown := sorted(set(archs) - set(known)):
         raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
-    return build_library(source, [nvcc, *_CUDA_FLAGS, *targets], [*_TORCH_FLAGS, f"-Xlinker={_RUN_PATH[4:]}"])
+    libraries = [*_TORCH_FLAGS, _CUDA_NEEDS, f"-Xlinker={_RUN_PATH[4:]}"]
+    return build_library(source, [nvcc, *_CUDA_FLAGS, *targets], libraries)
 
 
 def build_library(source: Path, command: Sequence[str], libraries: Sequence[str], headers: Sequence[Path] = ()) -> Path:

@@ -1,12 +1,13 @@
 """The CUDA library is built without a GPU: no kernel spills, and it loads where torch has no CUDA."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.kernels import build, ptxas, schema
+from megazero.kernels import build, cuda, ptxas, schema
 from megazero.kernels.build import BuildError
 
 SOURCE = Path(build.__file__).parent / "csrc" / "cuda.cu"
@@ -43,6 +44,27 @@ def test_one_architecture() -> None:
     check([90])
     for name in ("layer_norm", "adamw_", "cross_entropy_parts_"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"megazero::{name}", "CUDA")
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_the_library_sees_torch_s_cuda() -> None:
+    """Its own needs name torch's CUDA library, where there is one; otherwise nobody would resolve the weak symbol."""
+    command = ["readelf", "--dynamic", "--wide", str(build.build_cuda(SOURCE, [90]))]
+    needed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with_cuda = (Path(torch.__file__).parent / "lib" / "libtorch_cuda.so").exists()
+    assert ("libtorch_cuda.so" if with_cuda else "libtorch.so") in needed
+    assert "libcudart" not in needed
+
+
+def test_the_archs_of_this_machine_s_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BuildError, match="no CUDA device"):
+        cuda.load()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0), (8, 0), (9, 0)][device])
+    assert cuda.present_archs() == [80, 90]
 
 
 @needs_nvcc
