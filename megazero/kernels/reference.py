@@ -23,7 +23,9 @@ _FORMS = {True: "tanh", False: "none"}
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016): (y, mean, rstd)."""
     wide = _weights_for(x_ND, weight_D), _weights_for(x_ND, bias_D)
-    return torch.native_layer_norm(x_ND, [x_ND.shape[-1]], *wide, eps)
+    y_ND, mean, rstd = torch.native_layer_norm(x_ND, [x_ND.shape[-1]], *wide, eps)
+    # They are wide already, but without data torch (2.13) says that they are not.
+    return y_ND, mean.to(_wide_dtype(x_ND.dtype)), rstd.to(_wide_dtype(x_ND.dtype))
 
 
 def layer_norm_backward(

@@ -8,9 +8,9 @@ elements of fp32 or wider, and K what a block keeps, in bytes beside what the ot
     loss         2 n + V + N         the last norm's input and output, the logits (their gradient takes their place),
                                      the gradient of what they were made from; with sequence parallelism N + n more:
                                      the norm's output gathered for the weight's gradient, what comes of the sum
-    last norm    2 n + 4 w           RMSNorm: input and incoming gradient, four steps of its backward
-    mask         K + n + 8 T' h      the gradient that comes in, and (not fused) the hash behind a mask, 2 integers of 4
-                                     bytes
+    last norm    2 n + 4 w           RMSNorm, not fused: input and incoming gradient, four steps of its backward
+    mask         K + n + 8 T' h      dropout, not fused: the gradient that comes in, and the hash behind a mask, two
+                                     integers of 4 bytes
     down         K + n + f           the gradient that comes in, and that of the product's input (with dropout n more,
                                      with sequence parallelism N more, the gradient gathered)
     gelu         K + n + f           what gelu returned is gone; its gradient and that of its input (with a bias the
@@ -18,7 +18,7 @@ elements of fp32 or wider, and K what a block keeps, in bytes beside what the ot
     silu x up    K + n + 2 f         gated: what was returned is gone; three gradients
     up           K + n - f + N       both sides of gelu are gone; the gradient of the norm's output (with sequence
                                      parallelism N + n more as above)
-    norm         K - 2 f + n + 4 w   RMSNorm: as above; what the block's MLP kept is gone (3 f gated)
+    norm         K - 2 f + n + 4 w   RMSNorm, not fused: as above; what the block's MLP kept is gone (3 f gated)
 
 Where gradients are wider than parameters, a weight's gradient is made in the narrow type first: loss, down and up have
 a matrix more. With full recompute K is what the replayed block keeps, less its input, which lies in the arena.
@@ -58,7 +58,7 @@ def moments(
     matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
     if head:
         yield "loss", kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix
-        if not shape.layernorm:
+        if not shape.layernorm and not fused:
             yield "last norm", kept + 2 * stream + wide
     if not blocks:
         return
@@ -73,7 +73,7 @@ def moments(
     both = (3 if shape.gated else 2) * ffn
     after = kept - both + stream
     yield "up", after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + shape.ffn * matrix
-    if not shape.layernorm:
+    if not shape.layernorm and not fused:
         yield "norm", after + wide
 
 

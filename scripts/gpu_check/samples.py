@@ -197,11 +197,17 @@ def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
 
 def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
     """`distance` of each result of an operation."""
-    scales = [0.0] * len(found)
-    if "norm_backward" in name:  # dx is a difference of terms as large as this
-        scales[0] = float(arguments[0].abs().max() * arguments[-1].abs().max() * arguments[-2].abs().max())
+    scales = _norm_scales(arguments, len(found)) if "norm_backward" in name else [0.0] * len(found)
     expected = truth(name, arguments)
     return [distance(*each) for each in zip(found, expected, scales, strict=True)]
+
+
+def _norm_scales(arguments: Arguments, count: int) -> list[float]:
+    """How large the terms are of which dx is a difference, and dweight and dbias are sums over rows."""
+    *_, x, mean, rstd, weight = arguments if count == 3 else (*arguments[:-2], 0.0, *arguments[-2:])
+    grad = float(arguments[0].abs().max())
+    z = float(((x.float() - mean) * rstd).abs().max())
+    return [grad * float(rstd.max() * weight.abs().max()) * (1 + z), grad * z, grad][:count]
 
 
 def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:

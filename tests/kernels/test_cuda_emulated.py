@@ -207,9 +207,6 @@ def test_sums_of_squares_do_not_depend_on_the_alignment() -> None:
         assert abs(sums.pop() - math.fsum(v * v for v in flat.tolist())) <= 1e-14 * len(flat)
 
 
-ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-
-
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wide_gradients", [True, False])
 def test_adamw_gives_the_bits_of_torch(low: torch.dtype, wide_gradients: bool) -> None:
@@ -222,18 +219,17 @@ def test_adamw_gives_the_bits_of_torch(low: torch.dtype, wide_gradients: bool) -
         master, grad, first, second, _, step, divide_by, skip = theirs
         grads = [grad.float().clone()]
         torch_adamw(
-            [master],
-            grads,
-            [first],
-            [second],
-            [],
-            [step],
+            *([master], grads, [first], [second], [], [step]),
             fused=True,
             grad_scale=divide_by,
             found_inf=skip,
             amsgrad=False,
             maximize=False,
-            **ADAM,
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
         )
     for place in (0, 2, 3, 5):
         assert torch.equal(ours[place], theirs[place])

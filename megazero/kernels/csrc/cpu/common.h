@@ -112,6 +112,14 @@ INLINE float exponential_or_zero(float x) {
   return x < -87.0f ? 0.0f : e;
 }
 
+// The sum of a power of two of lanes, in halves; of known sizes, so that they stay in registers.
+template <int kCount>
+INLINE float sum_lanes(float* lanes) {
+  if constexpr (kCount == 1) return lanes[0];
+  for (int lane = 0; lane < kCount / 2; ++lane) lanes[lane] += lanes[lane + kCount / 2];
+  return sum_lanes<std::max(1, kCount / 2)>(lanes);
+}
+
 // The sum of term(i) for i < n, in kLanes sums whose order depends on n alone.
 template <typename F>
 INLINE float sum_of(int64_t n, F term) {
@@ -120,9 +128,7 @@ INLINE float sum_of(int64_t n, F term) {
   for (; i + kLanes <= n; i += kLanes)
     for (int lane = 0; lane < kLanes; ++lane) sums[lane] += term(i + lane);
   for (int lane = 0; i + lane < n; ++lane) sums[lane] += term(i + lane);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
-  return sums[0];
+  return sum_lanes<kLanes>(sums);
 }
 
 // Two sums at once, of what one pass over the same memory finds: `terms` adds to its last two arguments.
@@ -133,12 +139,7 @@ INLINE std::pair<float, float> two_sums_of(int64_t n, F terms) {
   for (; i + kLanes <= n; i += kLanes)
     for (int lane = 0; lane < kLanes; ++lane) terms(i + lane, first[lane], second[lane]);
   for (int lane = 0; i + lane < n; ++lane) terms(i + lane, first[lane], second[lane]);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int lane = 0; lane < half; ++lane) {
-      first[lane] += first[lane + half];
-      second[lane] += second[lane + half];
-    }
-  return {first[0], second[0]};
+  return {sum_lanes<kLanes>(first), sum_lanes<kLanes>(second)};
 }
 
 // The largest of term(i) for i < n, at least `lowest`. A NaN is passed over.

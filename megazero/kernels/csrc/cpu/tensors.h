@@ -7,6 +7,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <tuple>
 #include <vector>
 
 #include "common.h"
@@ -70,5 +71,9 @@ struct Rows {
   explicit Rows(const Tensor& x) : count(0), n(x.size(-1)) { count = n ? x.numel() / n : 0; }
   int64_t grain() const { return std::max<int64_t>(1, kGrain / std::max<int64_t>(n, 1)); }
 };
+
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 }  // namespace
