@@ -34,7 +34,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.ops.rotary(grads[0], *ctx.saved_tensors, True), None, None, None
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # attention's backward lays it out
+        return ctx.ops.rotary(grad, *ctx.saved_tensors, True), None, None, None
 
 
 class Rotary:

@@ -319,3 +319,15 @@ def test_the_library_keeps_to_the_schema(name: str, dtype: torch.dtype) -> None:
     """Nothing is written or returned but what the schema says, and tensors without data come out alike."""
     arguments = calls(dtype)[name]
     torch.library.opcheck(getattr(fused, name).default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_torch_compile_traces_them() -> None:
+    """In one graph, without a break."""
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        total, y, _ = fused.add_rms_norm(x, x, weight, 1e-5)
+        return fused.swiglu(fused.bias_gelu(y, weight, False), total)
+
+    x, weight = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)), torch.ones(24)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, weight), block(x, weight))

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.kernels.choice import choose
 from megazero.kernels.operations import REFERENCE
+from megazero.model import attention
 from megazero.model.dropout import Dropout
 from megazero.model.parameter import declaration_of, declare, named_declarations
 from megazero.model.step import Step
@@ -194,3 +196,15 @@ def test_masks_and_positions_of_a_part_of_the_sequence_are_those_of_the_whole() 
     positions_SB = torch.arange(64).view(16, 4)
     whole, part = (replace(step, positions_SB=positions_SB) for step in (whole, part))
     assert torch.equal(whole.document_positions(16)[8:], part.document_positions(8))
+
+
+def test_rotation_takes_gradients_in_any_layout() -> None:
+    """The heads' gradients come as attention's backward has laid them out."""
+    x, half = torch.randn(4, 2, 3, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16.0).view(4, 1, 1, 4)
+    angles, ops = torch.cat((half, half), -1), choose("auto", torch.device("cpu"), torch.float32)
+    found = []
+    for grad in (x.mT.contiguous().mT, x):
+        inputs = x.clone().requires_grad_()
+        attention._Rotate.apply(inputs, angles.cos(), angles.sin(), ops).backward(grad)
+        found.append(inputs.grad)
+    assert torch.equal(*found)

@@ -13,7 +13,8 @@ constexpr int64_t kRowsPerSum = 64;  // rows of one partial sum of weight gradie
 
 template <typename T>
 struct Norm {
-  const T *x, *residual, *weight, *bias;
+  const T *x, *residual;
+  const float *weight, *bias;  // widened once, not for each row
   float eps;
   T *total, *y;
   float *mean, *rstd;
@@ -38,11 +39,11 @@ INLINE void norm_rows(const Norm<T>& a, int64_t begin, int64_t end) {
     });
     const float rstd = 1.0f / std::sqrt(squares / n + a.eps);
     T* __restrict y = a.y + r * n;
-    const T* __restrict weight = a.weight;
-    const T* __restrict bias = a.bias;
+    const float* __restrict weight = a.weight;
+    const float* __restrict bias = a.bias;
     for (int64_t i = 0; i < n; ++i) {
-      const float z = (wide(row[i]) - mean) * rstd * wide(weight[i]);
-      y[i] = narrow<T>(kCentred ? z + wide(bias[i]) : z);
+      const float z = (wide(row[i]) - mean) * rstd * weight[i];
+      y[i] = narrow<T>(kCentred ? z + bias[i] : z);
     }
     if (kCentred) a.mean[r] = mean;
     a.rstd[r] = rstd;
@@ -51,8 +52,8 @@ INLINE void norm_rows(const Norm<T>& a, int64_t begin, int64_t end) {
 
 template <typename T>
 struct NormBackward {
-  const T *grad, *grad_total, *x, *weight;
-  const float *mean, *rstd;
+  const T *grad, *grad_total, *x;
+  const float *weight, *mean, *rstd;
   T* dx;
   int64_t rows, n;
 };
@@ -62,7 +63,7 @@ template <typename T, bool kCentred, bool kAdds>
 INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* __restrict dweight,
                                 float* __restrict dbias) {
   const int64_t n = a.n;
-  const T* __restrict weight = a.weight;
+  const float* __restrict weight = a.weight;
   for (int64_t i = 0; i < n; ++i) dweight[i] = 0.0f;
   if (kCentred)
     for (int64_t i = 0; i < n; ++i) dbias[i] = 0.0f;
@@ -73,14 +74,14 @@ INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* 
     T* __restrict dx = a.dx + r * n;
     const float mean = kCentred ? a.mean[r] : 0.0f, rstd = a.rstd[r];
     const auto [all, along] = two_sums_of(n, [&](int64_t i, float& plain, float& weighted) {
-      const float each = wide(grad[i]) * wide(weight[i]);
+      const float each = wide(grad[i]) * weight[i];
       if (kCentred) plain += each;
       weighted += each * (wide(x[i]) - mean);
     });
     const float h = all / n, hz = rstd * along / n;
     for (int64_t i = 0; i < n; ++i) {
       const float g = wide(grad[i]), z = (wide(x[i]) - mean) * rstd;
-      float d = (g * wide(weight[i]) - h - z * hz) * rstd;
+      float d = (g * weight[i] - h - z * hz) * rstd;
       if (kAdds) d += wide(other[i]);
       dx[i] = narrow<T>(d);
       dweight[i] += g * z;

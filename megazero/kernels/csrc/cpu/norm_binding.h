@@ -2,10 +2,18 @@
 
 #pragma once
 
+#include "flat.h"
 #include "norm.h"
 #include "tensors.h"
 
 namespace {
+
+template <typename T>
+std::vector<float> widened(const Tensor& weight, int64_t n) {
+  std::vector<float> values(n);
+  convert(values.data(), input<T>(weight, n), n);
+  return values;
+}
 
 // `residual`, `total`, `bias` and `mean` may be absent.
 
@@ -14,11 +22,12 @@ void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, const T
   const Rows rows(x);
   const int64_t all = x.numel();
   with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const auto weights = widened<T>(weight, rows.n), biases = bias ? widened<T>(*bias, rows.n) : std::vector<float>();
     const Norm<T> a = {
         input<T>(x, all),
         residual ? input<T>(*residual, all) : nullptr,
-        input<T>(weight, rows.n),
-        bias ? input<T>(*bias, rows.n) : nullptr,
+        weights.data(),
+        biases.data(),
         static_cast<float>(eps),
         total ? output<T>(*total, all) : nullptr,
         output<T>(y, all),
@@ -71,11 +80,12 @@ Three norm_backward(const Tensor& grad, const Tensor* grad_total, const Tensor& 
   auto& [dx, dweight, dbias] = out;
   const auto parts = std::make_unique_for_overwrite<float[]>(blocks * sums * n);
   with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const auto weights = widened<T>(weight, n);
     const NormBackward<T> a = {
         input<T>(grad, all),
         grad_total ? input<T>(*grad_total, all) : nullptr,
         input<T>(x, all),
-        input<T>(weight, n),
+        weights.data(),
         mean ? input<float>(*mean, rows.count) : nullptr,
         input<float>(rstd, rows.count),
         output<T>(dx, all),
