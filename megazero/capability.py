@@ -136,7 +136,6 @@ LIMITS: tuple[Limit, ...] = (
     Limit("zero.offload.optimizer", ("none", "cpu")),
     Limit("zero.offload.parameters", ("none", "cpu")),
     Limit("zero.offload.path", (None,)),
-    Limit("precision.kernels", ("auto", "fused", "reference")),
 )
 
 # Verbs of the contract, and whether they run today.

@@ -132,7 +132,8 @@ class Pipeline(Section):
 class Precision(Section):
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = Field(default="fp32", description="Of parameters and activations.")
     kernels: Literal["auto", "fused", "reference", "apex"] = Field(
-        default="auto", description="Which kernels to prefer."
+        default="auto",
+        description="Which kernels to prefer; auto: fused where they can be had, then apex's, then plain torch.",
     )
 
 

@@ -73,7 +73,7 @@ class Expectation:
 
 def expected(layout: Layout, rank: int, ops: Operations) -> RankMemory:
     """What a pipeline rank holds with these kernels."""
-    return memory(layout, rank, fused=ops.bias_gelu_backward is not reference.bias_gelu_backward)
+    return memory(layout, rank, fused=ops.swiglu is not reference.swiglu)
 
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:

@@ -101,15 +101,12 @@ def test_exclusion_is_broken_alone(file: str, option: str, value: object):
 
 def test_limits_hold_for_the_defaults_and_are_reported_together(file: str):
     assert beyond_limits(flatten(resolved(Config()))) == []
-    config = load(
-        file, ["zero.offload.optimizer=nvme", "precision.kernels=apex", "zero.offload.path=here", "run.steps=7"]
-    )
+    config = load(file, ["zero.offload.optimizer=nvme", "zero.offload.path=here", "run.steps=7"])
     with pytest.raises(FaultList) as caught:
         refuse_unbuilt(config)
     assert str(caught.value).split("\n") == [
         "MZ-109: zero.offload.optimizer = nvme is not built yet; today it must be none or cpu",
         "MZ-109: zero.offload.path = here is not built yet; today it must be null",
-        "MZ-109: precision.kernels = apex is not built yet; today it must be auto or fused or reference",
     ]
     assert isinstance(caught.value, UserError) and caught.value.exit_code == 2
 

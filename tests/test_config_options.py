@@ -328,8 +328,8 @@ def test_kernels(tiny_data: TinyData, tmp_path: Path, caplog: pytest.LogCaptureF
     assert "asked for" not in chosen("precision.dtype=bf16")
     with pytest.raises(UserError, match=r"MZ-114 precision.kernels=fused: .*float64"):
         chosen("precision.kernels=fused", "precision.dtype=fp64")
-    with pytest.raises(FaultList, match=r"precision.kernels = apex is not built yet"):
-        refuse_unbuilt(tiny_data.load(tmp_path / "b", "precision.kernels=apex"))
+    with pytest.raises(UserError, match=r"MZ-114 precision.kernels=apex: apex has no CPU kernels"):
+        chosen("precision.kernels=apex")
 
 
 def test_micro_batches_are_cut_as_asked(tiny_data: TinyData, tmp_path: Path):

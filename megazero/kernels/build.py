@@ -1,9 +1,10 @@
-"""From C++ source to a shared library, once per machine: the only builder.
+"""From C++ or CUDA source to a shared library, once per machine: the only builder.
 
-The library's name is a hash of everything it depends on (source, flags, compiler, torch), so a stale one is never
+The library's name is a hash of everything it depends on (sources, flags, compiler, torch), so a stale one is never
 loaded and nothing needs cleaning. Many ranks may start at once: one compiles under a file lock while the others wait,
 and the finished library appears by a rename, so a half-written one is never loaded either. It lives in the user's
-cache folder (XDG_CACHE_HOME, else ~/.cache).
+cache folder (XDG_CACHE_HOME, else ~/.cache), with what the compiler said beside it: nvcc's is the report of the
+resources that each kernel takes (`ptxas`).
 """
 
 import fcntl
@@ -11,6 +12,8 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,8 +23,22 @@ from megazero.files import flush_file
 
 _TORCH = Path(torch.__file__).parent
 # The oldest torch whose stable ABI has what the sources use (parallel_for): 2.10.
-_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
-_FLAGS += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+_TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}"]
+_TORCH_FLAGS += ["-ltorch_cpu", "-lc10"]
+_RUN_PATH = f"-Wl,-rpath,{_TORCH / 'lib'}"
+_CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
+# The runtime is linked in, so that the library loads where there is no CUDA too. A spilled register is an error: its
+# traffic is nowhere in a kernel's account of bytes.
+_CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "-shared", "-cudart=static"]
+_CUDA_FLAGS += ["-Xptxas=-v,-warn-spills,-Werror"]
+# The current stream is asked of torch's CUDA library by a weak symbol, which nothing resolves unless that library is
+# among our own needs: Python loads torch's libraries out of each other's sight, and a linker leaves out what is only
+# weakly needed. A torch without CUDA has no such library, and is never asked.
+_CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
+    "-ltorch_cuda" if (_TORCH / "lib" / "libtorch_cuda.so").exists() else "-ltorch"
+)
+_OLDEST_ARCH = 70  # Volta: older ones have no tensor cores, and nobody trains on them
+_RELEASE_ARCHS = (80, 90, 100)
 
 
 class BuildError(RuntimeError):
@@ -31,27 +48,118 @@ class BuildError(RuntimeError):
 def build_cpu(source: Path) -> Path:
     """The shared library of a C++ source, compiled with g++ unless that has been done before.
 
+    Args:
+        source: may include headers from the folder beside it that has its name, and no others of ours.
+
     Raises:
         BuildError: no compiler, it failed, or the cache folder cannot be written.
     """
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise BuildError("no g++ on this machine")
-    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False).stdout
+    return build_library(source, [find_gcc(), *_CPU_FLAGS], [*_TORCH_FLAGS, _RUN_PATH])
+
+
+def build_cuda(source: Path, archs: Sequence[int]) -> Path:
+    """The shared library of a CUDA source, compiled with nvcc unless that has been done before.
+
+    Args:
+        source: may include headers from the folder beside it that has its name, and no others of ours.
+        archs: compute capabilities, 90 for 9.0.
+
+    Raises:
+        BuildError: no compiler, it does not know one of `archs`, it failed (a kernel that spills registers too), or
+            the cache folder cannot be written.
+    """
+    nvcc = find_nvcc()
+    known = known_archs(nvcc)
+    if unknown := sorted(set(archs) - set(known)):
+        raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
+    libraries = [*_TORCH_FLAGS, _CUDA_NEEDS, f"-Xlinker={_RUN_PATH[4:]}"]
+    return build_library(source, [nvcc, *_CUDA_FLAGS, *targets], libraries)
+
+
+def build_library(source: Path, command: Sequence[str], libraries: Sequence[str], headers: Sequence[Path] = ()) -> Path:
+    """The shared library that `command` makes of a source, unless that has been done before.
+
+    Args:
+        command: the compiler and its options.
+        libraries: options that follow the source.
+        headers: what the source includes beside the headers in the folder that has its name.
+
+    Raises:
+        BuildError: the compiler failed, or the cache folder cannot be written.
+    """
+    version = _said([command[0], "--version"])
     machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
-    parts = [source.read_text(encoding="utf-8"), *_FLAGS, compiler, version, torch.__version__, str(_TORCH), *machine]
+    parts = [*_texts(source, headers), *command, *libraries, version, torch.__version__, *machine]
     name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
     folder = _cache_folder()
     library = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{library.stem}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process dies
+        with _locked(library.with_suffix(".lock")):
             if not library.exists():
-                _compile(compiler, source, library)
+                _compile(source, command, libraries, library)
     except OSError as error:
         raise BuildError(f"the kernel cache {folder} cannot be used: {error}") from None
     return library
+
+
+def find_gcc() -> str:
+    """The path of g++; raises BuildError where there is none."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise BuildError("no g++ on this machine")
+    return compiler
+
+
+def find_nvcc() -> str:
+    """The path of nvcc: in CUDA_HOME, else on the PATH, else the newest in /usr/local; raises BuildError if nowhere."""
+    home = os.environ.get("CUDA_HOME")
+    installed = sorted(
+        Path("/usr/local").glob("cuda*/bin"), key=lambda folder: _numbers(folder.parent.name), reverse=True
+    )
+    for folder in [f"{home}/bin"] if home else [None, *map(str, installed)]:
+        if nvcc := shutil.which("nvcc", path=folder):
+            return nvcc
+    raise BuildError(f"no nvcc in {home}/bin (CUDA_HOME)" if home else "no nvcc on the PATH or in /usr/local/cuda*")
+
+
+def known_archs(nvcc: str) -> list[int]:
+    """The compute capabilities that nvcc compiles for, ascending, from 70 on."""
+    lines = _said([nvcc, "--list-gpu-arch"]).split()
+    archs = sorted(int(line.removeprefix("compute_")) for line in lines if line.startswith("compute_"))
+    if not archs:
+        raise BuildError(f"{nvcc} does not say what it compiles for")
+    return [arch for arch in archs if arch >= _OLDEST_ARCH]
+
+
+def release_archs(nvcc: str) -> list[int]:
+    """What a library for any machine is compiled for: the oldest that nvcc knows, 80, 90, 100."""
+    known = known_archs(nvcc)
+    return sorted({known[0], *(arch for arch in _RELEASE_ARCHS if arch in known)})
+
+
+def compiler_report(library: Path) -> str:
+    """What the compiler said when it made `library`; raises FileNotFoundError if it said nothing."""
+    return library.with_suffix(".log").read_text(encoding="utf-8")
+
+
+def _said(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from None
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    """(13, 0) of cuda-13.0."""
+    return tuple(int(part) for part in name.removeprefix("cuda").strip("-").split(".") if part.isdigit())
+
+
+def _texts(source: Path, headers: Sequence[Path]) -> list[str]:
+    """Of the source and of its headers."""
+    own = source.with_suffix("").glob("*.*h")
+    return [path.read_text(encoding="utf-8") for path in (source, *sorted(own), *sorted(headers))]
 
 
 def _cache_folder() -> Path:
@@ -61,15 +169,25 @@ def _cache_folder() -> Path:
         raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME") from None
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process dies
+        yield
+
+
+def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], library: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-    command = [compiler, *_FLAGS, f"-I{_TORCH / 'include'}", str(source)]
-    command += [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}", "-o", str(unfinished)]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            [*command, str(source), *libraries, "-o", str(unfinished)], capture_output=True, text=True, check=False
+        )
+        said = result.stdout + result.stderr
         if result.returncode:
-            errors = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
-            raise BuildError(f"{compiler} failed on {source.name}: {errors[0][:200]}")
+            errors = [line for line in said.splitlines() if "error" in line or "spill" in line] or ["no message"]
+            raise BuildError(f"{command[0]} failed on {source.name}: {errors[0][:200]}")
+        if said:
+            library.with_suffix(".log").write_text(said, encoding="utf-8")
         flush_file(unfinished)  # a power cut must not leave a name without its content
         unfinished.rename(library)
     finally:

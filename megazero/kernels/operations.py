@@ -1,7 +1,7 @@
 """The operations that exist in more than one implementation, as one value.
 
 A run chooses once (`choice.choose`), by the declared device and dtype; layers and engine receive the result and call
-it. Operations that have only their reference are called there directly.
+it. What has one implementation is called where it is.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,48 @@ from torch import Tensor
 
 from megazero.kernels import reference
 
+Two = tuple[Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of each; signatures and meaning are those of the same names in `reference`.
+    """One implementation of each; arguments and meaning are those of the same names in `schema` and `reference`.
 
     Attributes:
-        name: "reference" or "fused", for the log.
+        name: "reference" or "fused", with the families that have another; for the log.
         adamw_: the update of fp32 masters and moments that publishes 16-bit parameters; None: torch's own fused kernel,
             and a copy. All other updates are torch's.
     """
 
     name: str
-    bias_gelu: Callable[[Tensor, Tensor | None], Tensor]
-    bias_gelu_backward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    layer_norm: Callable[..., Three]
+    layer_norm_backward: Callable[..., Three]
+    rms_norm: Callable[..., Two]
+    rms_norm_backward: Callable[..., Two]
+    add_layer_norm: Callable[..., Four]
+    add_layer_norm_backward: Callable[..., Three]
+    add_rms_norm: Callable[..., Three]
+    add_rms_norm_backward: Callable[..., Two]
+    bias_gelu: Callable[..., Tensor]
+    bias_gelu_backward: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    swiglu_backward: Callable[..., Two]
+    bias_dropout_add: Callable[..., Tensor]
+    dropout_backward: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+    causal_softmax: Callable[..., Tensor]
+    causal_softmax_backward: Callable[..., Tensor]
+    cross_entropy_parts_: Callable[..., Tensor]
+    cross_entropy_backward_: Callable[..., None]
     sum_of_squares: Callable[[Tensor], Tensor]
+    accumulate_: Callable[[Tensor, Tensor], None]
+    cast_: Callable[[Tensor, Tensor], None]
     adamw_: Callable[..., None] | None = None
 
 
-REFERENCE = Operations("reference", reference.bias_gelu, reference.bias_gelu_backward, reference.sum_of_squares)
+_NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_")]
+REFERENCE = Operations("reference", **{name: getattr(reference, name) for name in _NAMES})
 # Where there is no cache that passes over a slice would find it in.
 WIDE_REFERENCE = replace(REFERENCE, sum_of_squares=partial(reference.sum_of_squares, at_once=1 << 24))

@@ -9,17 +9,33 @@ gradient of q, k and v is put together by one concatenation.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from megazero.kernels import reference as ops
+from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
 from megazero.model.step import Step
 from megazero.parallel.regions import Region
+
+
+class _Rotate(torch.autograd.Function):
+    """The backward turns back; one kernel does both, and only the angles are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBHd: Tensor, cos: Tensor, sin: Tensor, ops: Operations) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.ops = ops
+        return ops.rotary(x_SBHd, cos, sin, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # attention's backward lays it out
+        return ctx.ops.rotary(grad, *ctx.saved_tensors, True), None, None, None
 
 
 class Rotary:
@@ -28,8 +44,13 @@ class Rotary:
     Angles are computed in fp32 (fp64 for fp64 activations) whatever the model's dtype: bf16 would blur them.
     """
 
-    def __init__(self, head_dim: int, theta: float):
-        self.head_dim, self.theta = head_dim, theta
+    def __init__(self, head_dim: int, theta: float, ops: Operations):
+        self.head_dim, self.theta, self.ops = head_dim, theta, ops
+
+    def __call__(self, step: Step, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Queries and keys [S, B, H or G, d], rotated."""
+        cos, sin = self.angles(step, heads[0])
+        return tuple(_Rotate.apply(x_SBHd, cos, sin, self.ops) for x_SBHd in heads)
 
     def angles(self, step: Step, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of shape [S, B or 1, 1, d] in the dtype of `like_SBHd`."""
@@ -103,6 +124,5 @@ class Attention(nn.Module):
             q, k, v = qkv.split((per_group, 1, 1), dim=3)
             q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:
-            cos, sin = self.rotary.angles(step, q)
-            q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+            q, k = self.rotary(step, q, k)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)

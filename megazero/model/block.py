@@ -31,4 +31,4 @@ class Block(nn.Module):
 
     def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
         x_SBD = self.attention_dropout.add(self.attention(self.attention_norm(x_SBD), step), x_SBD, step)
-        return self.mlp_dropout.add(self.mlp(self.mlp_norm(x_SBD), step), x_SBD, step)
+        return self.mlp_dropout.add(self.mlp(self.mlp_norm(x_SBD), step), x_SBD, step, unseen=step.replay)

@@ -1,7 +1,8 @@
 """Dropout whose mask is a function of (seed, step, layer, site, sample, position, channel).
 
 It acts on the embedding and on the two residual sites of a block, nowhere else; attention probabilities are never
-dropped. Every layout and every replay draws the same mask (`kernels/counter.py`).
+dropped. Every layout and every replay draws the same mask (`kernels/counter.py`), and so does the backward: nobody
+stores it.
 """
 
 from typing import Any
@@ -10,21 +11,39 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import counter
-from megazero.kernels import reference as ops
+from megazero.kernels.operations import Operations
 from megazero.model.step import Step
 
 
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, keep: Tensor, drop: float) -> Tensor:
-        ctx.save_for_backward(keep)
-        ctx.drop = drop
-        return ops.dropout_add(x, residual, keep, drop)
+    def forward(ctx: Any, x: Tensor, residual: Tensor, dropout: "Dropout", step: Step, unseen: bool) -> Tensor:
+        ctx.dropout, ctx.step = dropout, step
+        if unseen:
+            return x.new_zeros(()).expand(x.shape)
+        site = dropout.site(x, step)
+        return dropout.ops.bias_dropout_add(x.contiguous(), None, residual.contiguous(), *site, dropout.drop)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (keep,) = ctx.saved_tensors
-        return grads[0] * keep * (1.0 / (1.0 - ctx.drop)), grads[0], None, None
+        return _dropped(grads[0], ctx.dropout, ctx.step), grads[0], None, None, None
+
+
+class _Dropout(torch.autograd.Function):
+    """Its backward is the same product, of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: "Dropout", step: Step) -> Tensor:
+        ctx.dropout, ctx.step = dropout, step
+        return _dropped(x, dropout, step)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _dropped(grads[0], ctx.dropout, ctx.step), None, None
+
+
+def _dropped(x: Tensor, dropout: "Dropout", step: Step) -> Tensor:
+    return dropout.ops.dropout_backward(x.contiguous(), *dropout.site(x, step), dropout.drop)
 
 
 class Dropout:
@@ -35,27 +54,31 @@ class Dropout:
         seed: of the run.
         layer: the block's index; the number of layers for the embedding.
         site: 0 or 1, which of the block's two residual additions.
+        ops: the kernels to use.
     """
 
-    def __init__(self, drop: float, *, seed: int, layer: int, site: int):
-        self.drop, self.seed, self.layer, self.site = drop, seed, layer, site
+    def __init__(self, drop: float, *, seed: int, layer: int, site: int, ops: Operations):
+        self.drop, self.ops = drop, ops
+        self._name = seed, layer, site
 
-    def mask(self, x_SBD: Tensor, step: Step) -> Tensor:
-        """bool, True where an element of x is kept."""
-        key = counter.derive_key(self.seed, step.step, self.layer, self.site)
-        channels = torch.arange(x_SBD.shape[-1], device=x_SBD.device)
-        return counter.keep_mask(key, step.sample_ids_B, step.positions_S(x_SBD.shape[0]), channels, self.drop)
+    def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: Step, *, unseen: bool = False) -> Tensor:
+        """residual + dropout(x).
 
-    def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: Step) -> Tensor:
-        """residual + dropout(x)."""
+        Args:
+            unseen: nobody looks at the result, only at its graph: it is not computed.
+        """
         if not (self.drop and step.training):
             return residual_SBD + x_SBD
-        return _DropoutAdd.apply(x_SBD, residual_SBD, self.mask(x_SBD, step), self.drop)
+        return _DropoutAdd.apply(x_SBD, residual_SBD, self, step, unseen)
 
     def __call__(self, x_SBD: Tensor, step: Step) -> Tensor:
         """dropout(x)."""
         if not (self.drop and step.training):
             return x_SBD
-        return _DropoutAdd.apply(
-            x_SBD, torch.zeros((), dtype=x_SBD.dtype, device=x_SBD.device), self.mask(x_SBD, step), self.drop
-        )
+        return _Dropout.apply(x_SBD, self, step)
+
+    def site(self, x_SBD: Tensor, step: Step) -> tuple[Tensor, Tensor, int]:
+        """What the mask is a function of beside channels: sample ids, positions, and the key of everything else."""
+        seed, layer, site = self._name
+        key = counter.derive_key(seed, step.step, layer, site)
+        return step.sample_ids_B, step.positions_S(x_SBD.shape[0]), key

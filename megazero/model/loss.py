@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.kernels import reference as ops
+from megazero.kernels import reference
+from megazero.kernels.operations import Operations
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
 
@@ -23,24 +24,27 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss per row. The logits are overwritten, and their gradient takes their place."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, padding: int, tensor: Axis) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, padding: int, tensor: Axis, ops: Operations) -> Tensor:
         logits_NV[:, logits_NV.shape[1] - padding :] = -torch.inf
         parts_3N = ops.cross_entropy_parts_(logits_NV, targets_N)
         everyone_T3N = all_gather(parts_3N[None], tensor, "loss")
-        losses_N, scales_N = ops.cross_entropy_merge(everyone_T3N, parts_3N[0])
-        ctx.save_for_backward(scales_N, targets_N)
+        losses_N, log_sums_N = reference.cross_entropy_merge(everyone_T3N)
+        ctx.save_for_backward(parts_3N[0], log_sums_N, targets_N)
         # Not through save_for_backward: it is written in place, on purpose, and returned as the gradient.
-        ctx.exponentials_NV = logits_NV
+        ctx.logits_NV, ctx.ops = logits_NV, ops
         return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scales_N, targets_N = ctx.saved_tensors
-        exponentials_NV, ctx.exponentials_NV = ctx.exponentials_NV, None
-        return ops.cross_entropy_backward_(exponentials_NV, scales_N, targets_N, grads[0]), None, None, None
+        maxima_N, log_sums_N, targets_N = ctx.saved_tensors
+        logits_NV, ctx.logits_NV = ctx.logits_NV, None
+        ctx.ops.cross_entropy_backward_(logits_NV, maxima_N, log_sums_N, targets_N, grads[0].contiguous())
+        return logits_NV, None, None, None, None
 
 
-def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vocab: int, tensor: Axis) -> Tensor:
+def token_losses(
+    logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vocab: int, tensor: Axis, ops: Operations
+) -> Tensor:
     """-log softmax(logits)[target] in nats, 0 where a target is not valid: [S, B], fp32 (fp64 for fp64 logits).
 
     The logits are overwritten. Targets of invalid positions may hold anything.
@@ -49,10 +53,11 @@ def token_losses(logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vo
         logits_SBV: of this rank's rows of the vocabulary, padding included.
         vocab: ids of the whole vocabulary; logits beyond it are padding.
         tensor: the axis that the vocabulary is split over.
+        ops: the kernels to use.
     """
     rows = logits_SBV.shape[-1]
     first = tensor.rank * rows
     targets_N = torch.where(valid_SB, targets_SB, 0).reshape(-1) - first
     padding = min(max(0, first + rows - vocab), rows)
-    losses_N = _CrossEntropy.apply(logits_SBV.reshape(-1, rows), targets_N, padding, tensor)
+    losses_N = _CrossEntropy.apply(logits_SBV.reshape(-1, rows), targets_N, padding, tensor, ops)
     return torch.where(valid_SB, losses_N.view_as(targets_SB), 0.0)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear, column_products
@@ -23,14 +22,28 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x_NF: Tensor, bias_F: Tensor | None, ops: Operations, slot: GradientSlot | None) -> Tensor:
         ctx.save_for_backward(x_NF, bias_F)
         ctx.ops, ctx.slot = ops, slot
-        return ops.bias_gelu(x_NF, bias_F)
+        return ops.bias_gelu(x_NF, bias_F, True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NF, bias_F = ctx.saved_tensors
-        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F)
+        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F, True)
         grad_bias = None if bias_F is None else deliver(ctx.slot, grad_x.reshape(-1, len(bias_F)).sum(0))
         return grad_x, grad_bias, None, None
+
+
+class _Swiglu(torch.autograd.Function):
+    """Keeps its two inputs and nothing else: silu(gate) is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, ops: Operations) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.ops = ops
+        return ops.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.ops.swiglu_backward(grads[0].contiguous(), *ctx.saved_tensors), None
 
 
 class GeluMlp(nn.Module):
@@ -51,22 +64,22 @@ class GeluMlp(nn.Module):
 class SwigluMlp(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020). Gate and up share one way into the tensor-parallel region."""
 
-    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region):
+    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations):
         super().__init__()
         self.gate = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
         self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
+        self.ops = ops
 
     def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
         gate, up = self.gate, self.up
         gate_SBF, up_SBF = column_products(x_SBD, gate.region, (gate.weight, gate.bias), (up.weight, up.bias))
-        return self.down(reference.swiglu(gate_SBF, up_SBF), unseen=step.replay)
+        return self.down(_Swiglu.apply(gate_SBF, up_SBF, self.ops), unseen=step.replay)
 
 
 def make_mlp(
     kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations
 ) -> GeluMlp | SwigluMlp:
     """`kind` is "gelu" or "swiglu"."""
-    if kind == "gelu":
-        return GeluMlp(hidden, ffn, bias=bias, out_std=out_std, region=region, ops=ops)
-    return SwigluMlp(hidden, ffn, bias=bias, out_std=out_std, region=region)
+    made = {"gelu": GeluMlp, "swiglu": SwigluMlp}[kind]
+    return made(hidden, ffn, bias=bias, out_std=out_std, region=region, ops=ops)

@@ -58,11 +58,11 @@ class Shape:
 class Embedding(nn.Module):
     """Token embedding, plus learned positions where the model has them, then dropout."""
 
-    def __init__(self, shape: Shape, *, seed: int, region: Region):
+    def __init__(self, shape: Shape, *, seed: int, region: Region, ops: Operations):
         super().__init__()
         self.tokens = TokenEmbedding(shape.vocab, shape.hidden, region=region)
         self.positions = PositionEmbedding(shape.seq_len, shape.hidden) if shape.position == "learned" else None
-        self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0)
+        self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0, ops=ops)
 
     def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
         x_SBD = self.tokens(tokens_SB)
@@ -102,11 +102,11 @@ class Transformer(nn.Module):
 
     def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations):
         super().__init__()
-        self.shape, self.tensor = shape, tensor
+        self.shape, self.tensor, self.ops = shape, tensor, ops
         embedding, block, head = (Region(tensor, sequence, name) for name in ("embedding", "block", "head"))
-        self.embedding = Embedding(shape, seed=seed, region=embedding)
+        self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         self.blocks = nn.ModuleList(_block(shape, i, seed=seed, region=block, ops=ops) for i in range(shape.layers))
-        self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps), self._head_weight(), head)
+        self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
         self.path: list[Part] = [self.embedding, *self.blocks, self.head]
 
     def _head_weight(self) -> nn.Parameter:
@@ -130,7 +130,8 @@ class Transformer(nn.Module):
 
     def score(self, logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
         """The same from logits, which are overwritten."""
-        return token_losses(logits_SBV, targets_SB, valid_SB, vocab=self.shape.vocab, tensor=self.tensor)
+        vocab, tensor = self.shape.vocab, self.tensor
+        return token_losses(logits_SBV, targets_SB, valid_SB, vocab=vocab, tensor=tensor, ops=self.ops)
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Puts parameters that have memory in the place of the declared ones of these names."""
@@ -182,17 +183,17 @@ def _block(shape: Shape, layer: int, *, seed: int, region: Region, ops: Operatio
         shape.heads,
         shape.kv_heads,
         bias=shape.bias,
-        rotary=Rotary(head_dim, shape.rope_theta) if shape.position == "rotary" else None,
+        rotary=Rotary(head_dim, shape.rope_theta, ops) if shape.position == "rotary" else None,
         out_std=out_std,
         region=region,
     )
     return Block(
-        make_norm(shape.norm, shape.hidden, shape.norm_eps),
+        make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
         attention,
-        make_norm(shape.norm, shape.hidden, shape.norm_eps),
+        make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
         make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, region=region, ops=ops),
         (
-            Dropout(shape.dropout, seed=seed, layer=layer, site=0),
-            Dropout(shape.dropout, seed=seed, layer=layer, site=1),
+            Dropout(shape.dropout, seed=seed, layer=layer, site=0, ops=ops),
+            Dropout(shape.dropout, seed=seed, layer=layer, site=1, ops=ops),
         ),
     )

@@ -9,14 +9,13 @@ h the hidden size, kv the width of keys and of values, f that of the MLP, e byte
                   T heads 4 / t              logarithms of softmax sums (8 in fp64)
     rotary        T (h + kv) e / t           rotated queries and keys; and 2 s d e for their angles (documents: 2 T d e)
     documents     T s e                      attention's own mask as numbers, where documents end inside a sequence
-    mlp           2 T f e / t                before and after gelu; gated: 4 T f e / t (gate, up, silu(gate), product)
-    dropout       2 T' h                     masks, a byte an element
-    statistics    2 T' 2 e                   LayerNorm's mean and deviation; RMSNorm has one number, of 4 bytes or more
+    mlp           2 T f e / t                before and after gelu; gated: 3 T f e / t (gate, up, product)
+    statistics    2 T' 2 4                   LayerNorm's mean and deviation (8 in fp64); RMSNorm has one number
 
-In 16 bits with f = 4 h, dropout and t = 1 that is s b h (8 + 6 + 2 + 16 + 2) = 34 s b h, as Korthikanti et al. 2022
-(arXiv 2205.05198, Table 2) count, and their 5 a s^2 b for scores is what fused attention never stores. Selective
-recompute spares the softmax sums, the mask and what rotary adds; full recompute keeps T' h e, the input, or with Pa
-T' h e / t.
+In 16 bits with f = 4 h and t = 1 that is s b h (8 + 6 + 2 + 16) = 32 s b h. Korthikanti et al. 2022 (arXiv 2205.05198,
+Table 2) count 34: two masks of dropout, a byte an element, which nobody stores here, because they are computed again.
+Their 5 a s^2 b for scores is what fused attention never stores. Selective recompute spares the softmax sums, the mask
+of documents and what rotary adds; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Micro:
         tensor: ranks of the tensor axis.
         sequence: the residual stream is split over them.
         item: bytes of an activation.
-        dropout: there are masks.
+        dropout: there is some.
         documents: attention has a mask of its own, so that it does not cross the ends of documents.
     """
 
@@ -52,9 +51,8 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
     if recompute == "full":
         return stream * shape.hidden * item // (t if partition and not micro.sequence else 1)
     heads = tokens * (shape.hidden + 2 * shape.kv_width + shape.hidden) * item // t
-    statistics = 2 * stream * (2 * item if shape.layernorm else _wide(item))
-    masks = 2 * stream * shape.hidden if micro.dropout else 0
-    mlp = (4 if shape.gated else 2) * tokens * shape.ffn * item // t
+    statistics = 2 * stream * (2 if shape.layernorm else 1) * _wide(item)
+    mlp = (3 if shape.gated else 2) * tokens * shape.ffn * item // t
     core = 0
     if recompute == "none":
         core = tokens * shape.heads // t * _wide(item)
@@ -62,7 +60,7 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
         if not shape.learned_positions:
             angles = tokens if micro.documents else shape.seq_len
             core += tokens * (shape.hidden + shape.kv_width) * item // t + 2 * angles * shape.head_dim * item
-    return 4 * stream * shape.hidden * item + heads + core + mlp + masks + statistics
+    return 4 * stream * shape.hidden * item + heads + core + mlp + statistics
 
 
 def logits(shape: ModelShape, micro: Micro) -> int:

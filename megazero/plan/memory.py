@@ -140,9 +140,8 @@ class _Walk:
         layout, micro = self.layout, micro_of(self.layout)
         each = kept_by_block(layout.shape, micro, layout.recompute) if layout.recompute != "full" else 0
         stream = kept_by_block(layout.shape, micro, "full")
-        mask = stream // micro.item if layout.dropout and self.parts.start == 0 else 0
         head = 2 * stream + logits(layout.shape, micro) if self._head else 0
-        return self._blocks * each + mask + head
+        return self._blocks * each + head
 
     @cached_property
     def peak(self) -> tuple[int, str]:
@@ -190,7 +189,6 @@ class _Walk:
             micro_of(layout),
             blocks,
             layout.recompute,
-            embedding=self.parts.start == 0,
             head=head,
             fused=self.fused,
             widened=layout.bytes.gradient > layout.bytes.parameter,

@@ -8,10 +8,9 @@ elements of fp32 or wider, and K what a block keeps, in bytes beside what the ot
     loss         2 n + V + N         the last norm's input and output, the logits (their gradient takes their place),
                                      the gradient of what they were made from; with sequence parallelism N + n more:
                                      the norm's output gathered for the weight's gradient, what comes of the sum
-    last norm    2 n + 4 w           RMSNorm: input and incoming gradient, four steps of its backward
-    mask         K + 7 T' h          the hash behind a mask, two integers of 4 bytes (with full recompute n more, the
-                                     gradient that comes in)
-    dropout      K + 3 n             the gradient that comes in, it masked, it scaled
+    last norm    2 n + 4 w           RMSNorm, not fused: input and incoming gradient, four steps of its backward
+    mask         K + n + 8 T' h      dropout, not fused: the gradient that comes in, and the hash behind a mask, two
+                                     integers of 4 bytes
     down         K + n + f           the gradient that comes in, and that of the product's input (with dropout n more,
                                      with sequence parallelism N more, the gradient gathered)
     gelu         K + n + f           what gelu returned is gone; its gradient and that of its input (with a bias the
@@ -19,7 +18,7 @@ elements of fp32 or wider, and K what a block keeps, in bytes beside what the ot
     silu x up    K + n + 2 f         gated: what was returned is gone; three gradients
     up           K + n - f + N       both sides of gelu are gone; the gradient of the norm's output (with sequence
                                      parallelism N + n more as above)
-    norm         K - 2 f + n + 4 w   RMSNorm: as above; what the block's MLP kept is gone (4 f gated)
+    norm         K - 2 f + n + 4 w   RMSNorm, not fused: as above; what the block's MLP kept is gone (3 f gated)
 
 Where gradients are wider than parameters, a weight's gradient is made in the narrow type first: loss, down and up have
 a matrix more. With full recompute K is what the replayed block keeps, less its input, which lies in the arena.
@@ -37,7 +36,6 @@ def moments(
     blocks: int,
     recompute: str,
     *,
-    embedding: bool,
     head: bool,
     fused: bool,
     widened: bool,
@@ -46,8 +44,8 @@ def moments(
 
     Args:
         blocks: on this stage.
-        embedding, head: the stage has them too.
-        fused: gelu's backward makes no second copy of its input.
+        head: the stage has it too.
+        fused: operations make no copies of their own.
         widened: gradients are wider than parameters.
     """
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
@@ -56,30 +54,26 @@ def moments(
     gathered, scattered = (whole, stream) if micro.sequence else (0, 0)
     wide = 4 * stream * max(item, 4) // item
     ffn = tokens * shape.ffn * item // t
-    mask = stream // item if micro.dropout else 0
     kept = blocks * kept_by_block(shape, micro, recompute) if recompute != "full" else 0
-    kept += mask if embedding else 0
     matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
     if head:
         yield "loss", kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix
-        if not shape.layernorm:
+        if not shape.layernorm and not fused:
             yield "last norm", kept + 2 * stream + wide
     if not blocks:
         return
     kept += kept_by_block(shape, micro, "none") - stream if recompute == "full" else 0
-    if micro.dropout:
-        yield "mask", kept - mask + 8 * mask + (stream if recompute == "full" else 0)
-        yield "dropout", kept + 3 * stream
-        kept -= mask
+    if micro.dropout and not fused:
+        yield "mask", kept + stream + 8 * stream // item
     yield "down", kept + stream + ffn + gathered + (stream if micro.dropout else 0) + shape.ffn * matrix
     if shape.gated:
         yield "silu x up", kept + stream + 2 * ffn
     else:
         yield "gelu", kept + stream + ffn * (1 if fused or not shape.layernorm else 2)
-    both = (4 if shape.gated else 2) * ffn
+    both = (3 if shape.gated else 2) * ffn
     after = kept - both + stream
     yield "up", after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + shape.ffn * matrix
-    if not shape.layernorm:
+    if not shape.layernorm and not fused:
         yield "norm", after + wide
 
 
@@ -89,12 +83,10 @@ def peak(
     blocks: int,
     recompute: str,
     *,
-    embedding: bool,
     head: bool,
     fused: bool,
     widened: bool,
 ) -> tuple[int, str]:
     """The most of these, and where."""
-    ends = {"embedding": embedding, "head": head}
-    every = moments(shape, micro, blocks, recompute, **ends, fused=fused, widened=widened)
+    every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)
     return max((size, where) for where, size in every)

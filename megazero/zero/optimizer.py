@@ -118,13 +118,8 @@ class AdamW:
         for piece in self._pieces[unit]:
             kernel(
                 *(flat[piece.where] for flat in (unit.masters, unit.reduced_gradients, first, second, unit.updated)),
-                piece.step,
-                lr=lr,
-                betas=self.betas,
-                eps=self.eps,
-                weight_decay=piece.decay,
-                divide_by=divide_by,
-                skip=skip,
+                *(piece.step, divide_by, skip),
+                *(lr, *self.betas, self.eps, piece.decay),
             )
 
     def _widens(self, unit: Unit) -> bool:

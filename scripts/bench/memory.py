@@ -171,7 +171,7 @@ def predicted(mode: str, tensor: int) -> dict[str, int]:
         if memory.partition:  # two of them whole
             found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
     fused = choose("auto", CPU, torch.float32) is not REFERENCE
-    most, _ = peak(shape, micro, LAYERS, memory.recompute, embedding=True, head=True, fused=fused, widened=False)
+    most, _ = peak(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False)
     return found | {"activations": most}
 
 

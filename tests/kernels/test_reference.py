@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megazero.kernels import counter
 from megazero.kernels import reference as ops
 
 N, D = 7, 12
@@ -32,28 +33,78 @@ def test_layer_norm_and_its_gradients() -> None:
     expected.backward(grad)
     inputs = (x.detach(), weight.detach(), bias.detach())
     y, mean, rstd = ops.layer_norm(*inputs, 1e-5)
-    found = ops.layer_norm_backward(grad, x.detach(), mean, rstd, *inputs[1:])
+    found = ops.layer_norm_backward(grad, x.detach(), mean, rstd, inputs[1])
     assert torch.allclose(y, expected, rtol=1e-12, atol=1e-13)
     for mine, theirs in zip(found, (x.grad, weight.grad, bias.grad), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_norms_that_add(norm: str) -> None:
+    """Against the sum and the norm one after the other, with the sum used elsewhere too."""
+    x, residual = doubles(N, D).requires_grad_(), doubles(N, D, seed=1).requires_grad_()
+    weights = [doubles(D, seed=2).requires_grad_(), doubles(D, seed=3).requires_grad_()]
+    weights = weights if norm == "layer_norm" else weights[:1]
+    grad, grad_total = doubles(N, D, seed=4), doubles(N, D, seed=5)
+    total = x + residual
+    apply = {"layer_norm": F.layer_norm, "rms_norm": F.rms_norm}[norm]
+    expected = apply(total, [D], *weights, eps=1e-5)
+    torch.autograd.backward((expected, total), (grad, grad_total))
+    plain = [weight.detach() for weight in weights]
+    found, y, *statistics = getattr(ops, f"add_{norm}")(x.detach(), residual.detach(), *plain, 1e-5)
+    assert torch.equal(found, total) and torch.allclose(y, expected, rtol=1e-13, atol=1e-13)
+    gradients = getattr(ops, f"add_{norm}_backward")(grad, grad_total, found, *statistics, plain[0])
+    for mine, theirs in zip(gradients, (x.grad, *(weight.grad for weight in weights)), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_of_16_bits_are_wide(dtype: torch.dtype) -> None:
+    """To fp32's accuracy, not to that of what they are the statistics of."""
+    x, weight = doubles(N, 1000).to(dtype) + 3, doubles(1000, seed=1).to(dtype)
+    y, mean, rstd = ops.layer_norm(x, weight, weight, 1e-5)
+    assert (y.dtype, mean.dtype, rstd.dtype) == (dtype, torch.float32, torch.float32)
+    assert torch.allclose(mean.double(), x.double().mean(-1, keepdim=True), rtol=1e-6)
+    assert torch.allclose(rstd.double(), (x.double().var(-1, keepdim=True, correction=0) + 1e-5).rsqrt(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("biased", [True, False])
-def test_bias_gelu_is_the_tanh_form(biased: bool) -> None:
+@pytest.mark.parametrize("tanh", [True, False])
+def test_bias_gelu_in_both_forms(biased: bool, tanh: bool) -> None:
     x, bias, grad = doubles(N, D) * 3, doubles(D, seed=1) if biased else None, doubles(N, D, seed=2)
     v = (x if bias is None else x + bias).requires_grad_()
-    expected = 0.5 * v * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3)))
+    inner = torch.tanh((2 / torch.pi) ** 0.5 * (v + 0.044715 * v**3)) if tanh else torch.erf(v / 2**0.5)
+    expected = 0.5 * v * (1 + inner)
     expected.backward(grad)
-    assert torch.allclose(ops.bias_gelu(x, bias), expected, rtol=1e-12, atol=1e-14)
-    assert torch.allclose(ops.bias_gelu_backward(grad, x, bias), v.grad, rtol=1e-11, atol=1e-13)
+    assert torch.allclose(ops.bias_gelu(x, bias, tanh), expected, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(ops.bias_gelu_backward(grad, x, bias, tanh), v.grad, rtol=1e-11, atol=1e-13)
 
 
 def test_rotation_is_a_complex_product() -> None:
+    """And the inverse, its backward, is the product with the conjugate."""
     x, angles = doubles(5, 2, 3, 8), doubles(5, 1, 1, 4, seed=1)
-    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
     both = torch.cat((angles, angles), -1)
-    found = ops.rotate(x, both.cos(), both.sin())
-    assert torch.allclose(found, torch.cat((pairs.real, pairs.imag), -1), rtol=1e-13, atol=1e-14)
+    for inverse, sign in ((False, 1), (True, -1)):
+        pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), sign * angles)
+        found = ops.rotary(x, both.cos(), both.sin(), inverse)
+        assert torch.allclose(found, torch.cat((pairs.real, pairs.imag), -1), rtol=1e-13, atol=1e-14)
+    x.requires_grad_()
+    ops.rotary(x, both.cos(), both.sin(), False).backward(grad := doubles(5, 2, 3, 8, seed=2))
+    assert torch.allclose(ops.rotary(grad, both.cos(), both.sin(), True), x.grad, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("columns", [4, 7])
+def test_causal_softmax_and_its_gradient(columns: int) -> None:
+    scores, grad = doubles(2, 3, 4, columns).requires_grad_(), doubles(2, 3, 4, columns, seed=1)
+    seen = torch.ones(4, columns, dtype=torch.bool).tril(columns - 4)
+    assert seen[-1].all() and seen[0].sum() == columns - 3
+    expected = (scores * 0.3).masked_fill(~seen, -torch.inf).softmax(-1)
+    expected.backward(grad)
+    found = ops.causal_softmax(scores.detach(), 0.3)
+    assert torch.allclose(found, expected, rtol=1e-13) and not found[..., ~seen].any()
+    unseen = grad.masked_fill(~seen, torch.nan)  # what reaches a masked column counts for nothing
+    back = ops.causal_softmax_backward(unseen, found, 0.3)
+    assert torch.allclose(back, scores.grad, rtol=1e-11, atol=1e-14) and not back[..., ~seen].any()
 
 
 @pytest.mark.parametrize("rows", [1, 40, 300])  # 300 rows of 1,000 do not fit one slice
@@ -68,13 +119,11 @@ def test_cross_entropy_and_its_gradient(rows: int, scale: float) -> None:
         works = [part.contiguous() for part in logits.detach().clone().split(cuts, dim=1)]
         local = [targets - sum(cuts[:i]) for i in range(len(cuts))]
         parts = [ops.cross_entropy_parts_(work, t) for work, t in zip(works, local, strict=True)]
-        found = []
         for work, part, t in zip(works, parts, local, strict=True):
-            losses, scales = ops.cross_entropy_merge(torch.stack(parts), part[0])
+            losses, log_sums = ops.cross_entropy_merge(torch.stack(parts))
             assert torch.allclose(losses, expected, rtol=1e-12, atol=1e-12)
-            found.append(ops.cross_entropy_backward_(work, scales, t, grad))
-            assert found[-1].data_ptr() == work.data_ptr()  # in place: no second matrix of the vocabulary's size
-        assert torch.allclose(torch.cat(found, dim=1), logits.grad, rtol=1e-10, atol=1e-13)
+            ops.cross_entropy_backward_(work, part[0], log_sums, t, grad)
+        assert torch.allclose(torch.cat(works, dim=1), logits.grad, rtol=1e-10, atol=1e-13)
 
 
 def test_cross_entropy_of_a_part_that_is_all_padding() -> None:
@@ -82,11 +131,10 @@ def test_cross_entropy_of_a_part_that_is_all_padding() -> None:
     expected = F.cross_entropy(logits, targets, reduction="none")
     padding = torch.full((5, 3), -torch.inf, dtype=torch.float64)
     parts = [ops.cross_entropy_parts_(logits.clone(), targets), ops.cross_entropy_parts_(padding, targets - 6)]
-    losses, scales = ops.cross_entropy_merge(torch.stack(parts), parts[1][0])
+    losses, log_sums = ops.cross_entropy_merge(torch.stack(parts))
     assert torch.allclose(losses, expected, rtol=1e-13)
-    assert torch.equal(
-        ops.cross_entropy_backward_(padding, scales, targets - 6, torch.ones(5).double()), 0 * logits[:, :3]
-    )
+    ops.cross_entropy_backward_(padding, parts[1][0], log_sums, targets - 6, torch.ones(5).double())
+    assert not padding.any()
 
 
 def test_sum_of_squares_does_not_depend_on_the_cut() -> None:
@@ -99,12 +147,49 @@ def test_sum_of_squares_does_not_depend_on_the_cut() -> None:
         assert parts.float().sqrt() == whole.float().sqrt()
 
 
-def test_dropout_add() -> None:
-    x, residual, keep = doubles(4, 3), doubles(4, 3, seed=1), torch.tensor([True, False, True])
-    expected = residual + torch.where(keep, x / 0.75, 0.0)
-    assert torch.allclose(ops.dropout_add(x, residual, keep, 0.25), expected, rtol=1e-15, atol=1e-15)
+@pytest.mark.parametrize("biased", [True, False])
+def test_bias_dropout_add_and_its_gradients(biased: bool) -> None:
+    x, residual = doubles(4, 3, D).requires_grad_(), doubles(4, 3, D, seed=1).requires_grad_()
+    bias, grad = doubles(D, seed=2), doubles(4, 3, D, seed=3)
+    where = (torch.tensor([5, 0, 1 << 40]), torch.arange(9, 13), 0xFEDCBA98, 0.25)
+    keep = counter.keep_mask(where[2], where[0], where[1], torch.arange(D), 0.25)
+    expected = residual + torch.where(keep, (x + bias if biased else x) / 0.75, 0.0)
+    expected.backward(grad)
+    found = ops.bias_dropout_add(x.detach(), bias if biased else None, residual.detach(), *where)
+    assert 0.6 < keep.float().mean() < 0.9
+    assert torch.allclose(found, expected, rtol=1e-15, atol=1e-15)
+    assert torch.allclose(ops.dropout_backward(grad, *where), x.grad, rtol=1e-15, atol=1e-15)
 
 
-def test_swiglu() -> None:
-    gate, up = doubles(N, D), doubles(N, D, seed=1)
-    assert torch.allclose(ops.swiglu(gate, up), gate / (1 + (-gate).exp()) * up, rtol=1e-13, atol=1e-15)
+def test_swiglu_and_its_gradients() -> None:
+    gate, up = doubles(N, D).requires_grad_(), doubles(N, D, seed=1).requires_grad_()
+    grad = doubles(N, D, seed=2)
+    expected = gate / (1 + (-gate).exp()) * up
+    expected.backward(grad)
+    assert torch.allclose(ops.swiglu(gate.detach(), up.detach()), expected, rtol=1e-13, atol=1e-15)
+    for mine, theirs in zip(ops.swiglu_backward(grad, gate.detach(), up.detach()), (gate.grad, up.grad), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_adamw_is_torch_s() -> None:
+    generator = torch.Generator().manual_seed(0)
+    masters, gradients, first, second = torch.randn(4, 300, generator=generator, dtype=torch.float64).unbind()
+    second = second.square()
+    published, step = torch.empty(300, dtype=torch.bfloat16), torch.tensor(7.0)
+    parameter = torch.nn.Parameter(masters.clone())
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer.state[parameter] = {"step": step.clone(), "exp_avg": first.clone(), "exp_avg_sq": second.clone()}
+    parameter.grad = gradients / 4
+    optimizer.step()
+    go = (torch.tensor(4.0), torch.tensor(0.0))
+    ops.adamw_(masters, gradients, first, second, published, step, *go, 1e-3, 0.9, 0.95, 1e-8, 0.1)
+    assert torch.allclose(masters, parameter, rtol=1e-13) and step == 8
+    assert torch.equal(published, masters.bfloat16())
+
+
+def test_flat_operations() -> None:
+    into, x = doubles(D).float(), doubles(D, seed=1)
+    expected, narrow = into + x.bfloat16(), torch.empty(D, dtype=torch.bfloat16)
+    ops.accumulate_(into, x.bfloat16())
+    ops.cast_(narrow, x)
+    assert torch.equal(into, expected) and torch.equal(narrow, x.bfloat16())

@@ -85,9 +85,9 @@ def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.
     """The comparison can fail: a replay that draws other dropout masks gives other gradients, but for selective
     recompute, where there is no dropout.
     """
-    honest = Dropout.mask
+    honest = Dropout.site
     monkeypatch.setattr(
-        Dropout, "mask", lambda self, x, step: honest(self, x, replace(step, step=step.step + step.replay))
+        Dropout, "site", lambda self, x, step: honest(self, x, replace(step, step=step.step + step.replay))
     )
     layout = Layout(2, 1, accumulation=2)
     found, expected = (train(each, "deep", DTYPES["fp64"]) for each in (replace(layout, **MODES[mode]), layout))

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.kernels.choice import choose
+from megazero.kernels.operations import REFERENCE
+from megazero.model import attention
 from megazero.model.dropout import Dropout
 from megazero.model.parameter import declaration_of, declare, named_declarations
 from megazero.model.step import Step
@@ -126,7 +129,7 @@ def test_dropout_is_off_in_evaluation_and_differs_by_step_layer_and_site() -> No
     x = torch.ones(4, ROWS, shape.hidden)
     block = model.blocks[0]
     sites = [block.attention_dropout, block.mlp_dropout, model.blocks[1].mlp_dropout, model.embedding.dropout]
-    masks = [site.mask(x, step_of(ROWS)) for site in sites]
+    masks = [site(x, step_of(ROWS)) for site in sites]
     assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
 
 
@@ -185,11 +188,23 @@ def test_attention_rotates_the_whole_sequence_whatever_part_a_rank_holds_outside
 
 def test_masks_and_positions_of_a_part_of_the_sequence_are_those_of_the_whole() -> None:
     """A rank that holds positions 8..15 of the residual stream draws the masks of positions 8..15."""
-    dropout = Dropout(0.3, seed=3, layer=1, site=0)
+    dropout = Dropout(0.3, seed=3, layer=1, site=0, ops=REFERENCE)
     whole, part = step_of(4, step=7), replace(step_of(4, step=7), sequence_offset=8)
-    x = torch.zeros(16, 4, 40)
-    assert torch.equal(dropout.mask(x, whole)[8:], dropout.mask(x[8:], part))
+    x = torch.ones(16, 4, 40)
+    assert torch.equal(dropout(x, whole)[8:], dropout(x[8:], part))
     assert torch.equal(whole.document_positions(16)[8:], part.document_positions(8))
     positions_SB = torch.arange(64).view(16, 4)
     whole, part = (replace(step, positions_SB=positions_SB) for step in (whole, part))
     assert torch.equal(whole.document_positions(16)[8:], part.document_positions(8))
+
+
+def test_rotation_takes_gradients_in_any_layout() -> None:
+    """The heads' gradients come as attention's backward has laid them out."""
+    x, half = torch.randn(4, 2, 3, 8, generator=torch.Generator().manual_seed(0)), torch.arange(16.0).view(4, 1, 1, 4)
+    angles, ops = torch.cat((half, half), -1), choose("auto", torch.device("cpu"), torch.float32)
+    found = []
+    for grad in (x.mT.contiguous().mT, x):
+        inputs = x.clone().requires_grad_()
+        attention._Rotate.apply(inputs, angles.cos(), angles.sin(), ops).backward(grad)
+        found.append(inputs.grad)
+    assert torch.equal(*found)

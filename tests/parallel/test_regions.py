@@ -84,7 +84,7 @@ def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
     if kind == "gelu":
         mlp = GeluMlp(D, F, bias=True, out_std=0.02, region=region, ops=REFERENCE)
     else:
-        mlp = SwigluMlp(D, F, bias=False, out_std=0.02, region=region)
+        mlp = SwigluMlp(D, F, bias=False, out_std=0.02, region=region, ops=REFERENCE)
     for parameter in list(mlp.parameters()):
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
     x = torch.ones(S // grid.tensor.size if sequence else S, B, D, requires_grad=True)

@@ -1,9 +1,12 @@
 """The most that a step allocates, counted, against the moments of a backward in closed form: within 1 %."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megazero.kernels.choice import choose
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.parallel.grid import Grid
@@ -48,15 +51,29 @@ def most(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> int:
 )
 def test_the_most_is_the_formula(case: tuple) -> None:
     """Token by token numbers of the loss, and gradients of norms before they are delivered, are not in it."""
+    check(case, fused=False)
+
+
+FUSED = [case for case in COVER if "fp64" not in case]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in FUSED[:4] else pytest.mark.full) for c in FUSED], ids=ids(FUSED)
+)
+def test_the_most_with_fused_kernels_is_the_formula_too(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.layouts.REFERENCE", choose("fused", torch.device("cpu"), torch.float32))
+    check(case, fused=True)
+
+
+def check(case: tuple, *, fused: bool) -> None:
     flavour, dropout, vocab, (tensor, sequence), dtype, recompute = case
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
     layout = Layout(tensor, sequence=sequence, recompute=recompute)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
     micro = Micro(layout.micro, tensor, sequence, precision.parameters.itemsize, dropout > 0)
     size = model_shape(layout.config(shape, precision))
-    predicted, _ = peak(
-        size, micro, shape.layers, recompute, embedding=True, head=True, fused=False, widened=dtype == "bf16"
-    )
+    predicted, _ = peak(size, micro, shape.layers, recompute, head=True, fused=fused, widened=dtype == "bf16")
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -69,7 +86,7 @@ def test_every_moment_is_the_most_somewhere() -> None:
         for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
             size = replace(model_shape(config), ffn=config.model.ffn // narrow)
             for_micro = (size, Micro(16, tensor, sequence, item, dropout > 0), 3, recompute)
-            ends = {"embedding": True, "head": head, "fused": False, "widened": dtype == "bf16"}
+            ends = {"head": head, "fused": False, "widened": dtype == "bf16"}
             found.add(peak(*for_micro, **ends)[1])
             names |= {name for name, _ in moments(*for_micro, **ends)}
     assert found == names

@@ -1,239 +1,229 @@
-// Fused operations on the CPU. Specification: megazero/kernels/reference.py.
+// Fused operations on the CPU: megazero/kernels/schema.py says what they take, reference.py what they compute.
 //
 // Bound to torch through its stable ABI (no ATen or c10 headers: seconds to compile, and one binary serves several
-// torch versions) and run on torch's own threads. Each loop is compiled for AVX-512, AVX2 and plain x86-64 (or whatever
-// the machine is) and the best is picked when the library is loaded.
+// torch versions) and run on torch's own threads. The arithmetic is in cpu/*.h; here tensors become pointers, and rows
+// are dealt to threads.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
-#include <algorithm>
-#include <bit>
-#include <cmath>
-#include <cstdint>
+#include <optional>
+#include <vector>
 
-using torch::stable::Tensor;
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EVERY_CPU
-#endif
-#if defined(__GNUC__) && !defined(__clang__)
-#define EXACT __attribute__((optimize("fp-contract=off")))  // no multiply-add but those that are written
-#else
-#define EXACT
-#endif
-#define INLINE inline __attribute__((always_inline))
+#include "cpu/activation.h"
+#include "cpu/attention.h"
+#include "cpu/cross_entropy.h"
+#include "cpu/dropout.h"
+#include "cpu/flat.h"
+#include "cpu/norm_binding.h"
+#include "cpu/tensors.h"
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;   // elements that are worth a thread
-constexpr int64_t kBlock = 1 << 16;   // elements of one partial sum: fixed, so sums do not depend on the thread count
-constexpr int kLanes = 32;            // independent accumulators of a partial sum
+// Activations.
 
-constexpr float kSqrt2OverPi = 0.7978845608028654f;
-constexpr float kCubic = 0.044715f;
-
-// e^x for |x| <= 87 to about 1 ulp: 2^n p(r) with x = n ln 2 + r, |r| <= ln(2) / 2. The degree-6 polynomial is the
-// Taylor series with its last coefficients fitted to the interval; ln 2 is split in two so that r is exact.
-INLINE float exponential(float x) {
-  const float n = __builtin_rintf(x * 1.44269504088896341f);
-  float r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const float power = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-  return p * power;
-}
-
-// z held within +-87, where e^-z and the sigmoid 1 / (1 + e^-z) are still normal numbers. NaN stays NaN.
-INLINE float held(float z) {
-  z = z < -87.0f ? -87.0f : z;
-  return z > 87.0f ? 87.0f : z;
-}
-
-// The tanh form of GELU is x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2u).
-FOR_EVERY_CPU void gelu_row(const float* __restrict x, const float* __restrict bias, float* __restrict y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float v = x[i] + bias[i];
-    y[i] = v / (1.0f + exponential(-held(2.0f * kSqrt2OverPi * v * (1.0f + kCubic * v * v))));
-  }
-}
-
-// dy/dx = s + x s (1 - s) 2u' with s = sigmoid(2u) and u' = sqrt(2/pi) (1 + 3 0.044715 x^2). 1 - s is taken as e^-2u s:
-// the subtraction would leave an error that a large x multiplies.
-FOR_EVERY_CPU void gelu_backward_row(const float* __restrict grad, const float* __restrict x,
-                                     const float* __restrict bias, float* __restrict dx, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    float v = x[i] + bias[i];
-    v = v < -30.0f ? -30.0f : v;  // beyond, the derivative is 0 or 1, and its factors would overflow
-    v = v > 30.0f ? 30.0f : v;
-    const float square = v * v;
-    const float e = exponential(-held(2.0f * kSqrt2OverPi * v * (1.0f + kCubic * square)));
-    const float s = 1.0f / (1.0f + e);
-    const float slope = 2.0f * kSqrt2OverPi * (1.0f + 3.0f * kCubic * square);
-    dx[i] = grad[i] * (s + v * s * (e * s) * slope);
-  }
-}
-
-FOR_EVERY_CPU double squares(const float* __restrict x, int64_t n) {
-  double sums[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const double v = x[i + lane];
-      sums[lane] += v * v;
-    }
-  }
-  double total = 0.0;
-  for (; i < n; ++i) total += static_cast<double>(x[i]) * x[i];
-  for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
-  return total;
-}
-
-// 16-bit floats as their bits. Rounding is to nearest, ties to even, as torch rounds; a NaN stays one.
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Half {
-  uint16_t bits;
-};
-
-INLINE float wide(float x) { return x; }
-INLINE float wide(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-INLINE float wide(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
-
-template <typename T>
-INLINE T narrow(float x);
-template <>
-INLINE BFloat16 narrow<BFloat16>(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  return {static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded)};
-}
-template <>
-INLINE Half narrow<Half>(float x) {
-  return {std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
-}
-
-// What all elements of one update have in common.
-struct Adam {
-  float unscale, decay, first_weight, second_decay, second_weight, root_correction, eps, step_size;
-};
-
-// The arithmetic of torch's fused AdamW, operation by operation, so that it gives the same bits: fused multiply-adds are
-// where torch has them and nowhere else. 30 bytes an element with fp32 gradients: parameter and both moments are read and
-// written, the gradient is read, the 16-bit parameter is written.
-template <typename G, typename P>
-INLINE void adamw_loop(const Adam& a, float* __restrict master, const G* __restrict grad, float* __restrict first,
-                       float* __restrict second, P* __restrict published, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float g = wide(grad[i]) / a.unscale;
-    const float m = __builtin_fmaf(a.first_weight, g - first[i], first[i]);
-    const float v = __builtin_fmaf(a.second_weight * g, g, second[i] * a.second_decay);
-    const float p = master[i] * a.decay - a.step_size * m / (std::sqrt(v) / a.root_correction + a.eps);
-    first[i] = m;
-    second[i] = v;
-    master[i] = p;
-    published[i] = narrow<P>(p);
-  }
-}
-
-#define ADAMW(NAME, G, P)                                                                                         \
-  EXACT FOR_EVERY_CPU void NAME(const Adam& a, float* __restrict master, const G* __restrict grad,                \
-                                float* __restrict first, float* __restrict second, P* __restrict published,       \
-                                int64_t n) {                                                                      \
-    adamw_loop(a, master, grad, first, second, published, n);                                                     \
-  }
-ADAMW(adamw_float_bfloat16, float, BFloat16)
-ADAMW(adamw_bfloat16, BFloat16, BFloat16)
-ADAMW(adamw_float_half, float, Half)
-ADAMW(adamw_half, Half, Half)
-
-const float* input(const Tensor& t) {
-  STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Float, "expected fp32");
-  STD_TORCH_CHECK(t.is_contiguous(), "expected a contiguous tensor");
-  return static_cast<const float*>(t.const_data_ptr());
-}
-
-Tensor bias_gelu(const Tensor& x, const Tensor& bias) {
-  const int64_t columns = x.size(-1);
-  STD_TORCH_CHECK(bias.numel() == columns, "bias and last dimension differ");
-  Tensor y = torch::stable::empty_like(x);
-  const float *px = input(x), *pb = input(bias);
-  float* py = static_cast<float*>(y.mutable_data_ptr());
-  const int64_t rows = columns ? x.numel() / columns : 0;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1)),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t r = begin; r < end; ++r)
-                                  gelu_row(px + r * columns, pb, py + r * columns, columns);
-                              });
+Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
+  const Rows rows(x);
+  Tensor y = like(x);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const T *px = input<T>(x, x.numel()), *pb = bias ? input<T>(*bias, rows.n) : nullptr;
+    T* py = output<T>(y, x.numel());
+    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+      const int64_t at = begin * rows.n;
+      if (tanh)
+        gelu_tanh_loop(px + at, pb, py + at, end - begin, rows.n);
+      else
+        gelu_erf_loop(px + at, pb, py + at, end - begin, rows.n);
+    });
+  });
   return y;
 }
 
-Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const Tensor& bias) {
-  const int64_t columns = x.size(-1);
-  STD_TORCH_CHECK(bias.numel() == columns && grad.numel() == x.numel(), "sizes differ");
-  Tensor dx = torch::stable::empty_like(x);
-  const float *pg = input(grad), *px = input(x), *pb = input(bias);
-  float* pd = static_cast<float*>(dx.mutable_data_ptr());
-  const int64_t rows = columns ? x.numel() / columns : 0;
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1)),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t r = begin; r < end; ++r)
-                                  gelu_backward_row(pg + r * columns, px + r * columns, pb, pd + r * columns, columns);
-                              });
+Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
+  const Rows rows(x);
+  Tensor dx = like(x);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const T *pg = input<T>(grad, x.numel()), *px = input<T>(x, x.numel());
+    const T* pb = bias ? input<T>(*bias, rows.n) : nullptr;
+    T* pd = output<T>(dx, x.numel());
+    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+      const int64_t at = begin * rows.n;
+      if (tanh)
+        gelu_tanh_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n);
+      else
+        gelu_erf_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n);
+    });
+  });
   return dx;
 }
 
-// One fp64 partial sum for each kBlock elements.
-void block_squares(const Tensor& flat, Tensor& partial) {
-  const int64_t n = flat.numel();
-  const int64_t blocks = (n + kBlock - 1) / kBlock;
-  STD_TORCH_CHECK(partial.numel() == blocks && partial.scalar_type() == torch::headeronly::ScalarType::Double,
-                  "expected one fp64 element per block");
-  const float* p = input(flat);
-  double* out = static_cast<double*>(partial.mutable_data_ptr());
-  torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) out[b] = squares(p + b * kBlock, std::min(kBlock, n - b * kBlock));
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  Tensor y = like(gate);
+  const int64_t n = gate.numel();
+  with_type(gate.scalar_type(), [&]<typename T>(T*) {
+    const T *pg = input<T>(gate, n), *pu = input<T>(up, n);
+    T* py = output<T>(y, n);
+    parallel_for(0, n, kGrain, [&](int64_t b, int64_t e) { swiglu_loop(pg + b, pu + b, py + b, e - b); });
+  });
+  return y;
+}
+
+Two swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  Two out = {like(gate), like(gate)};
+  const int64_t n = gate.numel();
+  with_type(gate.scalar_type(), [&]<typename T>(T*) {
+    const T *pd = input<T>(grad, n), *pg = input<T>(gate, n), *pu = input<T>(up, n);
+    T *dgate = output<T>(std::get<0>(out), n), *dup = output<T>(std::get<1>(out), n);
+    parallel_for(0, n, kGrain, [&](int64_t b, int64_t e) {
+      swiglu_backward_loop(pd + b, pg + b, pu + b, dgate + b, dup + b, e - b);
+    });
+  });
+  return out;
+}
+
+// Dropout. Rows are (position, sample) pairs, samples fastest.
+
+Tensor dropout(const Tensor& x, const Tensor* bias, const Tensor* residual, const Tensor& sample_ids,
+               const Tensor& positions, int64_t key, double drop) {
+  STD_TORCH_CHECK(x.dim() == 3, "expected [S, B, D]");
+  const Rows rows(x);
+  const int64_t batch = x.size(1);
+  const int64_t *ids = input<int64_t>(sample_ids, batch), *at = input<int64_t>(positions, x.size(0));
+  const Mask mask(key, drop);
+  Tensor y = like(x);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const T *px = input<T>(x, x.numel()), *pb = bias ? input<T>(*bias, rows.n) : nullptr;
+    const T* pr = residual ? input<T>(*residual, x.numel()) : nullptr;
+    T* py = output<T>(y, x.numel());
+    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const uint32_t row = mask.row(ids[r % batch], at[r / batch]);
+        const int64_t first = r * rows.n;
+        if (pr)
+          dropout_add_loop(mask, row, px + first, pb, pr + first, py + first, rows.n);
+        else
+          dropout_loop(mask, row, px + first, py + first, rows.n);
+      }
+    });
+  });
+  return y;
+}
+
+Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual,
+                        const Tensor& sample_ids, const Tensor& positions, int64_t key, double drop) {
+  return dropout(x, bias ? &*bias : nullptr, &residual, sample_ids, positions, key, drop);
+}
+
+Tensor dropout_backward(const Tensor& grad, const Tensor& sample_ids, const Tensor& positions, int64_t key,
+                        double drop) {
+  return dropout(grad, nullptr, nullptr, sample_ids, positions, key, drop);
+}
+
+// Attention.
+
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
+  STD_TORCH_CHECK(x.dim() == 4 && (x.stride(3) == 1 || x.size(3) == 1), "expected [S, B, H, d], d contiguous");
+  const int64_t length = x.size(0), batch = x.size(1), heads = x.size(2), d = x.size(3);
+  STD_TORCH_CHECK(d % 2 == 0, "expected an even number of channels");
+  const int64_t each = cos.size(1) == 1 ? 1 : batch, s0 = x.stride(0), s1 = x.stride(1), s2 = x.stride(2);
+  Tensor y = like(x);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    STD_TORCH_CHECK(cos.scalar_type() == kDtype<T>, "expected tensors of one dtype");
+    const T* px = static_cast<const T*>(x.const_data_ptr());
+    const T *pc = input<T>(cos, length * each * d), *ps = input<T>(sin, length * each * d);
+    T* py = output<T>(y, x.numel());
+    const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(heads * d, 1));
+    parallel_for(0, length * batch, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t s = r / batch, b = r % batch, angle = (s * each + (each == 1 ? 0 : b)) * d;
+        rotary_loop(px + s * s0 + b * s1, s2, pc + angle, ps + angle, inverse ? -1.0f : 1.0f, py + r * heads * d, heads,
+                    d / 2);
+      }
+    });
+  });
+  return y;
+}
+
+Tensor causal_softmax(const Tensor& scores, double scale) {
+  const int64_t queries = scores.size(-2), n = scores.size(-1);
+  STD_TORCH_CHECK(n >= queries, "expected at least as many columns as rows");
+  const Rows rows(scores);
+  Tensor y = like(scores);
+  with_type(scores.scalar_type(), [&]<typename T>(T*) {
+    const T* px = input<T>(scores, scores.numel());
+    T* py = output<T>(y, scores.numel());
+    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+      const auto work = std::make_unique_for_overwrite<float[]>(n);
+      for (int64_t r = begin; r < end; ++r)
+        softmax_loop(px + r * n, static_cast<float>(scale), py + r * n, work.get(), r % queries + n - queries + 1, n);
+    });
+  });
+  return y;
+}
+
+Tensor causal_softmax_backward(const Tensor& grad, const Tensor& probabilities, double scale) {
+  const int64_t queries = grad.size(-2), n = grad.size(-1);
+  STD_TORCH_CHECK(n >= queries, "expected at least as many columns as rows");
+  const Rows rows(grad);
+  Tensor dx = like(grad);
+  with_type(grad.scalar_type(), [&]<typename T>(T*) {
+    const T *pg = input<T>(grad, grad.numel()), *pp = input<T>(probabilities, grad.numel());
+    T* pd = output<T>(dx, grad.numel());
+    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        softmax_backward_loop(pg + r * n, pp + r * n, static_cast<float>(scale), pd + r * n,
+                              r % queries + n - queries + 1, n);
+    });
+  });
+  return dx;
+}
+
+// The loss. A row of logits is much work: each is worth a thread.
+
+Tensor cross_entropy_parts_(const Tensor& logits, const Tensor& targets) {
+  const int64_t rows = logits.size(0), n = logits.size(1);
+  Tensor parts = torch::stable::new_empty(logits, {3, rows}, ScalarType::Float);
+  float *maxima = output<float>(parts, 3 * rows), *sums = maxima + rows, *picked = sums + rows;
+  const int64_t* at = input<int64_t>(targets, rows);
+  with_type(logits.scalar_type(), [&]<typename T>(T*) {
+    const T* p = input<T>(logits, rows * n);
+    parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        parts_loop(p + r * n, n, maxima + r, sums + r);
+        picked[r] = at[r] >= 0 && at[r] < n ? wide(p[r * n + at[r]]) : -std::numeric_limits<float>::infinity();
+      }
+    });
+  });
+  return parts;
+}
+
+void cross_entropy_backward_(Tensor logits, const Tensor& maxima, const Tensor& log_sums, const Tensor& targets,
+                             const Tensor& grad) {
+  const int64_t rows = logits.size(0), n = logits.size(1);
+  const float *sums = input<float>(log_sums, rows), *g = input<float>(grad, rows);
+  const int64_t* at = input<int64_t>(targets, rows);
+  with_type(logits.scalar_type(), [&]<typename T>(T*) {
+    T* p = output<T>(logits, rows * n);
+    parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) cross_entropy_backward_loop(p + r * n, n, sums[r], at[r], g[r]);
+    });
   });
 }
 
-float scalar(const Tensor& t) {
-  STD_TORCH_CHECK(t.numel() == 1, "expected one element");
-  return *input(t);
-}
+// Flat memory.
 
-float* updated(const Tensor& t, int64_t n) {
-  STD_TORCH_CHECK(t.numel() == n, "sizes differ");
-  return const_cast<float*>(input(t));
-}
-
-// See reference.adamw_. `skip` and `scale` are fp32 tensors of one element; `step` counts updates.
-void adamw_(Tensor master, Tensor grad, Tensor first, Tensor second, Tensor published, Tensor step, Tensor divide_by,
-            Tensor skip, double lr, double beta1, double beta2, double eps, double weight_decay) {
-  using torch::headeronly::ScalarType;
-  if (scalar(skip) != 0.0f) return;
+void adamw_(Tensor master, const Tensor& grad, Tensor first, Tensor second, Tensor published, Tensor step,
+            const Tensor& divide_by, const Tensor& skip, double lr, double beta1, double beta2, double eps,
+            double weight_decay) {
+  if (*input<float>(skip, 1) != 0.0f) return;
   const int64_t n = master.numel();
-  float *p = updated(master, n), *m = updated(first, n), *v = updated(second, n), *count = updated(step, 1);
-  const ScalarType from = grad.scalar_type(), to = published.scalar_type();
-  STD_TORCH_CHECK(grad.numel() == n && published.numel() == n, "sizes differ");
-  STD_TORCH_CHECK(grad.is_contiguous() && published.is_contiguous(), "expected contiguous tensors");
-  STD_TORCH_CHECK(to == ScalarType::BFloat16 || to == ScalarType::Half, "expected 16-bit parameters");
-  STD_TORCH_CHECK(from == ScalarType::Float || from == to, "expected gradients in fp32 or as the parameters");
-  *count += 1.0f;
-  const double updates = *count;
+  float *p = output<float>(master, n), *m = output<float>(first, n), *v = output<float>(second, n);
+  STD_TORCH_CHECK(published.scalar_type() != ScalarType::Float, "expected 16-bit parameters");
+  STD_TORCH_CHECK(grad.scalar_type() == ScalarType::Float || grad.scalar_type() == published.scalar_type(),
+                  "expected gradients in fp32 or as the parameters");
+  input<float>(step, 1);
+  const double updates = *input<float>(step, 1) + 1.0;
   const Adam a = {
-      scalar(divide_by),
+      *input<float>(divide_by, 1),
       static_cast<float>(1 - lr * weight_decay),
       static_cast<float>(1 - beta1),
       static_cast<float>(beta2),
@@ -242,41 +232,85 @@ void adamw_(Tensor master, Tensor grad, Tensor first, Tensor second, Tensor publ
       static_cast<float>(eps),
       static_cast<float>(lr / (1 - std::pow(beta1, updates))),
   };
-  const void* g = grad.const_data_ptr();
-  void* low = published.mutable_data_ptr();
-  torch::stable::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
-    const int64_t k = end - begin;
-    if (to == ScalarType::BFloat16) {
-      BFloat16* out = static_cast<BFloat16*>(low) + begin;
-      if (from == ScalarType::Float)
-        adamw_float_bfloat16(a, p + begin, static_cast<const float*>(g) + begin, m + begin, v + begin, out, k);
+  const auto update = [&]<typename G, typename P>(const G* g, P* low) {
+    parallel_for(0, n, kGrain, [&](int64_t b, int64_t e) {
+      adamw_loop(a, p + b, g + b, m + b, v + b, low + b, e - b);
+    });
+  };
+  with_type(published.scalar_type(), [&]<typename P>(P*) {
+    if constexpr (!std::is_same_v<P, float>) {
+      P* low = output<P>(published, n);
+      if (grad.scalar_type() == ScalarType::Float)
+        update(input<float>(grad, n), low);
       else
-        adamw_bfloat16(a, p + begin, static_cast<const BFloat16*>(g) + begin, m + begin, v + begin, out, k);
-    } else {
-      Half* out = static_cast<Half*>(low) + begin;
-      if (from == ScalarType::Float)
-        adamw_float_half(a, p + begin, static_cast<const float*>(g) + begin, m + begin, v + begin, out, k);
-      else
-        adamw_half(a, p + begin, static_cast<const Half*>(g) + begin, m + begin, v + begin, out, k);
+        update(input<P>(grad, n), low);
     }
+  });
+  *output<float>(step, 1) += 1.0f;
+}
+
+Tensor sum_of_squares(const Tensor& flat) {
+  const int64_t n = flat.numel(), blocks = (n + kBlock - 1) / kBlock;
+  std::vector<double> partial(blocks);
+  with_type(flat.scalar_type(), [&]<typename T>(T*) {
+    const T* p = input<T>(flat, n);
+    parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) partial[b] = squares(p + b * kBlock, std::min(kBlock, n - b * kBlock));
+    });
+  });
+  Tensor total = torch::stable::new_empty(flat, {}, ScalarType::Double);
+  double sum = 0.0;
+  for (const double part : partial) sum += part;
+  *output<double>(total, 1) = sum;
+  return total;
+}
+
+void accumulate_(Tensor into, const Tensor& x) {
+  const int64_t n = into.numel();
+  float* to = output<float>(into, n);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const T* from = input<T>(x, n);
+    parallel_for(0, n, kGrain, [&](int64_t b, int64_t e) { accumulate(to + b, from + b, e - b); });
+  });
+}
+
+void cast_(Tensor into, const Tensor& x) {
+  const int64_t n = into.numel();
+  with_type(into.scalar_type(), [&]<typename To>(To*) {
+    with_type(x.scalar_type(), [&]<typename From>(From*) {
+      To* to = output<To>(into, n);
+      const From* from = input<From>(x, n);
+      parallel_for(0, n, kGrain, [&](int64_t b, int64_t e) { convert(to + b, from + b, e - b); });
+    });
   });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(megazero_cpu, m) {
-  m.def("bias_gelu(Tensor x, Tensor bias) -> Tensor");
-  m.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor");
-  m.def("block_squares(Tensor flat, Tensor(a!) partial) -> ()");
-  m.def(
-      "adamw_(Tensor(a!) master, Tensor grad, Tensor(b!) first, Tensor(c!) second, Tensor(d!) published, "
-      "Tensor(e!) step, Tensor divide_by, Tensor skip, float lr, float beta1, float beta2, float eps, "
-      "float weight_decay) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(megazero_cpu, CPU, m) {
-  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
-  m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
-  m.impl("block_squares", TORCH_BOX(&block_squares));
-  m.impl("adamw_", TORCH_BOX(&adamw_));
+STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
+#define IMPLEMENT(NAME) m.impl(#NAME, TORCH_BOX(&NAME))
+  IMPLEMENT(layer_norm);
+  IMPLEMENT(layer_norm_backward);
+  IMPLEMENT(add_layer_norm);
+  IMPLEMENT(add_layer_norm_backward);
+  IMPLEMENT(rms_norm);
+  IMPLEMENT(rms_norm_backward);
+  IMPLEMENT(add_rms_norm);
+  IMPLEMENT(add_rms_norm_backward);
+  IMPLEMENT(bias_gelu);
+  IMPLEMENT(bias_gelu_backward);
+  IMPLEMENT(swiglu);
+  IMPLEMENT(swiglu_backward);
+  IMPLEMENT(bias_dropout_add);
+  IMPLEMENT(dropout_backward);
+  IMPLEMENT(rotary);
+  IMPLEMENT(causal_softmax);
+  IMPLEMENT(causal_softmax_backward);
+  IMPLEMENT(cross_entropy_parts_);
+  IMPLEMENT(cross_entropy_backward_);
+  IMPLEMENT(adamw_);
+  IMPLEMENT(sum_of_squares);
+  IMPLEMENT(accumulate_);
+  IMPLEMENT(cast_);
+#undef IMPLEMENT
 }

@@ -1,0 +1,85 @@
+// Dropout whose mask is a hash of (key, sample, position, channel): computed where it is needed, never stored.
+//
+// The same words as megazero/kernels/counter.py: C. Wellons' two-multiply mixer (2018), exact in integers.
+
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+constexpr uint32_t kGolden = 0x9E3779B9;  // 2^32 / golden ratio
+
+INLINE uint32_t mix(uint32_t x) {
+  x ^= x >> 16;
+  x *= 0x7FEB352D;
+  x ^= x >> 15;
+  x *= 0x846CA68B;
+  return x ^ x >> 16;
+}
+
+// counter.derive_key(key, 1): each word is folded in as its low half and its high half, which are 0 here.
+INLINE uint32_t second_key(uint32_t key) {
+  uint32_t derived = 0;
+  for (const uint32_t half : {key, 0u, 1u, 0u}) derived = mix(derived ^ half) + kGolden;
+  return derived;
+}
+
+struct Mask {
+  uint32_t key, second;
+  int32_t threshold;  // an element is kept when its word, as a signed number, is at least this
+  float scale;        // 1 / (1 - drop)
+
+  Mask(int64_t key_word, double drop)
+      : key(static_cast<uint32_t>(key_word)),
+        second(second_key(key)),
+        threshold(static_cast<int32_t>(std::min(std::nearbyint(drop * 0x1p32) - 0x1p31, 0x1p31 - 1))),
+        scale(static_cast<float>(1.0 / (1.0 - drop))) {}
+
+  // What the words of one sample and position have in common.
+  uint32_t row(int64_t sample, int64_t position) const {
+    const auto id = static_cast<uint64_t>(sample), high = static_cast<uint64_t>(sample >> 32);
+    return mix(mix(static_cast<uint32_t>(id ^ high * kGolden) + key) ^ static_cast<uint32_t>(position));
+  }
+};
+
+// 1 / (1 - drop) or 0: a factor, so that what is not finite stays so, as in the reference.
+INLINE float factor(uint32_t row, uint32_t second, int32_t threshold, float scale, int64_t channel) {
+  const uint32_t word = mix((row + static_cast<uint32_t>(channel) * kGolden) ^ second);
+  return static_cast<int32_t>(word) >= threshold ? scale : 0.0f;
+}
+
+template <typename T>
+INLINE void dropout_add_row(const Mask& mask, uint32_t row, const T* __restrict x, const T* __restrict bias,
+                            const T* __restrict residual, T* __restrict y, int64_t n) {
+  const uint32_t second = mask.second;
+  const int32_t threshold = mask.threshold;
+  const float scale = mask.scale;
+  if (bias)
+    for (int64_t i = 0; i < n; ++i)
+      y[i] = narrow<T>(wide(residual[i]) + (wide(x[i]) + wide(bias[i])) * factor(row, second, threshold, scale, i));
+  else
+    for (int64_t i = 0; i < n; ++i)
+      y[i] = narrow<T>(wide(residual[i]) + wide(x[i]) * factor(row, second, threshold, scale, i));
+}
+
+template <typename T>
+INLINE void dropout_row(const Mask& mask, uint32_t row, const T* __restrict x, T* __restrict y, int64_t n) {
+  const uint32_t second = mask.second;
+  const int32_t threshold = mask.threshold;
+  const float scale = mask.scale;
+  for (int64_t i = 0; i < n; ++i) y[i] = narrow<T>(wide(x[i]) * factor(row, second, threshold, scale, i));
+}
+
+#define DROPOUT(T)                                                                                                    \
+  FOR_EVERY_CPU void dropout_add_loop(const Mask& mask, uint32_t row, const T* x, const T* bias, const T* residual,   \
+                                      T* y, int64_t n) {                                                              \
+    dropout_add_row(mask, row, x, bias, residual, y, n);                                                              \
+  }                                                                                                                   \
+  FOR_EVERY_CPU void dropout_loop(const Mask& mask, uint32_t row, const T* x, T* y, int64_t n) {                      \
+    dropout_row(mask, row, x, y, n);                                                                                  \
+  }
+FOR_EVERY_TYPE(DROPOUT)
+#undef DROPOUT
+
+}  // namespace

@@ -1,0 +1,131 @@
+// The eight norms of tensors: one function for the four forwards, one for the four backwards.
+
+#pragma once
+
+#include "flat.h"
+#include "norm.h"
+#include "tensors.h"
+
+namespace {
+
+template <typename T>
+std::vector<float> widened(const Tensor& weight, int64_t n) {
+  std::vector<float> values(n);
+  convert(values.data(), input<T>(weight, n), n);
+  return values;
+}
+
+// `residual`, `total`, `bias` and `mean` may be absent.
+
+void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor* bias, double eps,
+          const Tensor* total, const Tensor& y, const Tensor* mean, const Tensor& rstd) {
+  const Rows rows(x);
+  const int64_t all = x.numel();
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const auto weights = widened<T>(weight, rows.n), biases = bias ? widened<T>(*bias, rows.n) : std::vector<float>();
+    const Norm<T> a = {
+        input<T>(x, all),
+        residual ? input<T>(*residual, all) : nullptr,
+        weights.data(),
+        biases.data(),
+        static_cast<float>(eps),
+        total ? output<T>(*total, all) : nullptr,
+        output<T>(y, all),
+        mean ? output<float>(*mean, rows.count) : nullptr,
+        output<float>(rstd, rows.count),
+        rows.n,
+    };
+    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+      if (mean)
+        residual ? add_layer_norm_loop(a, begin, end) : layer_norm_loop(a, begin, end);
+      else
+        residual ? add_rms_norm_loop(a, begin, end) : rms_norm_loop(a, begin, end);
+    });
+  });
+}
+
+Three layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  Three out = {like(x), statistic(x), statistic(x)};
+  norm(x, nullptr, weight, &bias, eps, nullptr, std::get<0>(out), &std::get<1>(out), std::get<2>(out));
+  return out;
+}
+
+Four add_layer_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias, double eps) {
+  Four out = {like(x), like(x), statistic(x), statistic(x)};
+  auto& [total, y, mean, rstd] = out;
+  norm(x, &residual, weight, &bias, eps, &total, y, &mean, rstd);
+  return out;
+}
+
+Two rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  Two out = {like(x), statistic(x)};
+  norm(x, nullptr, weight, nullptr, eps, nullptr, std::get<0>(out), nullptr, std::get<1>(out));
+  return out;
+}
+
+Three add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  Three out = {like(x), like(x), statistic(x)};
+  auto& [total, y, rrms] = out;
+  norm(x, &residual, weight, nullptr, eps, &total, y, nullptr, rrms);
+  return out;
+}
+
+// With `mean` LayerNorm's, without RMSNorm's; with `grad_total` that of the norm of a sum.
+Three norm_backward(const Tensor& grad, const Tensor* grad_total, const Tensor& x, const Tensor* mean,
+                    const Tensor& rstd, const Tensor& weight) {
+  const Rows rows(x);
+  const int64_t all = x.numel(), n = rows.n, blocks = (rows.count + kRowsPerSum - 1) / kRowsPerSum;
+  const int64_t sums = mean ? 2 : 1;
+  Three out = {like(x), like(weight), like(weight)};
+  auto& [dx, dweight, dbias] = out;
+  const auto parts = std::make_unique_for_overwrite<float[]>(blocks * sums * n);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const auto weights = widened<T>(weight, n);
+    const NormBackward<T> a = {
+        input<T>(grad, all),
+        grad_total ? input<T>(*grad_total, all) : nullptr,
+        input<T>(x, all),
+        weights.data(),
+        mean ? input<float>(*mean, rows.count) : nullptr,
+        input<float>(rstd, rows.count),
+        output<T>(dx, all),
+        rows.count,
+        n,
+    };
+    parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        float *dw = parts.get() + b * sums * n, *db = dw + n;
+        if (mean)
+          grad_total ? add_layer_norm_backward_loop(a, b, dw, db) : layer_norm_backward_loop(a, b, dw, db);
+        else
+          grad_total ? add_rms_norm_backward_loop(a, b, dw, db) : rms_norm_backward_loop(a, b, dw, db);
+      }
+    });
+    sum_blocks_loop(parts.get(), blocks, sums * n, output<T>(dweight, n), n);
+    if (mean) sum_blocks_loop(parts.get() + n, blocks, sums * n, output<T>(dbias, n), n);
+  });
+  return out;
+}
+
+Three layer_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                          const Tensor& weight) {
+  return norm_backward(grad, nullptr, x, &mean, rstd, weight);
+}
+
+Three add_layer_norm_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& total, const Tensor& mean,
+                              const Tensor& rstd, const Tensor& weight) {
+  return norm_backward(grad, &grad_total, total, &mean, rstd, weight);
+}
+
+Two rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& rrms, const Tensor& weight) {
+  auto [dx, dweight, unused] = norm_backward(grad, nullptr, x, nullptr, rrms, weight);
+  return {dx, dweight};
+}
+
+Two add_rms_norm_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& total, const Tensor& rrms,
+                          const Tensor& weight) {
+  auto [dx, dweight, unused] = norm_backward(grad, &grad_total, total, nullptr, rrms, weight);
+  return {dx, dweight};
+}
+
+}  // namespace

@@ -1,0 +1,283 @@
+// What all kernels share: element types, 16-byte packs, reductions, the tiling of rows.
+//
+// The kernels know nothing of torch, and their launchers nothing of streams: a launcher picks grid, block and variant
+// and hands them to a `Launch`, which starts the kernel on a GPU (csrc/cuda.cu) or in a block emulator (the tests).
+// So everything but the start itself is the same code in both.
+//
+// Shapes, as in the Python files: N rows, D hidden, F feed-forward, V vocabulary. Indices of elements are 64 bits wide.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+
+namespace megazero {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kVectorBytes = 16;  // the widest access of one thread on every architecture
+
+// Elements of T in one 16-byte access.
+template <typename T>
+constexpr int kPack = kVectorBytes / static_cast<int>(sizeof(T));
+
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float wide(__half x) { return __half2float(x); }
+
+template <typename T>
+__device__ __forceinline__ T narrow(float x);
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ __half narrow<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+// The lowest finite number of T.
+template <typename T>
+__device__ __forceinline__ float lowest() {
+  return -3.402823466e38f;
+}
+template <>
+__device__ __forceinline__ float lowest<__nv_bfloat16>() {
+  return -3.389531390e38f;
+}
+template <>
+__device__ __forceinline__ float lowest<__half>() {
+  return -65504.0f;
+}
+
+// N neighbouring elements, loaded and stored at once. Aligned to 16 bytes at most: a wider pack is several accesses.
+template <typename T, int N>
+struct alignas(sizeof(T) * N < kVectorBytes ? sizeof(T) * N : kVectorBytes) Pack {
+  T at[N];
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> load(const T* from) {
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+// The same of memory that nobody writes while the kernel runs: such loads may be moved before any store.
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> load_fixed(const T* from) {
+#ifdef __CUDA_ARCH__
+  constexpr int kBytes = static_cast<int>(sizeof(Pack<T, N>));
+  Pack<T, N> pack;
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i)
+      reinterpret_cast<uint4*>(&pack)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+  } else if constexpr (kBytes == 8) {
+    reinterpret_cast<uint2&>(pack) = __ldg(reinterpret_cast<const uint2*>(from));
+  } else if constexpr (kBytes == 4) {
+    reinterpret_cast<unsigned&>(pack) = __ldg(reinterpret_cast<const unsigned*>(from));
+  } else {
+    static_assert(kBytes == 2);
+    reinterpret_cast<unsigned short&>(pack) = __ldg(reinterpret_cast<const unsigned short*>(from));
+  }
+  return pack;
+#else
+  return load<N>(from);
+#endif
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Keeps a pack as it is: what is computed of its elements before and after has to be computed twice. Without this the
+// compiler widens 16-bit packs once, early, and holds them in twice as many registers.
+template <typename T, int N>
+__device__ __forceinline__ void keep_packed(Pack<T, N>& pack) {
+#ifdef __CUDA_ARCH__
+  constexpr int kWords = static_cast<int>(sizeof(Pack<T, N>)) / 4;
+  if constexpr (sizeof(T) == 2 && kWords > 0) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[i]));
+  }
+#endif
+}
+
+// Whether packs of N elements may be used in rows of `columns` elements that start at `pointer`.
+template <int N, typename T>
+__host__ inline bool packs_fit(const T* pointer, int64_t columns) {
+  return columns % N == 0 && reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<T, N>) == 0;
+}
+
+template <typename I>
+__host__ __device__ constexpr I divide_up(I a, I b) {
+  return (a + b - 1) / b;
+}
+
+__host__ inline int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
+__host__ inline int64_t at_least(int64_t value, int64_t limit) { return value > limit ? value : limit; }
+
+// 2^x to 2 units of the last place; results below 2^-126 become 0. One instruction, where exp2f takes four.
+__device__ __forceinline__ float power_of_2(float x) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// e^x for x <= 0 of moderate size, as in a softmax: the relative error is about |x| 2^-24.
+__device__ __forceinline__ float exponential(float x) { return power_of_2(x * kLog2E); }
+
+struct Sum {
+  static constexpr float kNeutral = 0.0f;
+  __device__ __forceinline__ static float join(float a, float b) { return a + b; }
+};
+struct Maximum {  // a NaN loses against a number
+  static constexpr float kNeutral = -INFINITY;
+  __device__ __forceinline__ static float join(float a, float b) { return fmaxf(a, b); }
+};
+
+template <typename Join>
+__device__ __forceinline__ float reduce_warp(float x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance; distance /= 2) x = Join::join(x, __shfl_xor_sync(kAllLanes, x, distance));
+  return x;
+}
+
+// Shared memory of a block, given by the launcher: kScratch bytes unless the kernel says otherwise.
+extern __shared__ __align__(16) float scratch[];
+constexpr int kScratchSlots = 2;  // see Team
+constexpr int kScratch = kScratchSlots * 2 * kWarp * static_cast<int>(sizeof(float));
+
+// The threads of one block, working on one row: reductions over them, in a fixed order, that every thread gets.
+//
+// One barrier each: a reduction writes to the slot that the last one did not use, and whoever still reads that one has
+// not yet come to this one's barrier, so nobody can be two reductions ahead.
+class Team {
+ public:
+  __device__ __forceinline__ Team() : slot_(0) {}
+
+  template <typename Join>
+  __device__ __forceinline__ float reduce(float x) {
+    float unused = 0.0f;
+    reduce_two<Join, false>(x, unused);
+    return x;
+  }
+
+  // Two sums for one barrier.
+  __device__ __forceinline__ void sum(float& a, float& b) { reduce_two<Sum, true>(a, b); }
+
+ private:
+  template <typename Join, bool BOTH>
+  __device__ __forceinline__ void reduce_two(float& a, float& b) {
+    a = reduce_warp<Join>(a);
+    if (BOTH) b = reduce_warp<Join>(b);
+    if (blockDim.x == kWarp) return;
+    float* own = scratch + slot_ * 2 * kWarp;
+    slot_ ^= 1;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    if (lane == 0) {
+      own[warp] = a;
+      if (BOTH) own[kWarp + warp] = b;
+    }
+    __syncthreads();
+    a = reduce_warp<Join>(lane < warps ? own[lane] : Join::kNeutral);
+    if (BOTH) b = reduce_warp<Join>(lane < warps ? own[kWarp + lane] : Join::kNeutral);
+  }
+
+  int slot_;
+};
+
+// Threads for a row of `packs` packs when each holds `each`: whole warps.
+__host__ inline int row_threads(int64_t packs, int each) {
+  return static_cast<int>(divide_up<int64_t>(divide_up<int64_t>(packs, each), kWarp) * kWarp);
+}
+
+// Elementwise kernels over rows that share something by column (a bias) or by row (a key): a block takes a tile of
+// kTileThreads packs of columns and kTileRows rows, so that the shared part is loaded once and several independent loads
+// are in flight.
+constexpr int kTileThreads = 256;
+constexpr int kTileRows = 4;
+constexpr int kTileBlocks = 3;  // on one multiprocessor: at most 80 registers a thread
+
+struct Tiles {
+  int64_t rows, columns;
+  int64_t across;  // tiles side by side
+
+  __host__ Tiles(int64_t rows, int64_t columns, int pack)
+      : rows(rows), columns(columns), across(at_least(divide_up<int64_t>(columns, int64_t{pack} * kTileThreads), 1)) {}
+
+  __host__ int64_t blocks() const { return across * divide_up<int64_t>(rows, kTileRows); }
+
+  __host__ __device__ int64_t first_row(int64_t tile) const { return tile / across * kTileRows; }
+  __host__ __device__ int64_t column(int64_t tile, int thread, int pack) const {
+    return (tile % across * kTileThreads + thread) * pack;
+  }
+};
+
+// Of every pack of this block's tile: input = read(row, column), then write(row, column, input). All reads come before the
+// writes, so that they are in flight together; `each_column(column)` comes first.
+template <int N, typename EachColumn, typename Read, typename Write>
+__device__ __forceinline__ void for_each_tile(const Tiles& tiles, EachColumn each_column, Read read, Write write) {
+  const int64_t column = tiles.column(blockIdx.x, threadIdx.x, N), first = tiles.first_row(blockIdx.x);
+  if (column >= tiles.columns) return;
+  each_column(column);
+  decltype(read(first, column)) inputs[kTileRows];
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i)
+    if (first + i < tiles.rows) inputs[i] = read(first + i, column);
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i)
+    if (first + i < tiles.rows) write(first + i, column, inputs[i]);
+}
+
+// Flat elementwise kernels: every thread handles kFlatPacks packs, a block's width apart.
+constexpr int kFlatThreads = 256;
+constexpr int kFlatPacks = 2;
+
+// Of every pack of this block's share of n elements (a multiple of N), i its first: write(i, read(i)).
+template <int N, typename Read, typename Write>
+__device__ __forceinline__ void for_each_pack(int64_t n, Read read, Write write) {
+  const int64_t packs = n / N, base = int64_t{blockIdx.x} * kFlatThreads * kFlatPacks + threadIdx.x;
+  decltype(read(base)) inputs[kFlatPacks];
+#pragma unroll
+  for (int k = 0; k < kFlatPacks; ++k)
+    if (base + k * kFlatThreads < packs) inputs[k] = read((base + k * kFlatThreads) * N);
+#pragma unroll
+  for (int k = 0; k < kFlatPacks; ++k)
+    if (base + k * kFlatThreads < packs) write((base + k * kFlatThreads) * N, inputs[k]);
+}
+
+// Elements of a pack where fp32 and 16 bits meet: 16 bytes of the one, 8 of the other.
+constexpr int kMixedPack = 4;
+
+template <int N>
+struct Width {
+  static constexpr int value = N;
+};
+
+// Calls start(width, first element, elements, blocks): for as many whole packs of N as there are where the pointers are
+// aligned, and for the rest with packs of one.
+template <int N, typename Start>
+__host__ void split_flat(int64_t n, bool aligned, Start start) {
+  constexpr int64_t kWidth = int64_t{kFlatThreads} * kFlatPacks;
+  const int64_t whole = aligned ? n / N * N : 0, rest = n - whole;
+  if (whole) start(Width<N>{}, int64_t{0}, whole, divide_up(whole / N, kWidth));
+  if (rest) start(Width<1>{}, whole, rest, divide_up(rest, kWidth));
+}
+
+}  // namespace megazero

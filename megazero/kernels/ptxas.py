@@ -1,0 +1,100 @@
+"""What each CUDA kernel takes of a multiprocessor, as ptxas reported it when the library was built."""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+
+_ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)[a-z]*'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+# A multiprocessor's registers, the threads and blocks that may be resident, by compute capability (CUDA C++
+# Programming Guide, table of technical specifications per compute capability). Registers are given out to warps in
+# units of 256.
+_REGISTERS = 65_536
+_REGISTER_UNIT = 256
+_WARP = 32
+_THREADS = {70: 2048, 75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 103: 2048, 120: 1536}
+_BLOCKS = {70: 32, 75: 16, 80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120: 24}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One kernel on one architecture.
+
+    Attributes:
+        arch: compute capability, 90 for 9.0.
+        kernel: name with template arguments.
+        registers: per thread.
+        stack, spills: bytes per thread of local memory; spills are stores plus loads.
+        shared: bytes per block that the kernel declares (what a launch adds comes on top).
+    """
+
+    arch: int
+    kernel: str
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+
+    def occupancy(self, threads: int) -> float:
+        """The share of a multiprocessor's threads that registers and blocks allow to be resident, with that block size.
+
+        Raises:
+            KeyError: an architecture that is not in the tables here.
+        """
+        warps = -(-threads // _WARP)
+        of_a_warp = -(-self.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+        limits = (_REGISTERS // (of_a_warp * warps), _THREADS[self.arch] // (warps * _WARP), _BLOCKS[self.arch])
+        return min(limits) * warps * _WARP / _THREADS[self.arch]
+
+
+def resources(report: str) -> list[Resources]:
+    """The rows of a report by `ptxas -v`, in its order."""
+    rows: list[Resources] = []
+    for line in report.splitlines():
+        if found := _ENTRY.search(line):
+            rows.append(Resources(int(found[2]), found[1], 0, 0, 0, 0))
+        elif rows and (found := _SPILLS.search(line)):
+            rows[-1] = replace(rows[-1], stack=int(found[1]), spills=int(found[2]) + int(found[3]))
+        elif rows and (found := _USED.search(line)):
+            shared = _SHARED.search(line)
+            rows[-1] = replace(rows[-1], registers=int(found[1]), shared=int(shared[1]) if shared else 0)
+    names = _demangled([row.kernel for row in rows])
+    return [replace(row, kernel=name) for row, name in zip(rows, names, strict=True)]
+
+
+def table(rows: list[Resources]) -> str:
+    """One line for each kernel: registers and spills on every architecture."""
+    archs = sorted({row.arch for row in rows})
+    by_kernel: dict[str, dict[int, Resources]] = {}
+    for row in rows:
+        by_kernel.setdefault(row.kernel, {})[row.arch] = row
+    width = max((len(kernel) for kernel in by_kernel), default=6)
+    lines = [f"{'kernel':{width}}" + "".join(f"  sm_{arch:<4} spills" for arch in archs)]
+    for kernel, columns in sorted(by_kernel.items()):
+        cells = (columns.get(arch) for arch in archs)
+        lines.append(
+            f"{kernel:{width}}"
+            + "".join(f"  {cell.registers:7} {cell.spills:6}" if cell else " " * 16 for cell in cells)
+        )
+    return "\n".join(lines)
+
+
+def _demangled(names: list[str]) -> list[str]:
+    """Without namespace, result and parameters; as they are where there is no c++filt."""
+    tool = shutil.which("c++filt")
+    if tool is None or not names:
+        return names
+    lines = subprocess.run(
+        [tool], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [_short(line) for line in lines]
+
+
+def _short(line: str) -> str:
+    line = line.removeprefix("void ").replace("megazero::", "")
+    line = line.replace("__nv_bfloat16", "bf16").replace("__half", "fp16").replace("float", "fp32")
+    return line.split("(")[0]

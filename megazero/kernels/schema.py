@@ -1,0 +1,219 @@
+"""What the fused operations are called, what they take and what comes out: torch's library `megazero`.
+
+Written once, here, and without a compiler: the schemas, and of each operation what it returns for tensors without data,
+which is all that torch.compile and a simulated run need. Shared libraries only implement them, one for each kind of
+device (`build`); what they compute is specified in plain torch under the same names (`reference`).
+
+Common to all. T is fp32, bf16 or fp16; arithmetic inside, statistics and maxima are fp32. Tensors are contiguous, and
+results are, unless said otherwise. "Rows" are all dimensions but the last. Sums over rows are made in an order that
+depends on the sizes alone: the same bits in every run, with any number of threads. What a row becomes does not depend
+on how many rows there are. NaN in a row gives NaN in that row's results; infinities are as in the reference.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "megazero"
+
+
+def _operation(schema: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Defines the operation that a function has the name of; the function says what comes out."""
+
+    def define(fake: Callable[..., object]) -> Callable[..., object]:
+        name = f"{NAMESPACE}::{fake.__name__}"
+        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(name, fake)
+        return fake
+
+    return define
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _statistic(x: Tensor) -> Tensor:
+    """One fp32 number for each row of x: [..., 1]."""
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+# Norms. x [..., D], weight and bias [D], all of T; y is the norm of x, mean and rstd (1 / deviation) or rrms
+# (1 / root mean square) are [..., 1]. With `add_`, total = x + residual is rounded to T and y is the norm of that;
+# backward, dx is the gradient of both x and residual, grad_total (what reaches total by other ways) included.
+
+
+@_operation("(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (y, mean, rstd)."""
+    return _like(x), _statistic(x), _statistic(x)
+
+
+@_operation("(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor weight) -> (Tensor, Tensor, Tensor)")
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (dx, dweight, dbias)."""
+    return _like(x), _like(weight), _like(weight)
+
+
+@_operation("(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns (y, rrms)."""
+    return _like(x), _statistic(x)
+
+
+@_operation("(Tensor grad, Tensor x, Tensor rrms, Tensor weight) -> (Tensor, Tensor)")
+def rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (dx, dweight)."""
+    return _like(x), _like(weight)
+
+
+@_operation("(Tensor x, Tensor residual, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (total, y, mean, rstd)."""
+    return _like(x), _like(x), _statistic(x), _statistic(x)
+
+
+@_operation(
+    "(Tensor grad, Tensor grad_total, Tensor total, Tensor mean, Tensor rstd, Tensor weight)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+def add_layer_norm_backward(
+    grad: Tensor, grad_total: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (dx, dweight, dbias)."""
+    return _like(total), _like(weight), _like(weight)
+
+
+@_operation("(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)")
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (total, y, rrms)."""
+    return _like(x), _like(x), _statistic(x)
+
+
+@_operation("(Tensor grad, Tensor grad_total, Tensor total, Tensor rrms, Tensor weight) -> (Tensor, Tensor)")
+def add_rms_norm_backward(
+    grad: Tensor, grad_total: Tensor, total: Tensor, rrms: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns (dx, dweight)."""
+    return _like(total), _like(weight)
+
+
+# Activations. x, gate, up [..., F], bias [F], of T.
+
+
+@_operation("(Tensor x, Tensor? bias, bool tanh) -> Tensor")
+def bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    """gelu(x + bias)."""
+    return _like(x)
+
+
+@_operation("(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> Tensor")
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    """The gradient of x; that of the bias is its sum over rows."""
+    return _like(x)
+
+
+@_operation("(Tensor gate, Tensor up) -> Tensor")
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return _like(gate)
+
+
+@_operation("(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    return _like(gate), _like(up)
+
+
+# Dropout. x [S, B, D], bias [D], sample_ids int64 [B], positions int64 [S]; `key` is an unsigned 32-bit word. The mask
+# is `counter.keep_mask` bit for bit, over channels 0 .. D - 1; nobody stores it.
+
+
+@_operation(
+    "(Tensor x, Tensor? bias, Tensor residual, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor"
+)
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float
+) -> Tensor:
+    """residual + (x + bias) * keep / (1 - drop)."""
+    return _like(x)
+
+
+@_operation("(Tensor grad, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor")
+def dropout_backward(grad: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float) -> Tensor:
+    """grad * keep / (1 - drop)."""
+    return _like(grad)
+
+
+# Attention without a flash kernel, and rotary positions.
+
+
+@_operation("(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor")
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """x [S, B, H, d] with any strides whose last is 1; cos and sin of T, [S, B or 1, 1, d], the halves of d equal.
+
+    `inverse` turns the other way, which is the backward.
+    """
+    return _like(x)
+
+
+@_operation("(Tensor scores, float scale) -> Tensor")
+def causal_softmax(scores: Tensor, scale: float) -> Tensor:
+    """softmax(scale * scores) over the columns j <= i + (Sk - Sq) of row i of [..., Sq, Sk]; the others are 0."""
+    return _like(scores)
+
+
+@_operation("(Tensor grad, Tensor probabilities, float scale) -> Tensor")
+def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
+    """The gradient of the scores; exactly 0 where they were masked."""
+    return _like(grad)
+
+
+# The loss. logits [N, V] of T, targets int64 [N] (any number where the target lies in another part).
+
+
+@_operation("(Tensor(a!) logits, Tensor targets) -> Tensor")
+def cross_entropy_parts_(logits: Tensor, targets: Tensor) -> Tensor:
+    """[3, N] fp32: maximum m, sum of exp(logit - m), target's logit or -inf.
+
+    The maximum of a row that is -inf throughout is T's lowest finite number. May leave in `logits` whatever its own
+    backward needs.
+    """
+    return logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
+
+
+@_operation("(Tensor(a!) logits, Tensor maxima, Tensor log_sums, Tensor targets, Tensor grad) -> ()")
+def cross_entropy_backward_(logits: Tensor, maxima: Tensor, log_sums: Tensor, targets: Tensor, grad: Tensor) -> None:
+    """Writes (softmax - onehot) * grad over what the forward left; maxima, log_sums and grad are fp32 [N]."""
+
+
+# Flat memory.
+
+
+@_operation(
+    "(Tensor(a!) master, Tensor grad, Tensor(b!) first, Tensor(c!) second, Tensor(d!) published, Tensor(e!) step,"
+    " Tensor divide_by, Tensor skip, float lr, float beta1, float beta2, float eps, float weight_decay) -> ()"
+)
+def adamw_(*arguments: object) -> None:
+    """One update; master and both moments fp32, grad fp32 or as `published`, which is of 16 bits."""
+
+
+@_operation("(Tensor flat) -> Tensor")
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """fp64, 0-dim."""
+    return flat.new_empty((), dtype=torch.float64)
+
+
+@_operation("(Tensor(a!) into, Tensor x) -> ()")
+def accumulate_(into: Tensor, x: Tensor) -> None:
+    """into += x; fp32 and any T."""
+
+
+@_operation("(Tensor(a!) into, Tensor x) -> ()")
+def cast_(into: Tensor, x: Tensor) -> None:
+    """into = x, rounded to nearest, ties to even; any T and any T."""

@@ -1,0 +1,136 @@
+"""Every fused operation on the CPU beside plain torch and beside the memory's speed; the second table of `kernels.py`.
+
+One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache. Of each operation three things
+are done in turn, round after round: *limit*, a pass y = x + 1 over the operation's minimum bytes (half read, half
+written, to memory that is there); ours; and eager, torch's own function or, where it has none, the specification. Both
+ratios are paired within a round. An operation that reads more than it writes can be faster than its limit.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.kernels import cpu, reference, schema
+from scripts.bench.harness import median_interval
+
+BYTES, HIDDEN, VOCAB, KEY, DROP = 24 << 20, 1536, 32768, 0x9E3779B9, 0.1
+SEQUENCE, BATCH, HEAD = 512, 2, 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WARM_UP = 2
+
+Call = Callable[[], object]
+Case = tuple[str, float, Call, Call]  # operation, minimum bytes, ours, eager
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the rounds: the limit's time / ours, with its 95 % interval, and eager's time / ours."""
+
+    operation: str
+    dtype: str
+    bytes: float
+    ours_s: float
+    of_limit: float
+    ci95: tuple[float, float]
+    over_eager: float
+
+
+def rows(rounds: int) -> Iterator[Row]:
+    torch.set_num_threads(1)
+    cpu.load()
+    for dtype in DTYPES:
+        for name, size, ours, eager in (*_rows_of(DTYPES[dtype]), *_attention_and_loss(DTYPES[dtype])):
+            yield _measured(name, dtype, size, ours, eager, rounds)
+
+
+def table(measured: list[Row]) -> str:
+    lines = ["| operation | dtype | of the limit | 95 % interval | eager / ours |", "|---|---|---|---|---|"]
+    for row in measured:
+        interval = f"{row.ci95[0]:.2f} to {row.ci95[1]:.2f}"
+        lines.append(f"| {row.operation} | {row.dtype} | {row.of_limit:.2f} | {interval} | {row.over_eager:.1f} |")
+    return "\n".join(lines)
+
+
+def _measured(name: str, dtype: str, size: float, ours: Call, eager: Call, rounds: int) -> Row:
+    x, y = torch.ones(int(size) // 8), torch.ones(int(size) // 8)
+    calls = (lambda: torch.add(x, 1.0, out=y), ours, eager)
+    seconds = [[_timed(call) for call in calls] for _ in range(WARM_UP + rounds)][WARM_UP:]
+    shares = [limit / mine for limit, mine, _ in seconds]
+    over_eager = statistics.median(theirs / mine for _, mine, theirs in seconds)
+    median = statistics.median(mine for _, mine, _ in seconds)
+    return Row(name, dtype, size, median, statistics.median(shares), median_interval(shares), over_eager)
+
+
+def _timed(call: Call) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _case(name: str, size: float, *arguments: object, eager: Call | None = None, form: str = "") -> Case:
+    """Of an operation with its minimum bytes; eager is the specification unless torch has a function of its own."""
+    ours, plain = getattr(getattr(torch.ops, schema.NAMESPACE), name), getattr(reference, name)
+    return name + form, size, lambda: ours(*arguments), eager or (lambda: plain(*arguments))
+
+
+def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
+    """What goes over rows of hidden channels, and over flat memory."""
+    item, d = dtype.itemsize, HIDDEN
+    n = BYTES // item // d
+    one = item * n * d  # bytes of one pass
+    x, grad, other = (_draw(dtype, n, d, seed=seed) for seed in range(3))
+    weight, bias = _draw(dtype, d, seed=3), _draw(dtype, d, seed=4)
+    _, mean, rstd = reference.layer_norm(x, weight, bias, 1e-5)
+    narrow = mean.to(dtype), rstd.to(dtype)
+
+    def torch_backward() -> object:
+        return torch.ops.aten.native_layer_norm_backward(grad, x, [d], *narrow, weight, bias, [True] * 3)
+
+    yield _case("layer_norm", 2 * one, x, weight, bias, 1e-5, eager=lambda: F.layer_norm(x, [d], weight, bias))
+    yield _case("layer_norm_backward", 3 * one, grad, x, mean, rstd, weight, eager=torch_backward)
+    yield _case("rms_norm", 2 * one, x, weight, 1e-5, eager=lambda: F.rms_norm(x, [d], weight))
+    yield _case("rms_norm_backward", 3 * one, grad, x, rstd, weight)
+    yield _case("add_layer_norm", 4 * one, x, other, weight, bias, 1e-5)
+    yield _case("add_layer_norm_backward", 4 * one, grad, other, x, mean, rstd, weight)
+    yield _case("add_rms_norm", 4 * one, x, other, weight, 1e-5)
+    yield _case("add_rms_norm_backward", 4 * one, grad, other, x, rstd, weight)
+    for tanh, form in ((True, ", tanh"), (False, ", erf")):
+        yield _case("bias_gelu", 2 * one, x, bias, tanh, form=form)
+        yield _case("bias_gelu_backward", 3 * one, grad, x, bias, tanh, form=form)
+    yield _case("swiglu", 3 * one, x, other)
+    yield _case("swiglu_backward", 5 * one, grad, x, other)
+    site = torch.arange(8), torch.arange(n // 8), KEY, DROP
+    cubes = [each[: n // 8 * 8].view(-1, 8, d) for each in (x, other)]
+    yield _case("bias_dropout_add", 3 * one, cubes[0], bias, cubes[1], *site)
+    yield _case("dropout_backward", 2 * one, cubes[0], *site)
+    flat, wide = x.flatten(), torch.zeros(n * d)
+    yield _case("sum_of_squares", one, flat)
+    yield _case("accumulate_", one + 8 * n * d, wide, flat)
+    converted = torch.empty_like(flat, dtype=torch.bfloat16 if item == 4 else torch.float32)
+    yield _case("cast_", 6 * n * d, converted, flat)
+
+
+def _attention_and_loss(dtype: torch.dtype) -> Iterator[Case]:
+    item, numel = dtype.itemsize, BYTES // dtype.itemsize
+    heads = _draw(dtype, SEQUENCE, BATCH, numel // (SEQUENCE * BATCH * HEAD), HEAD, seed=0)
+    half = _draw(dtype, SEQUENCE, 1, 1, HEAD // 2, seed=1)
+    angles = torch.cat((half, half), -1)
+    yield _case("rotary", 2 * item * heads.numel(), heads, angles.cos(), angles.sin(), False)
+    scores, grad = (_draw(dtype, numel // SEQUENCE**2, SEQUENCE, SEQUENCE, seed=seed) for seed in (2, 3))
+    size = item * scores.numel()  # the half that is masked is written, not read
+    yield _case("causal_softmax", 1.5 * size, scores, 0.1)
+    yield _case("causal_softmax_backward", 2 * size, grad, reference.causal_softmax(scores, 0.1), 0.1)
+    rows = numel // VOCAB
+    logits, targets, ones = _draw(dtype, rows, VOCAB, seed=4), torch.arange(rows), torch.ones(rows)
+    # Both are written over and over; their values do not matter to the time, as long as they are finite.
+    yield _case("cross_entropy_parts_", item * logits.numel(), logits, targets)
+    yield _case("cross_entropy_backward_", 2 * item * logits.numel(), logits, 4 * ones, 14 * ones, targets, ones)
+
+
+def _draw(dtype: torch.dtype, *shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

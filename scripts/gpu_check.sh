@@ -1,0 +1,8 @@
+#!/bin/sh
+# Builds the CUDA kernels, tests them against fp64 on this machine's GPU, times them, and trains: one command, one table,
+# JSON beside it, under 8 minutes. Needs torch with CUDA, nvcc and xxhash; nothing is fetched.
+#
+#     scripts/gpu_check.sh [--json FILE] [--only PART ...]
+#     scripts/gpu_check.sh --device cpu --tiny      # the same steps with the CPU's kernels and small sizes
+cd "$(dirname "$0")/.." || exit 1
+exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"

@@ -1,0 +1,130 @@
+"""All that can be shown of the kernels on one machine: that they build and are right, how fast they are and train.
+
+    scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only build correctness bandwidth training] [--json FILE]
+
+Prints tables; with --json it writes the same numbers to a file. Exits 1 when something is wrong (not when slow).
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.kernels import build, cpu, cuda, ptxas, schema
+from scripts.gpu_check import bandwidth, correctness
+
+PARTS = ("build", "correctness", "bandwidth", "training")
+Rows = list[dict[str, Any]]
+_ = schema  # defines the operations
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a try, not for figures")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a training step")
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    device = torch.device(options.device)
+    report: dict[str, Any] = {"machine": machine(device)}
+    print(json.dumps(report["machine"]))
+    report["build"] = built(device)
+    failures = 0
+    if "correctness" in options.only:
+        report["correctness"], failures = checked(device, options.tiny)
+    if "bandwidth" in options.only:
+        report["bandwidth"] = timed(device, options.tiny)
+    if "training" in options.only:
+        report["training"] = trained(device, options.tiny, options.batch)
+    report["seconds"] = time.perf_counter() - begin
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{failures} failures, {report['seconds']:.0f} s")
+    return 1 if failures else 0
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers belong to."""
+    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["multiprocessors"] = properties.multi_processor_count
+        found["level_2_megabytes"] = properties.L2_cache_size >> 20
+    return found
+
+
+def built(device: torch.device) -> Rows:
+    """Builds and loads; of the CUDA library one row for each kernel."""
+    begin = time.perf_counter()
+    how = cuda.load() if device.type == "cuda" else cpu.load()
+    print(f"\nkernels: {how}, {time.perf_counter() - begin:.1f} s")
+    if device.type != "cuda":
+        return []
+    library = build.build_cuda(cuda.SOURCE, cuda.present_archs())
+    rows = ptxas.resources(build.compiler_report(library))
+    print(
+        f"{len(rows)} kernels, {max(row.registers for row in rows)} registers at most, "
+        f"{sum(row.spills for row in rows)} bytes spilled"
+    )
+    return [asdict(row) for row in rows]
+
+
+def checked(device: torch.device, tiny: bool) -> tuple[Rows, int]:
+    """Prints a line for each operation; returns all rows, and how many failed."""
+    print(f"\n{'operation':26} {'dtype':9} {'error / allowed':>15}")
+    rows, failures = [], 0
+    for row in correctness.check(device, tiny):
+        verdict = "" if row.passed else f"  FAILED {row.complaint}"
+        print(f"{row.name:26} {row.dtype:9} {row.error:15.3f}{verdict}")
+        rows.append(asdict(row))
+        failures += not row.passed
+    return rows, failures
+
+
+def timed(device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Prints a line for each operation and size, and the copy's speed before and after; shares are of that before."""
+    before = bandwidth.copy_speed(device, tiny)
+    print(f"\ncopy {before / 1e9:.0f} GB/s, read and written")
+    print(
+        f"{'operation':26} {'size':>20} {'MB':>8} {'us':>9} {'GB/s':>6} {'of copy':>7} {'wanted':>6} "
+        f"{'eager':>6} {'compiled':>8}"
+    )
+    rows = []
+    for row in bandwidth.measure(device, tiny, device.type == "cuda", before):
+        slower = [f"{each / row.fused_us:.2f}x" if each else "-" for each in (row.eager_us, row.compiled_us)]
+        wanted = "-" if row.target is None else f"{row.target:.2f}"
+        print(
+            f"{row.name:26} {row.sizes:>20} {row.megabytes:8.1f} {row.fused_us:9.1f} {row.gigabytes_s:6.0f} "
+            f"{row.of_copy:7.2f} {wanted:>6} {slower[0]:>6} {slower[1]:>8}",
+            flush=True,
+        )
+        rows.append(asdict(row))
+    after = bandwidth.copy_speed(device, tiny)
+    print(f"copy afterwards {after / 1e9:.0f} GB/s")
+    return {"copy_before": before, "copy_after": after, "rows": rows}
+
+
+def trained(device: torch.device, tiny: bool, batch: int) -> Rows:
+    """Prints a line for each choice of kernels."""
+    from scripts.gpu_check import training  # it needs more of the package's dependencies than the kernels do
+
+    print(f"\n{'kernels':10} {'s/step':>8} {'tokens/s':>10} {'MFU':>6} {'loss':>8} {'GiB':>6}")
+    rows = training.train(device, tiny, batch)
+    for row in rows:
+        print(
+            f"{row.kernels:10} {row.step_s:8.3f} {row.tokens_s:10.0f} {row.mfu:6.3f} {row.loss:8.4f} "
+            f"{row.peak_gib:6.1f}"
+        )
+    return [asdict(row) for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Every kernel against its specification in fp64, on fresh random inputs, on the device at hand."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megazero.kernels import counter
+from scripts.gpu_check.samples import SAMPLES, Draw, Sizes, distances, results
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TINY = (Sizes(3, 2, 64, 48, 72, 2, 16, 5, 8, 100), Sizes(5, 1, 33, 7, 50, 1, 6, 3, 9, 33_001))
+# Rows of whole packs, odd rows, rows that a block holds in two ways, rows that none holds.
+LARGE = (
+    Sizes(257, 3, 4096, 5120, 50_304, 8, 128, 512, 1024, 1 << 22),
+    Sizes(129, 2, 1001, 333, 50_257, 3, 22, 77, 77, (1 << 22) + 5),
+    Sizes(64, 1, 8192, 16_384, 131_072, 2, 64, 1000, 8192, 1000),
+    Sizes(48, 1, 16_384, 20_000, 4096, 2, 256, 300, 16_400, 12_345),
+    Sizes(33, 1, 20_000, 8, 8, 1, 8, 1, 1, 7),
+)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One operation in one dtype: the largest error of all sizes in units of what is allowed, and other complaints."""
+
+    name: str
+    dtype: str
+    error: float
+    complaint: str
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= 1 and not self.complaint
+
+
+def check(device: torch.device, tiny: bool) -> Iterator[Checked]:
+    """All operations in all dtypes; the seed is the clock, and printed."""
+    seed = time.time_ns() % 2**31
+    print(f"seed {seed}")
+    generator = torch.Generator(device).manual_seed(seed)
+    for name in SAMPLES:
+        for dtype in DTYPES:
+            yield _checked(name, Draw(dtype, generator), TINY if tiny else LARGE)
+
+
+def _checked(name: str, draw: Draw, all_sizes: tuple[Sizes, ...]) -> Checked:
+    worst, complaint = 0.0, ""
+    for sizes in all_sizes:
+        arguments = SAMPLES[name](draw, sizes)
+        found = results(torch.ops.megazero, name, arguments)
+        again = results(torch.ops.megazero, name, arguments)
+        if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
+            complaint = "not reproducible"
+        worst = max(worst, *distances(name, arguments, found))
+        if name == "dropout_backward" and not _same_mask(arguments):
+            complaint = "another mask than the counter's"
+    return Checked(name, str(draw.dtype).removeprefix("torch."), worst, complaint)
+
+
+def _same_mask(arguments: tuple) -> bool:
+    grad, ids, positions, key, drop = arguments
+    found = torch.ops.megazero.dropout_backward(torch.ones_like(grad), ids, positions, key, drop) != 0
+    channels = torch.arange(grad.shape[-1], device=grad.device)
+    return torch.equal(found, counter.keep_mask(key, ids, positions, channels, drop))

@@ -1,0 +1,244 @@
+"""Fresh random arguments of every operation at any size, what comes out, and how far that is from the truth.
+
+The truth is the specification (`megazero.kernels.reference`) on the same arguments in fp64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.kernels import reference, schema
+
+_ = schema  # defines the operations, whose schemas say which arguments are written
+KEY = 0xFEDCBA98
+DROP = 0.1
+_EPS = 1e-5
+# Roundings of fp32 that a result may have gathered, in units of the largest result: sums over a row or over the rows of
+# one block, and an exponential whose argument is some tens.
+_ROUNDINGS = 32
+_UNREAD = {"adamw_": 4, "cast_": 0}  # arguments that are written without a look
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes: x is [sequence, batch, hidden], activations [.., ffn], attention [batch, heads, queries, keys]."""
+
+    sequence: int
+    batch: int
+    hidden: int
+    ffn: int
+    vocab: int
+    heads: int
+    head_dim: int
+    queries: int
+    keys: int
+    flat: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random tensors of one dtype on one device."""
+
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        device = self.generator.device
+        return torch.randn(*shape, generator=self.generator, device=device).to(dtype or self.dtype)
+
+    def fp32(self, *shape: int) -> Tensor:
+        return self(*shape, dtype=torch.float32)
+
+    def words(self, *shape: int, low: int, high: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.generator.device)
+
+
+def _norm(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """x (with a mean of its own), weight, bias."""
+    return draw(s.sequence, s.batch, s.hidden) * 2 + 0.5, draw(s.hidden) * 0.1 + 1, draw(s.hidden)
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """mean, 1 / deviation and 1 / root mean square of the rows, in fp32."""
+    wide = x.double()
+    mean = wide.mean(-1, keepdim=True)
+    rstd = (wide.var(-1, keepdim=True, correction=0) + _EPS).rsqrt()
+    return mean.float(), rstd.float(), (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt().float()
+
+
+def _layer_norm_backward(draw: Draw, s: Sizes, grads: int) -> Arguments:
+    x, weight, _ = _norm(draw, s)
+    mean, rstd, _ = _statistics(x)
+    return *(draw(*x.shape) for _ in range(grads)), x, mean, rstd, weight
+
+
+def _rms_norm_backward(draw: Draw, s: Sizes, grads: int) -> Arguments:
+    x, weight, _ = _norm(draw, s)
+    return *(draw(*x.shape) for _ in range(grads)), x, _statistics(x)[2], weight
+
+
+def _mask(draw: Draw, s: Sizes) -> Arguments:
+    ids = draw.words(s.batch, low=0, high=1 << 40)
+    return ids, draw.words(s.sequence, low=0, high=1 << 20), KEY, DROP
+
+
+def _rotary(draw: Draw, s: Sizes) -> Arguments:
+    """The query part of a fused product, and the angles of each position."""
+    product = draw(s.sequence, s.batch, s.heads, 3, s.head_dim)
+    half = draw.fp32(s.sequence, 1, 1, s.head_dim // 2) * 3
+    angles = torch.cat((half, half), -1)
+    return product[:, :, :, 0], angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)
+
+
+def _logits(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor]:
+    """Logits, and targets of which some lie in another part of the vocabulary."""
+    rows = s.sequence * s.batch
+    return draw(rows, s.vocab) * 3, draw.words(rows, low=-s.vocab // 2, high=s.vocab + s.vocab // 2)
+
+
+def _loss_gradient(draw: Draw, s: Sizes) -> Arguments:
+    logits, targets = _logits(draw, s)
+    wide = logits.float()
+    return logits, wide.amax(-1), wide.logsumexp(-1), targets, draw.fp32(len(logits))
+
+
+def _update(draw: Draw, s: Sizes) -> Arguments:
+    """Late in a run, with gradients in fp32 that are to be divided by 300."""
+    low = torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype
+    numbers = (torch.tensor(each, device=draw.generator.device) for each in (7.0, 300.0, 0.0))
+    memory = (draw.fp32(s.flat), draw.fp32(s.flat) * 256, draw.fp32(s.flat) * 0.1, draw.fp32(s.flat).square() * 0.01)
+    return *memory, draw(s.flat, dtype=low), *numbers, 1e-3, 0.9, 0.95, 1e-8, 0.1
+
+
+def _attention(draw: Draw, s: Sizes) -> Tensor:
+    return draw(s.batch, s.heads, s.queries, s.keys)
+
+
+def _cast(draw: Draw, s: Sizes) -> Arguments:
+    low = torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype
+    return draw(s.flat, dtype=low), draw.fp32(s.flat)
+
+
+# Arguments of each operation, in the schema's order.
+SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
+    "layer_norm": lambda draw, s: (*_norm(draw, s), _EPS),
+    "layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 1),
+    "rms_norm": lambda draw, s: (*_norm(draw, s)[:2], _EPS),
+    "rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 1),
+    "add_layer_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s), _EPS),
+    "add_layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 2),
+    "add_rms_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s)[:2], _EPS),
+    "add_rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 2),
+    "bias_gelu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.ffn), True),
+    "bias_gelu_backward": lambda draw, s: (
+        *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
+        *(draw(s.ffn), True),
+    ),
+    "swiglu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.sequence, s.batch, s.ffn)),
+    "swiglu_backward": lambda draw, s: (
+        *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
+        draw(s.sequence, s.batch, s.ffn),
+    ),
+    "bias_dropout_add": lambda draw, s: (
+        *(draw(s.sequence, s.batch, s.hidden), draw(s.hidden), draw(s.sequence, s.batch, s.hidden)),
+        *_mask(draw, s),
+    ),
+    "dropout_backward": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_mask(draw, s)),
+    "rotary": lambda draw, s: (*_rotary(draw, s), False),
+    "causal_softmax": lambda draw, s: (_attention(draw, s) * 3, 0.5),
+    "causal_softmax_backward": lambda draw, s: (
+        _attention(draw, s),
+        reference.causal_softmax(_attention(draw, s), 1.0),
+        0.5,
+    ),
+    "cross_entropy_parts_": _logits,
+    "cross_entropy_backward_": _loss_gradient,
+    "adamw_": _update,
+    "sum_of_squares": lambda draw, s: (draw(s.flat),),
+    "accumulate_": lambda draw, s: (draw.fp32(s.flat), draw(s.flat)),
+    "cast_": _cast,
+}
+
+
+def written(name: str) -> list[int]:
+    """Which arguments of an operation it writes."""
+    arguments = getattr(torch.ops.megazero, name).default._schema.arguments
+    return [place for place, argument in enumerate(arguments) if argument.alias_info is not None]
+
+
+def results(implementation: Any, name: str, arguments: Arguments) -> tuple[Tensor, ...]:
+    """What an operation returns, then what it wrote, the arguments themselves being spared."""
+    places = written(name)
+    own = [each.clone() if place in places else each for place, each in enumerate(arguments)]
+    returned = getattr(implementation, name)(*own)
+    if isinstance(returned, Tensor):
+        returned = (returned,)
+    # What the forward of the loss leaves in the logits is between it and its own backward.
+    return (*(returned or ()), *(own[place] for place in places if name != "cross_entropy_parts_"))
+
+
+def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
+    """The results in fp64."""
+    wide = tuple(each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in arguments)
+    if name.startswith("add_") and not name.endswith("backward"):  # normed is the sum as it is rounded
+        total = (arguments[0] + arguments[1]).double()
+        return wide[0] + wide[1], *getattr(reference, name.removeprefix("add_"))(total, *wide[2:])
+    if name == "cross_entropy_backward_":  # of what the specification's own forward leaves
+        logits = wide[0].clone()
+        maxima = reference.cross_entropy_parts_(logits, wide[3])[0]
+        return results(reference, name, (logits, maxima, *wide[2:]))
+    return results(reference, name, wide)
+
+
+def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
+    """`distance` of each result of an operation."""
+    scales = _norm_scales(arguments, len(found)) if "norm_backward" in name else [0.0] * len(found)
+    expected = truth(name, arguments)
+    return [distance(*each) for each in zip(found, expected, scales, strict=True)]
+
+
+def _norm_scales(arguments: Arguments, count: int) -> list[float]:
+    """How large the terms are of which dx is a difference, and dweight and dbias are sums over rows."""
+    *_, x, mean, rstd, weight = arguments if count == 3 else (*arguments[:-2], 0.0, *arguments[-2:])
+    grad = float(arguments[0].abs().max())
+    z = float(((x.float() - mean) * rstd).abs().max())
+    return [grad * float(rstd.max() * weight.abs().max()) * (1 + z), grad * z, grad][:count]
+
+
+def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """The largest error in units of what is allowed: 1 passes, more does not; NaN and infinities must agree.
+
+    Allowed are the rounding of the result itself and _ROUNDINGS of fp32 on the scale of the largest result, or on
+    `scale` if that is larger.
+    """
+    odd = ~expected.isfinite()
+    if found.shape != expected.shape or not torch.equal(found.isnan(), expected.isnan()):
+        return float("inf")
+    if not torch.equal(found[odd & ~expected.isnan()].double(), expected[odd & ~expected.isnan()]):
+        return float("inf")
+    found, expected, dtype = found[~odd].double(), expected[~odd], found.dtype
+    if not len(found):
+        return 0.0
+    own = torch.finfo(dtype)
+    wide = _ROUNDINGS * torch.finfo(torch.float32 if dtype != torch.float64 else dtype).eps / 2
+    largest = expected.abs().max().clamp(min=scale)
+    allowed = own.eps / 2 * expected.abs() * (1 + own.eps) + wide * largest + own.smallest_normal * own.eps
+    return float(((found - expected).abs() / allowed).max().nan_to_num(nan=float("inf")))
+
+
+def least_bytes(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> int:
+    """Of a pass that reads every argument once and writes every result once."""
+    read = sum(
+        each.numel() * each.element_size()
+        for place, each in enumerate(arguments)
+        if isinstance(each, Tensor) and place != _UNREAD.get(name)
+    )
+    if name.startswith("causal"):  # of a row only what the mask lets through
+        queries, keys = arguments[0].shape[-2:]
+        read = read * (2 * keys - queries + 1) // (2 * keys)
+    return read + sum(each.numel() * each.element_size() for each in found)

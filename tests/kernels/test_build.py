@@ -1,0 +1,75 @@
+"""The builder of kernels: one library, whoever starts at once, and one line for whatever is in the way."""
+
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megazero.kernels.build import BuildError, build_cpu
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small one, which compiles in a moment."""
+    path = tmp_path / "tiny.cpp"
+    path.write_text("int value() { return 1; }\n")
+    return path
+
+
+def _build_in(cache: str, source: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    assert build_cpu(source).exists()
+
+
+def test_many_builders_at_once_leave_one_library(tmp_path: Path, source: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    builders = [context.Process(target=_build_in, args=(str(tmp_path), source)) for _ in range(3)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert [builder.exitcode for builder in builders] == [0, 0, 0]
+    assert sorted(path.suffix for path in (tmp_path / "megazero").iterdir()) == [".lock", ".so"]
+
+
+def test_another_header_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, header = tmp_path / "tiny.cpp", tmp_path / "tiny" / "value.h"
+    source.write_text('#include "tiny/value.h"\nint value() { return VALUE; }\n')
+    header.parent.mkdir()
+    libraries = set()
+    for value in (1, 2, 1):
+        header.write_text(f"#define VALUE {value}\n")
+        libraries.add(build_cpu(source))
+    assert len(libraries) == 2
+
+
+def test_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    with pytest.raises(BuildError, match=r"broken\.cpp: .*error"):
+        build_cpu(broken)
+    assert not list((tmp_path / "cache" / "megazero").glob("*.so*"))
+    assert not list((tmp_path / "cache" / "megazero").glob("*.tmp"))
+
+
+def test_without_a_home_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(BuildError, match="XDG_CACHE_HOME"):
+        build_cpu(source)
+
+
+def test_the_cache_folder_cannot_be_used(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "megazero").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match="cannot be used"):
+        build_cpu(source)
