@@ -127,7 +127,8 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
             bucket=bucket_of(config),
             ledger=ToldLedger(),
         )
-        ops = choose(config.precision.kernels, torch.device(device), DTYPES[config.precision.dtype])
+        dtype = DTYPES[config.precision.dtype]
+        ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
         return two_steps(config, grid, ops, IdleHost(CPU, grid.world.wire.ledger, apart=device == "cuda"), device)
 
 

@@ -8,7 +8,7 @@ import torch
 from megazero.kernels import reference, schema
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNEL_DEVICES = ("cpu",)  # that there are libraries of ours for
+KERNEL_DEVICES = ("cpu", "cuda")  # that there are libraries of ours for
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Which implementation of each operation a run uses: `precision.kernels` auto | fused | apex | reference.
 
 Decided once from the declared device and dtype, never from a tensor, and said once in the log. `auto` takes for each
-family of operations the first that can be had of our fused kernels (where they can be built: today on the CPU, with
-g++), apex's (on a GPU, where it is installed) and the reference; `fused` and `apex` insist on theirs, where they have
+family of operations the first that can be had of our fused kernels (where they can be built: on the CPU with g++, on a
+GPU with nvcc), apex's (on a GPU, where it is installed) and the reference; `fused` and `apex` insist on theirs, where they have
 one, and take the reference for the rest.
 """
 
@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from megazero.errors import UserError
-from megazero.kernels import adamw, cpu, cross_entropy, dropout, flat, gelu, norm, rotary, softmax, swiglu
+from megazero.kernels import adamw, cpu, cross_entropy, cuda, dropout, flat, gelu, norm, rotary, softmax, swiglu
 from megazero.kernels.build import BuildError
 from megazero.kernels.candidate import KERNEL_DTYPES, Candidate
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
@@ -40,7 +40,7 @@ _ORDER = {
     "apex": ("apex", "reference"),
     "reference": ("reference",),
 }
-_LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load}  # by the kind of device whose kernels they have
+_LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load}  # by the kind of device
 
 
 def for_host(preference: str, dtype: torch.dtype) -> Operations:
@@ -48,15 +48,19 @@ def for_host(preference: str, dtype: torch.dtype) -> Operations:
     return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 
-def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operations:
+def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present: bool = True) -> Operations:
     """The operations for a run on `device` with parameters of `dtype`.
+
+    Args:
+        present: the device is here; otherwise it is only declared, tensors have no data, and the schemas of fused
+            kernels are all that is needed of them.
 
     Raises:
         UserError: 114, "fused" or "apex" was asked for and cannot be had.
     """
     available, reason = {"reference"}, "asked for"
     if "fused" in _ORDER[preference]:
-        obstacle, reason = _load_fused(device, dtype)
+        obstacle, reason = _load_fused(device, dtype, present)
         available |= set() if obstacle else {"fused"}
     if "apex" in _ORDER[preference] and device.type == "cuda" and norm.apex_is_there():
         available.add("apex")
@@ -72,11 +76,13 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype) -> Operati
     return operations if taken else base
 
 
-def _load_fused(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:
     """Whether something is in the way of our kernels, and what; otherwise where they come from."""
     load = _LIBRARIES.get(device.type)
     if load is None or dtype not in KERNEL_DTYPES:
-        return True, f"fused kernels exist for fp32 and 16 bits on the CPU, not for {dtype} on {device.type}"
+        return True, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
+    if not present:
+        return False, "supposed"
     try:
         return False, load()
     except BuildError as error:
