@@ -197,14 +197,27 @@ def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
 
 def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
     """`distance` of each result of an operation."""
-    scales = _norm_scales(arguments, len(found)) if "norm_backward" in name else [0.0] * len(found)
+    scales = [0.0] * len(found)
+    if "norm_backward" in name:
+        scales = _gradient_scales(arguments, len(found))
+    elif "norm" in name:
+        scales = _norm_scales(name, arguments, found)
     expected = truth(name, arguments)
     return [distance(*each) for each in zip(found, expected, scales, strict=True)]
 
 
-def _norm_scales(arguments: Arguments, count: int) -> list[float]:
+def _norm_scales(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
+    """How large a rounding of x becomes: its distance from the mean is multiplied by 1 / deviation."""
+    adds = name.startswith("add_")
+    x, rstd = float((found[0] if adds else arguments[0]).abs().max()), float(found[-1].max())
+    y = x * rstd * float(arguments[1 + adds].abs().max())
+    return [*([x] if adds else []), y, *([x] if "layer" in name else []), rstd * (1 + x * rstd)]
+
+
+def _gradient_scales(arguments: Arguments, count: int) -> list[float]:
     """How large the terms are of which dx is a difference, and dweight and dbias are sums over rows."""
-    *_, x, mean, rstd, weight = arguments if count == 3 else (*arguments[:-2], 0.0, *arguments[-2:])
+    rstd, weight = arguments[-2:]
+    x, mean = arguments[-4:-2] if count == 3 else (arguments[-3], 0.0)
     grad = float(arguments[0].abs().max())
     z = float(((x.float() - mean) * rstd).abs().max())
     return [grad * float(rstd.max() * weight.abs().max()) * (1 + z), grad * z, grad][:count]
