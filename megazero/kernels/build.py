@@ -14,6 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -137,6 +138,15 @@ def release_archs(nvcc: str) -> list[int]:
     """What a library for any machine is compiled for: the oldest that nvcc knows, 80, 90, 100."""
     known = known_archs(nvcc)
     return sorted({known[0], *(arch for arch in _RELEASE_ARCHS if arch in known)})
+
+
+@cache
+def open_library(library: Path) -> None:
+    """Makes torch know the operations of a library; raises BuildError: it cannot be loaded."""
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:  # a cache on a file system that forbids execution, say
+        raise BuildError(f"{library} cannot be loaded: {error.__cause__ or error}") from None
 
 
 def compiler_report(library: Path) -> str:

@@ -2,8 +2,8 @@
 
 Decided once from the declared device and dtype, never from a tensor, and said once in the log. `auto` takes for each
 family of operations the first that can be had of our fused kernels (where they can be built: on the CPU with g++, on a
-GPU with nvcc), apex's (on a GPU, where it is installed) and the reference; `fused` and `apex` insist on theirs, where they have
-one, and take the reference for the rest.
+GPU with nvcc), apex's (on a GPU, where it is installed) and the reference; `fused` and `apex` insist on theirs, where
+they have one, and take the reference for the rest.
 """
 
 import logging

@@ -1,11 +1,10 @@
 """The library of csrc/cuda.cu, which implements the operations of `schema` for tensors on NVIDIA GPUs."""
 
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from megazero.kernels.build import BuildError, build_cuda
+from megazero.kernels.build import BuildError, build_cuda, open_library
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda.cu"
 
@@ -18,7 +17,7 @@ def load() -> str:
         BuildError: no GPU, no nvcc or one that does not know this GPU, it failed, or its library cannot be loaded.
     """
     archs = present_archs()
-    _load(build_cuda(SOURCE, archs))
+    open_library(build_cuda(SOURCE, archs))
     return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in archs)}"
 
 
@@ -28,11 +27,3 @@ def present_archs() -> list[int]:
         raise BuildError("torch sees no CUDA device")
     found = [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
     return sorted({10 * major + minor for major, minor in found})
-
-
-@cache
-def _load(library: Path) -> None:
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:  # a cache on a file system that forbids execution, say
-        raise BuildError(f"{library} cannot be loaded: {error.__cause__ or error}") from None

@@ -77,8 +77,8 @@ def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, re
 
 def test_the_paper_s_34() -> None:
     """Korthikanti et al. 2022, Table 2, without scores: 34 s b h; with tensor parallelism 10 + 24 / t, with sequence
-    parallelism 34 / t; less 2 for the masks of dropout, which we do not keep. The paper leaves out the statistics of two
-    norms, 16 bytes a token, and of softmax, 4 a head.
+    parallelism 34 / t; less 2 for the masks of dropout, which we do not keep. The paper leaves out the statistics of
+    two norms, 16 bytes a token, and of softmax, 4 a head.
     """
     shape = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)
     sbh = 2048 * 12288
