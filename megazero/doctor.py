@@ -62,6 +62,7 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
         UserError: 106, more ranks than GPUs.
     """
     parts: dict[str, list[Finding]] = {}
+    load = examine("load", host.load)  # before this measures
     torch_lines = examine("torch", software.backends, needed=True)
     works = all(finding.state != "missing" for finding in torch_lines)
     hardware: Hardware | str = "torch does not work here"
@@ -75,6 +76,7 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     parts["machine"] = [
         *examine("system", host.system),
         *examine("processor", host.processor),
+        *load,
         *examine("memory", host.memory),
         *examine("limits", host.limits),
     ]

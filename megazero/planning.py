@@ -116,9 +116,20 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     _check_peak(config, machine)
     found = search(job, ranks, machine, allowed)
     if not found.best:
-        what = f"no layout of {ranks} {machine.name} holds {job.shape.parameters() / 1e9:.4g}B parameters"
-        raise UserError(341, f"{what} ({found.tried} tried)", "more devices, or a smaller batch.global", where="plan")
+        raise UserError(341, *_shortage(found, job, ranks, machine), where="plan")
     return found
+
+
+def _shortage(found: Search, job: Layout, ranks: int, machine: Machine) -> tuple[str, str]:
+    """What is lacking where nothing fits, and what to do."""
+    shape, near = job.shape, found.nearest
+    if near is None:
+        sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"
+        return f"{sizes} cannot be spread over {ranks} ranks evenly", "another number of ranks or another batch.global"
+    need = f"{near.fullest.peak / 1e9:,.1f} GB of {usable(machine) / 1e9:,.1f}"
+    host = f"{near.fullest.host / 1e9:,.1f} GB of {machine.host_memory_bytes / 1e9:,.1f}"
+    what = f"{shape.parameters() / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {need} and of the host"
+    return f"{what} {host}", "more devices, or larger ones"
 
 
 def options(layout: Layout) -> Iterator[tuple[str, Any]]:
@@ -202,6 +213,7 @@ def _memory(rank: RankMemory) -> dict[str, Any]:
         "peak_bytes": rank.peak,
         "host_bytes": rank.host,
         "cause": rank.cause,
+        "categories": held,
     }
 
 

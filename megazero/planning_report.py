@@ -60,7 +60,13 @@ def draw(plan: Plan, path: Path) -> None:
     cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
     left, right = figure.add_subplot(cells[0, 0]), figure.add_subplot(cells[0, 1])
     if pipeline > 1:
-        draw_on(figure.add_subplot(cells[1, :]), *_timeline(plan))
+        schedule, timeline = _timeline(plan)
+        below_both = figure.add_subplot(cells[1, :])
+        draw_on(below_both, schedule, timeline)
+        m = plan.layout.micro_batches
+        if schedule.micro_batches < m:
+            words = f"the first {schedule.micro_batches} of {m} micro-batches; bubble of all {plan.time.bubble:.1%}"
+            below_both.set_title(f"{schedule.name}: {words} of the work", fontsize=9, loc="left")
     places = range(len(plan.ranks))
     below = [0.0] * len(plan.ranks)
     for category, colour in _COLOURS.items():
@@ -104,7 +110,9 @@ def _head(plan: Plan) -> Iterator[str]:
     room, need = usable(plan.machine), plan.fullest.peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield f"{verdict}: {need / 1e9:,.2f} GB of {room / 1e9:,.2f} on the fullest rank" + (
-        f", {plan.fullest.host / 1e9:,.2f} GB on the host" if plan.fullest.host else ""
+        f", {plan.fullest.host / 1e9:,.2f} GB of {plan.machine.host_memory_bytes / 1e9:,.2f} on the host"
+        if plan.fullest.host
+        else ""
     )
 
 

@@ -26,7 +26,9 @@ def as_text(found: Simulated, name: str, device: str) -> str:
     lines += [f"  {category:<26} {_mb(size):>15}" for category, size in _sorted(highest)]
     lines += [f"  {'in all':<26} {_mb(highest.total):>15}"]
     off = as_planned(highest) / found.planned.peak - 1
-    lines += [f"  {'by the plan':<26} {_mb(found.planned.peak):>15}  {off:+.1%}", ""]
+    apart = ", ".join(category for category in highest.bytes if category in NOT_PLANNED and highest.bytes[category])
+    words = "by the plan" + f", {apart} apart" * bool(apart)
+    lines += [f"  {words:<26} {_mb(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
     lines += [f"the peak is in {_where(highest)}", f"(of the first step, {_mb(first.total)} MB: {_where(first)})"]
     lines += ["", "the largest that the step has made then    MB"]

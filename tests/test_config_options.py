@@ -324,7 +324,9 @@ def test_kernels(tiny_data: TinyData, tmp_path: Path, caplog: pytest.LogCaptureF
 
     assert chosen("precision.kernels=reference") == "kernels: reference (asked for)"
     assert "asked for" not in chosen("precision.kernels=auto")
-    assert chosen("precision.dtype=fp64").startswith("kernels: reference (fused kernels exist for fp32 and 16 bits on")
+    assert chosen("precision.dtype=fp64").startswith(
+        "kernels: reference (fused kernels exist for fp32 and 16 bits, not"
+    )
     assert "asked for" not in chosen("precision.dtype=bf16")
     with pytest.raises(UserError, match=r"MZ-114 precision.kernels=fused: .*float64"):
         chosen("precision.kernels=fused", "precision.dtype=fp64")

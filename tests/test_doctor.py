@@ -61,10 +61,11 @@ def test_findings_of_this_machine(answer: Answer):
     assert len(set(names)) == len(names)
     for finding in found:
         assert set(finding) == {"name", "text", "state", "do", "values"} and "\n" not in finding["text"]
-        assert finding["state"] in ("there", "absent") and finding["text"]
+        assert finding["state"] in ("there", "absent") or finding["name"] == "load"  # a machine may be busy
+        assert finding["text"]
         assert bool(finding["do"]) == (finding["state"] == "absent"), finding
         assert all(math.isfinite(v) and v > 0 for v in finding["values"].values()), finding
-    wanted = {"processor", "memory", "torch", "packages", "matmul fp32", "matmul bf16", "memory copy"}
+    wanted = {"processor", "load", "memory", "torch", "packages", "matmul fp32", "matmul bf16", "memory copy"}
     assert wanted <= set(names)
     assert {"sockets all-reduce", "sockets all-gather", "interface lo"} <= set(names)
     assert not answer.run_folder.exists(), "it only looks"

@@ -10,10 +10,12 @@ from megazero.__main__ import main
 from megazero.config_file import load
 from megazero.errors import UserError
 from megazero.machine_file import machine_of
+from megazero.pipelining import layout_of
 from megazero.plan.machines import MACHINES
+from megazero.plan.time import step_time
 from megazero.planning import find, options, plan
 from megazero.probes.hardware import Hardware, Link
-from tests.tiny_run import TinyData, command
+from tests.tiny_run import ROOT, TinyData, command
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 TIME = ("step_s", "tokens_per_second_per_device", "tflops_per_device", "mfu", "hfu")
@@ -85,8 +87,29 @@ def test_a_machine_without_a_peak() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(UserError, match="MZ-341"):
+    with pytest.raises(UserError, match=r"MZ-341 .*the least is .* GB of 32\.\d and of the host .*; more devices"):
         find(load("gpt1t", ["batch.micro=1", "precision.dtype=fp16"]), 8, MACHINES["v100-32gb"])
+    with pytest.raises(UserError, match=r"MZ-341 .*batch\.global 256 cannot be spread over 257 ranks evenly"):
+        find(load("gpt13b"), 257, MACHINES["a100-80gb"])
+
+
+def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
+    found = find(load("gpt1t"), 1024, MACHINES["a100-80gb"])
+    assert len(found.best) == 10
+    times = [round(one.time.step_s, 9) for one in found.best]
+    twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
+    assert not any(one.layout.offload_optimizer or one.layout.offload_parameters for one in twins)
+    ways = [(one.layout.tensor, one.layout.pipeline, one.layout.schedule, one.layout.chunks) for one in found.excluded]
+    assert len(set(ways)) == len(ways) > 1
+
+
+def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: Path) -> None:
+    """Nothing is then faster than the device."""
+    path = tmp_path / "measured.yaml"
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    path.write_text(text[: text.index("reached:")])
+    layout = replace(layout_of(load("llama8b"), 8), shape=replace(layout_of(load("llama8b"), 8).shape, seq_len=65_536))
+    assert step_time(replace(layout, recompute="full"), machine_of(str(path))).hfu < 1
 
 
 def test_what_doctor_writes_is_read(tmp_path: Path) -> None:

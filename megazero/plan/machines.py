@@ -88,8 +88,8 @@ H100 = Reached(0.62, 0.19, 0.73, 0.75, 0.60, 1.0, "matmul, attention: 20 rows; m
 H200 = replace(H100, fitted="as the H100, the same chip")
 B200 = replace(H100, fitted="as the H100: no published run was used")
 
-# Memory as sold (80 GB are 80 GiB on these devices, as their driver counts). Prices are round numbers for on-demand
-# cloud nodes, an assumption to be replaced by one's own.
+# Memory as the driver counts: what is sold as 80 GB are 80 GiB, as 141 GB 139 and as 180 GB 178. Prices are round
+# numbers for on-demand cloud nodes, an assumption to be replaced by one's own.
 _DGX_2 = Machine(  # DGX-2: 16 devices on NVSwitch, 8 x 100 Gb/s EDR, 1.5 TB of host memory
     name="v100-32gb",
     memory_bytes=32 * 2**30,
@@ -144,7 +144,7 @@ _DGX_H100 = Machine(  # DGX H100: 8 devices on NVSwitch, 8 x 400 Gb/s NDR, 2 TB 
 _DGX_H200 = replace(  # DGX H200: the H100 with more and faster memory
     _DGX_H100,
     name="h200",
-    memory_bytes=141 * 10**9,
+    memory_bytes=139 * 2**30,
     peaks=_peaks("NVIDIA H200"),
     memory_bandwidth=4800e9,
     price_per_hour=3.5,
@@ -153,7 +153,7 @@ _DGX_H200 = replace(  # DGX H200: the H100 with more and faster memory
 _DGX_B200 = replace(  # DGX B200: NVLink 5, otherwise as the H100's node
     _DGX_H100,
     name="b200",
-    memory_bytes=180 * 10**9,
+    memory_bytes=178 * 2**30,
     peaks=_peaks("NVIDIA B200"),
     memory_bandwidth=8000e9,
     in_node_bandwidth=900e9,

@@ -48,13 +48,16 @@ class Search:
 
     Attributes:
         best: that fit, fastest first.
-        excluded: would be faster than the best, without saving memory, and do not fit; fastest first.
+        excluded: would be faster than the best, without saving memory, and do not fit; of each way to spread the job
+            the one that needs least, and those first that need least.
         tried: layouts in all.
+        nearest: where nothing fits, what needs least with everything that can be spared; None if there is no layout.
     """
 
     best: list[Found]
     excluded: list[Found]
     tried: int
+    nearest: Found | None = None
 
 
 def usable(machine: Machine) -> float:
@@ -91,12 +94,17 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
     best: list[Found] = []
     excluded: list[Found] = []
     layouts: list[Layout] = []
-    for widest in (machine.devices_per_node, ranks):
+    for widest in dict.fromkeys((min(machine.devices_per_node, ranks), ranks)):
         layouts = [one for one in spreads(job, ranks, widest) if not _hopeless(one, machine)]
         best, excluded = _fastest(layouts, machine, allowed, count)
         if best:
-            break
-    return Search(best, excluded, len(layouts))
+            return Search(best, excluded, len(layouts))
+    frugal = {
+        layout: _lack(memory(layout, 0), machine) for one in spreads(job, ranks, ranks) for *_, layout in savings(one)
+    }
+    least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
+    nearest = None if least is None else Found(least, step_time(least, machine), fullest(least))
+    return Search([], excluded, len(layouts), nearest)
 
 
 def _fastest(
@@ -107,21 +115,32 @@ def _fastest(
     """
     bounds = [(step_time(layout, machine), layout) for layout in layouts]
     best: list[Found] = []
-    excluded: list[Found] = []
+    excluded: dict[object, tuple[int, StepTime, Layout]] = {}
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
         plain, *others = savings(layout)
         found = _least(plain, machine, allowed)
-        if found is not None:
-            best.append(found)
+        ways = [] if found is None else [found]
         if found is None or found.layout != layout:
-            best += [one for options in others if (one := _least(options, machine, allowed)) is not None]
-            if len(excluded) < count and allowed(layout):
-                excluded.append(Found(layout, time, fullest(layout)))
-        best.sort(key=lambda one: (one.time.step_s, one.fullest.peak))
+            for options in others:  # to offload more is worth it only where it is faster
+                one = _least(options, machine, allowed)
+                if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
+                    ways.append(one)
+            way, need = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks), memory(layout, 0).peak
+            if allowed(layout) and need < excluded.get(way, (need + 1,))[0]:
+                excluded[way] = need, time, layout
+        best = sorted([*best, *ways], key=lambda one: (one.time.step_s, one.fullest.peak))
     limit = best[0].time.step_s if best else float("inf")
-    return best[:count], [one for one in excluded if one.time.step_s < limit and not fits(one.fullest, machine)]
+    faster = sorted((pair for pair in excluded.values() if pair[1].step_s < limit), key=lambda pair: pair[0])
+    near = [Found(layout, time, fullest(layout)) for _, time, layout in faster[: 2 * count]]
+    near = [one for one in near if not fits(one.fullest, machine)]
+    return best[:count], sorted(near, key=lambda one: one.fullest.peak)[:count]
+
+
+def _lack(found: RankMemory, machine: Machine) -> float:
+    """Needed over available, on the device or the host."""
+    return max(found.peak / usable(machine), found.host / machine.host_memory_bytes)
 
 
 def _least(options: list[Layout], machine: Machine, allowed: Callable[[Layout], bool]) -> Found | None:

@@ -16,6 +16,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_f
 _UNLIMITED = 1 << 60  # bytes; version 1 of cgroups writes a number beyond it for "no limit"
 _LEAST, _FIRST, _MOST = 1 << 20, 16 << 20, 128 << 20  # bytes written to a disk: if little is free, at first, if fast
 _FAST = 0.25  # seconds
+_QUIET = 0.25  # processes a core that leave a measurement alone
 _LITTLE = 2 << 30  # bytes of a disk
 
 
@@ -64,6 +65,16 @@ def processor() -> Iterator[Finding]:
     features = ", ".join(_features()) or "no wide vectors known"
     text = f"{processor_name()}, {cores} of {os.cpu_count()} cores usable; {features}"
     yield Finding("processor", text, values={"cores": cores})
+
+
+def load() -> Iterator[Finding]:
+    """What else runs: to be asked before anything is measured."""
+    others, cores = os.getloadavg()[0], _num_cores()
+    text, values = f"{others:.1f} processes ran in the last minute, on {cores} cores", {"processes": others}
+    if others > _QUIET * cores:
+        yield Finding("load", f"{text}; what is measured comes out low", "unknown", "measure when it is quiet", values)
+    else:
+        yield Finding("load", text, values=values)
 
 
 def memory() -> Iterator[Finding]:
