@@ -70,11 +70,11 @@ def processor() -> Iterator[Finding]:
 def load() -> Iterator[Finding]:
     """What else runs: to be asked before anything is measured."""
     others, cores = os.getloadavg()[0], _num_cores()
-    text, values = f"{others:.1f} processes ran in the last minute, on {cores} cores", {"processes": others}
+    text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
     if others > _QUIET * cores:
-        yield Finding("load", f"{text}; what is measured comes out low", "unknown", "measure when it is quiet", values)
+        yield Finding("load", f"{text}: what is measured comes out low, do it when it is quiet", "unknown")
     else:
-        yield Finding("load", text, values=values)
+        yield Finding("load", text)
 
 
 def memory() -> Iterator[Finding]:
