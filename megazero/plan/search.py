@@ -127,9 +127,9 @@ def _fastest(
                 one = _least(options, machine, allowed)
                 if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
                     ways.append(one)
-            way, need = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks), memory(layout, 0).peak
-            if allowed(layout) and need < excluded.get(way, (need + 1,))[0]:
-                excluded[way] = need, time, layout
+            spread, need = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks), memory(layout, 0).peak
+            if need < excluded.get(spread, (need + 1,))[0] and allowed(layout):  # the rules are slower to ask
+                excluded[spread] = need, time, layout
         best = sorted([*best, *ways], key=lambda one: (one.time.step_s, one.fullest.peak))
     limit = best[0].time.step_s if best else float("inf")
     faster = sorted((pair for pair in excluded.values() if pair[1].step_s < limit), key=lambda pair: pair[0])
