@@ -135,6 +135,7 @@ def build_units(
     precision: Precision,
     device: torch.device,
     offload: Offload | None = None,
+    ops: Operations = REFERENCE,
 ) -> list[Unit]:
     """Gives each of the named units of the model memory for what of it rests on this rank, and initial values.
 
@@ -142,6 +143,7 @@ def build_units(
 
     Args:
         seed: of the initial values; None: nobody looks at them, and they are left as they are.
+        ops: the kernels to use, where gradients are delivered.
     """
     ledger = spread.data.wire.ledger
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
@@ -152,7 +154,7 @@ def build_units(
         declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
         shared = name == TIED and spread.ends.size > 1
         layout = layout_of(name, declarations)
-        unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared)
+        unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared, ops=ops)
         if seed is not None:
             unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
         model.take(unit.show())
@@ -191,7 +193,9 @@ def build_engine(
     on_path = model.units_on_path()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
-    units = build_units(model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload)
+    units = build_units(
+        model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload, ops=ops
+    )
     there = "host_" if offload is not None and offload.optimizer else ""
     o, wire = optimizer, spread.data.wire
     wire.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments

@@ -30,5 +30,12 @@ class Block(nn.Module):
         self.attention_dropout, self.mlp_dropout = dropouts
 
     def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
-        x_SBD = self.attention_dropout.add(self.attention(self.attention_norm(x_SBD), step), x_SBD, step)
-        return self.mlp_dropout.add(self.mlp(self.mlp_norm(x_SBD), step), x_SBD, step, unseen=step.replay)
+        x_SBD, y_SBD = self._seen(self.attention(self.attention_norm(x_SBD), step), x_SBD, step)
+        return self.mlp_dropout.add(self.mlp(y_SBD, step), x_SBD, step, unseen=step.replay)
+
+    def _seen(self, attended_SBD: Tensor, x_SBD: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and its norm: in one pass where nothing is dropped between them."""
+        if not self.attention_dropout.acts(step):
+            return self.mlp_norm.of_sum(attended_SBD, x_SBD)
+        x_SBD = self.attention_dropout.add(attended_SBD, x_SBD, step)
+        return x_SBD, self.mlp_norm(x_SBD)

@@ -61,19 +61,23 @@ class Dropout:
         self.drop, self.ops = drop, ops
         self._name = seed, layer, site
 
+    def acts(self, step: Step) -> bool:
+        """Whether anything is dropped; otherwise this is the identity."""
+        return bool(self.drop and step.training)
+
     def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: Step, *, unseen: bool = False) -> Tensor:
         """residual + dropout(x).
 
         Args:
             unseen: nobody looks at the result, only at its graph: it is not computed.
         """
-        if not (self.drop and step.training):
+        if not self.acts(step):
             return residual_SBD + x_SBD
         return _DropoutAdd.apply(x_SBD, residual_SBD, self, step, unseen)
 
     def __call__(self, x_SBD: Tensor, step: Step) -> Tensor:
         """dropout(x)."""
-        if not (self.drop and step.training):
+        if not self.acts(step):
             return x_SBD
         return _Dropout.apply(x_SBD, self, step)
 

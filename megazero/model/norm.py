@@ -1,4 +1,8 @@
-"""LayerNorm and RMSNorm, whole on every rank of the tensor axis; their parameters never decay."""
+"""LayerNorm and RMSNorm, of one tensor or of a sum; whole on every rank of the tensor axis; no parameter decays.
+
+The norm of a sum makes the sum on its way: its backward adds what reaches the sum by the residual stream, so neither
+direction has a pass for the addition alone.
+"""
 
 from typing import Any
 
@@ -28,11 +32,35 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight_D = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = ctx.ops.layer_norm_backward(grads[0].contiguous(), *ctx.saved_tensors)
         weight_slot, bias_slot = ctx.slots
-        grad = grads[0].contiguous()
-        grad_x, grad_weight, grad_bias = ctx.ops.layer_norm_backward(grad, x, mean, rstd, weight_D)
         return grad_x, deliver(weight_slot, grad_weight), deliver(bias_slot, grad_bias), None, None, None, None
+
+
+class _AddLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight_D: Tensor,
+        bias_D: Tensor,
+        eps: float,
+        ops: Operations,
+        weight_slot: GradientSlot | None,
+        bias_slot: GradientSlot | None,
+    ) -> tuple[Tensor, Tensor]:
+        total, y, mean, rstd = ops.add_layer_norm(x, residual, weight_D, bias_D, eps)
+        ctx.save_for_backward(total, mean, rstd, weight_D)
+        ctx.ops, ctx.slots = ops, (weight_slot, bias_slot)
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_total, grad = (each.contiguous() for each in grads)
+        grad_x, grad_weight, grad_bias = ctx.ops.add_layer_norm_backward(grad, grad_total, *ctx.saved_tensors)
+        weight_slot, bias_slot = ctx.slots
+        return grad_x, grad_x, deliver(weight_slot, grad_weight), deliver(bias_slot, grad_bias), None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -47,9 +75,31 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, rrms, weight_D = ctx.saved_tensors
-        grad_x, grad_weight = ctx.ops.rms_norm_backward(grads[0].contiguous(), x, rrms, weight_D)
+        grad_x, grad_weight = ctx.ops.rms_norm_backward(grads[0].contiguous(), *ctx.saved_tensors)
         return grad_x, deliver(ctx.slot, grad_weight), None, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight_D: Tensor,
+        eps: float,
+        ops: Operations,
+        weight_slot: GradientSlot | None,
+    ) -> tuple[Tensor, Tensor]:
+        total, y, rrms = ops.add_rms_norm(x, residual, weight_D, eps)
+        ctx.save_for_backward(total, rrms, weight_D)
+        ctx.ops, ctx.slot = ops, weight_slot
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_total, grad = (each.contiguous() for each in grads)
+        grad_x, grad_weight = ctx.ops.add_rms_norm_backward(grad, grad_total, *ctx.saved_tensors)
+        return grad_x, grad_x, deliver(ctx.slot, grad_weight), None, None, None
 
 
 class LayerNorm(nn.Module):
@@ -65,6 +115,11 @@ class LayerNorm(nn.Module):
         slots = use(self.weight), use(self.bias)
         return _LayerNorm.apply(x.contiguous(), self.weight, self.bias, self.eps, self.ops, *slots)
 
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + residual, and its norm."""
+        both, slots = (x.contiguous(), residual.contiguous()), (use(self.weight), use(self.bias))
+        return _AddLayerNorm.apply(*both, self.weight, self.bias, self.eps, self.ops, *slots)
+
 
 class RMSNorm(nn.Module):
     """Zhang and Sennrich 2019, with a weight and no bias."""
@@ -76,6 +131,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _RMSNorm.apply(x.contiguous(), self.weight, self.eps, self.ops, use(self.weight))
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x + residual, and its norm."""
+        both = x.contiguous(), residual.contiguous()
+        return _AddRMSNorm.apply(*both, self.weight, self.eps, self.ops, use(self.weight))
 
 
 def make_norm(kind: str, hidden: int, eps: float, ops: Operations) -> LayerNorm | RMSNorm:

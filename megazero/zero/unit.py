@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megazero.kernels.operations import REFERENCE, Operations
 from megazero.parallel.pool import Pool, same_place
 from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.offload import Offload, Parked
@@ -38,6 +39,7 @@ class Unit:
         pools: for whole parameters and whole gradients.
         offload: what rests on the host; None: nothing.
         shared: the first and the last stage of a pipeline both have it, on different ranks.
+        ops: the kernels to use, where gradients are wider than parameters.
 
     Attributes:
         numel: elements of the whole flat buffer with its padding, which is zero and stays so.
@@ -58,6 +60,7 @@ class Unit:
         offload: Offload | None = None,
         *,
         shared: bool = False,
+        ops: Operations = REFERENCE,
     ):
         self.layout, self._pools, self._offload = layout, pools, offload
         self.device, self.shared = device, shared
@@ -96,7 +99,7 @@ class Unit:
         self.partial: Tensor | None = self.gradients if self.gradients_rest_whole else None
         self._share: Tensor | None = None
         self.visits = Visits(layout.name)
-        self.views = {i.name: GradientView(self, i.name) for i in layout.intervals}
+        self.views = {i.name: GradientView(self, i.name, ops) for i in layout.intervals}
         self._members: list[tuple[Interval, nn.Parameter]] = []
         self._nothing = torch.empty(0, dtype=precision.parameters, device=device)
         if self.partial is not None:

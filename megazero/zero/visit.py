@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megazero.kernels.operations import Operations
+
 
 class Phase(Enum):
     """Of a unit, for one micro-batch."""
@@ -102,11 +104,12 @@ class GradientView:
     """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
 
     The first delivery overwrites what the memory held, later ones (the next micro-batch, the other use of a tied
-    weight) add to it: nothing is ever zeroed for its own sake.
+    weight) add to it: nothing is ever zeroed for its own sake. Where the buffer is wider than the parameter (fp32 under
+    16 bits), a gradient is made narrow and widened as it is delivered, in one pass.
     """
 
-    def __init__(self, unit: Owner, name: str):
-        self._unit, self._name = unit, name
+    def __init__(self, unit: Owner, name: str, ops: Operations):
+        self._unit, self._name, self._ops = unit, name, ops
         self.view: Tensor = torch.empty(0)
         self.fresh = True
 
@@ -136,10 +139,11 @@ class GradientView:
             noted.append(partial(delivery, *(tensor.detach() for tensor in tensors)))  # else they hold the graph
 
     def _add(self, gradient: Tensor) -> None:
-        if self._first():
-            self.view.copy_(gradient)
+        first, same = self._first(), gradient.dtype == self.view.dtype
+        if first:
+            self.view.copy_(gradient) if same else self._ops.cast_(self.view, gradient.contiguous())
         else:
-            self.view += gradient
+            self.view.add_(gradient) if same else self._ops.accumulate_(self.view, gradient.contiguous())
         self._unit.visits.delivered(self._name)
 
     def _add_product(self, left: Tensor, right: Tensor) -> None:

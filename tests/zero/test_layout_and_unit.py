@@ -1,10 +1,12 @@
 """Flat units: intervals that cover the buffer, parameters and gradients that are views of it."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.build import build_units
+from megazero.kernels.choice import choose
 from megazero.kernels.operations import REFERENCE
 from megazero.model.transformer import Transformer
 from megazero.parallel.grid import Axis
@@ -110,7 +112,7 @@ class Owner:
 
 def test_first_delivery_overwrites_later_ones_add() -> None:
     memory = torch.full((3, 4), torch.nan)
-    view = GradientView(Owner(), "weight")
+    view = GradientView(Owner(), "weight", REFERENCE)
     view.view = memory
     for _ in range(5):
         view.expect()
@@ -130,6 +132,27 @@ def test_first_delivery_overwrites_later_ones_add() -> None:
         view.fresh = True
         first()
         assert torch.equal(memory, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_gathered_wide(kernels: str, dtype: torch.dtype) -> None:
+    memory = torch.full((37, 5), torch.nan)
+    view = GradientView(Owner(), "weight", choose(kernels, torch.device("cpu"), dtype))
+    view.view = memory
+    for _ in range(4):
+        view.expect()
+    plain, turned = torch.randn(37, 5).to(dtype), torch.randn(5, 37).to(dtype).T
+    left, right = torch.randn(37, 3).to(dtype), torch.randn(3, 5).to(dtype)
+    view.add(turned)
+    assert torch.equal(memory, turned.float())
+    view.add(plain)
+    view.add_product(left, right)
+    expected = turned.float() + plain.float() + (left @ right).float()
+    assert torch.equal(memory, expected)
+    view.fresh = True
+    view.add(plain)
+    assert torch.equal(memory, plain.float())
 
 
 def test_a_parameter_that_nothing_reached_has_a_zero_gradient() -> None:
