@@ -7,8 +7,9 @@
 
 Two ranks of one thread each, gloo over the loopback, fp32, no dropout, AdamW fused, clip 1.0. The reference (ratio
 1.000) is two ranks of plain torch that do the same work and exchange nothing; "ours, no exchange" is the same for our
-engine, so that what a stage costs can be told from how fast the model is. Systems run in groups, because not all fit
-into memory together; each group has its own reference, and ratios are of paired rounds within the group.
+engine, with fused and with reference kernels, so that what a stage costs can be told from how fast the model is.
+Systems run in groups, because not all fit into memory together; each group has its own reference, and ratios are of
+paired rounds within the group.
 
 All systems that exchange start from the same weights and see the same tokens; the largest difference between their
 losses over all steps is printed.
@@ -96,7 +97,10 @@ def missing(name: str) -> str | None:
 def systems_of(model: str, accumulation: int) -> list[System]:
     """Everything but the reference."""
     config = config_of(model, 1, accumulation)
-    systems = [System("ours, no exchange", alone_rank, (config,), 1, RANKS, exchanges=False)]
+    systems = [
+        System("ours, no exchange", alone_rank, (config, "auto"), 1, RANKS, exchanges=False),
+        System("ours, no exchange, reference kernels", alone_rank, (config, "reference"), 1, RANKS, exchanges=False),
+    ]
     systems += [
         System(f"ours-stage{stage}", our_rank, (config_of(model, stage, accumulation),), 1, RANKS) for stage in STAGES
     ]
@@ -123,10 +127,10 @@ def our_rank(config: Config, rank: int, size: int, store: str) -> Callable[[], f
     return engine_step(config, grid_of(rank, size, store), choose("auto", CPU, torch.float32))
 
 
-def alone_rank(config: Config, rank: int, size: int, store: str) -> Callable[[], float]:
+def alone_rank(config: Config, kernels: str, rank: int, size: int, store: str) -> Callable[[], float]:
     """The same work on one rank that knows of no other."""
     own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
-    return engine_step(config.model_copy(update={"batch": own}), single(), choose("auto", CPU, torch.float32))
+    return engine_step(config.model_copy(update={"batch": own}), single(), choose(kernels, CPU, torch.float32))
 
 
 def on_gpu() -> dict[str, object]:
