@@ -178,6 +178,7 @@ def build_engine(
     optimizer: Optimizer,
     tokens_per_step: int,
     ops: Operations,
+    update_ops: Operations,
     replayed: Container[Part] = (),
     offload: Offload | None = None,
 ) -> Engine:
@@ -186,7 +187,8 @@ def build_engine(
     Args:
         stages: of each of this rank's stages the parts of the model's path, in forward order.
         seed: of the initial values; None: anything.
-        ops: the kernels to use, where the update is.
+        ops: the kernels to use on the device.
+        update_ops: those to use where the update is, which may be the host.
         replayed: parts that run again in their backward.
         offload: what rests on the host; None: nothing.
     """
@@ -199,7 +201,7 @@ def build_engine(
     there = "host_" if offload is not None and offload.optimizer else ""
     o, wire = optimizer, spread.data.wire
     wire.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments
-    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket, ops=ops)
+    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket, ops=update_ops)
     wire.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
         used,
@@ -210,7 +212,7 @@ def build_engine(
         tokens_per_step=tokens_per_step,
         spread=spread,
         scaling=precision.parameters == torch.float16,
-        ops=ops,
+        ops=update_ops,
         offload=offload,
     )
     for parts in stages:
@@ -250,6 +252,7 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
     stages = layers.of_rank(grid.pipeline.rank)
     model = build_model(config, ops, grid.tensor)
     offload = offload_of(config, host)
+    updates_there = offload is not None and offload.optimizer
     replayed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,
@@ -260,7 +263,8 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
         device=device,
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
-        ops=for_host(config.precision.kernels, precision.masters) if offload is not None and offload.optimizer else ops,
+        ops=ops,
+        update_ops=for_host(config.precision.kernels, precision.masters) if updates_there else ops,
         replayed=replayed,
         offload=offload,
     )

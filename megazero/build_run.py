@@ -18,6 +18,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.expectation import Expectation
 from megazero.kernels.choice import choose
+from megazero.kernels.operations import Operations
 from megazero.learning_rate import LearningRate
 from megazero.observe.console import ConsoleSink
 from megazero.observe.jsonl import JsonlSink
@@ -40,11 +41,12 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what its checkpoints say of it, and the tensors to fill from one."""
+    """A trainer, what its checkpoints say of it, the tensors to fill from one, and the kernels of the device."""
 
     trainer: Trainer
     about: About
     holdings: list[Holding]
+    ops: Operations
 
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) -> Ready:
@@ -88,7 +90,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
         wire.seat.now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built, grid))
+    return Ready(trainer, about, holdings_to_load(built, grid), ops)
 
 
 def _blame(

@@ -169,8 +169,9 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
         with told(config, grid, device):
             return build_trainer(config, grid, device, site)
 
-    trainer, about, holdings = agree(grid.world, device, built)
-    names = gather_bytes(trainer.engine.ops.name.encode(), grid.world, "agree", device)
+    trainer, about, holdings, ops = agree(grid.world, device, built)
+    kernels = " and ".join(dict.fromkeys((ops.name, trainer.engine.ops.name)))  # the device's, and the update's
+    names = gather_bytes(kernels.encode(), grid.world, "agree", device)
     agree(grid.world, device, lambda: _same_kernels(names))
     found = resume(
         site.job,
@@ -182,7 +183,7 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     )
     agree(grid.world, device, lambda: _begin_files(config, folder, about, found) if first else None)
     if first:
-        Expectation(config, grid, device, trainer.engine.ops).write(folder.plan)
+        Expectation(config, grid, device, ops).write(folder.plan)
     parameters = model_shape(config).parameters()
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, into {folder.path}"

@@ -28,10 +28,10 @@ _TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{_TORCH / 'incl
 _TORCH_FLAGS += ["-ltorch_cpu", "-lc10"]
 _RUN_PATH = f"-Wl,-rpath,{_TORCH / 'lib'}"
 _CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
-# The runtime is linked in, so that the library loads where there is no CUDA too. A spilled register is an error: its
-# traffic is nowhere in a kernel's account of bytes.
-_CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "-shared", "-cudart=static"]
-_CUDA_FLAGS += ["-Xptxas=-v,-warn-spills,-Werror"]
+# The runtime is linked in, so that the library loads where there is no CUDA too.
+_CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "-shared", "-cudart=static", "-Xptxas=-v,-warn-spills"]
+# A spilled register's traffic is nowhere in a kernel's account of bytes.
+_NO_SPILLS = "-Xptxas=-Werror"
 # The current stream is asked of torch's CUDA library by a weak symbol, which nothing resolves unless that library is
 # among our own needs: Python loads torch's libraries out of each other's sight, and a linker leaves out what is only
 # weakly needed. A torch without CUDA has no such library, and is never asked.
@@ -39,7 +39,7 @@ _CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
     "-ltorch_cuda" if (_TORCH / "lib" / "libtorch_cuda.so").exists() else "-ltorch"
 )
 _OLDEST_ARCH = 70  # Volta: older ones have no tensor cores, and nobody trains on them
-_RELEASE_ARCHS = (80, 90, 100)
+_RELEASE_ARCHS = (80, 90, 100, 120)
 
 
 class BuildError(RuntimeError):
@@ -58,16 +58,18 @@ def build_cpu(source: Path) -> Path:
     return build_library(source, [find_gcc(), *_CPU_FLAGS], [*_TORCH_FLAGS, _RUN_PATH])
 
 
-def build_cuda(source: Path, archs: Sequence[int]) -> Path:
+def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> Path:
     """The shared library of a CUDA source, compiled with nvcc unless that has been done before.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
         archs: compute capabilities, 90 for 9.0.
+        spills: take a kernel that spills registers, too. A run does: with a compiler or a GPU that nobody has tried,
+            one slow kernel is better than none.
 
     Raises:
-        BuildError: no compiler, it does not know one of `archs`, it failed (a kernel that spills registers too), or
-            the cache folder cannot be written.
+        BuildError: no compiler, it does not know one of `archs`, it failed, a kernel spills registers, or the cache
+            folder cannot be written.
     """
     nvcc = find_nvcc()
     known = known_archs(nvcc)
@@ -75,11 +77,14 @@ def build_cuda(source: Path, archs: Sequence[int]) -> Path:
         raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
     libraries = [*_TORCH_FLAGS, _CUDA_NEEDS, f"-Xlinker={_RUN_PATH[4:]}"]
-    return build_library(source, [nvcc, *_CUDA_FLAGS, *targets], libraries)
+    return build_library(source, [nvcc, *_CUDA_FLAGS, *([] if spills else [_NO_SPILLS]), *targets], libraries)
 
 
 def build_library(source: Path, command: Sequence[str], libraries: Sequence[str], headers: Sequence[Path] = ()) -> Path:
     """The shared library that `command` makes of a source, unless that has been done before.
+
+    A cache that can only be read does where the library is in it. Who waited while somebody else's compiler failed is
+    told what it said, and does not try again: eight ranks would fail one after the other.
 
     Args:
         command: the compiler and its options.
@@ -94,12 +99,17 @@ def build_library(source: Path, command: Sequence[str], libraries: Sequence[str]
     parts = [*_texts(source, headers), *command, *libraries, version, torch.__version__, *machine]
     name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
     folder = _cache_folder()
-    library = folder / name
+    library, failed = folder / name, (folder / name).with_suffix(".failed")
+    if library.exists():
+        return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        earlier = _stamp(failed)
         with _locked(library.with_suffix(".lock")):
+            if _stamp(failed) != earlier and failed.exists():
+                raise BuildError(failed.read_text(encoding="utf-8"))
             if not library.exists():
-                _compile(source, command, libraries, library)
+                _compile(source, command, libraries, library, failed)
     except OSError as error:
         raise BuildError(f"the kernel cache {folder} cannot be used: {error}") from None
     return library
@@ -179,6 +189,11 @@ def _cache_folder() -> Path:
         raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME") from None
 
 
+def _stamp(path: Path) -> int | None:
+    """When a file was last written, None where there is none."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
@@ -186,7 +201,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], library: Path) -> None:
+def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], library: Path, failed: Path) -> None:
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     try:
         result = subprocess.run(
@@ -195,10 +210,13 @@ def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], lib
         said = result.stdout + result.stderr
         if result.returncode:
             errors = [line for line in said.splitlines() if "error" in line or "spill" in line] or ["no message"]
-            raise BuildError(f"{command[0]} failed on {source.name}: {errors[0][:200]}")
+            reason = f"{command[0]} failed on {source.name}: {errors[0][:200]}"
+            failed.write_text(reason, encoding="utf-8")
+            raise BuildError(reason)
         if said:
             library.with_suffix(".log").write_text(said, encoding="utf-8")
         flush_file(unfinished)  # a power cut must not leave a name without its content
         unfinished.rename(library)
+        failed.unlink(missing_ok=True)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -4,21 +4,49 @@ from pathlib import Path
 
 import torch
 
+from megazero.kernels import schema
 from megazero.kernels.build import BuildError, build_cuda, open_library
 
 SOURCE = Path(__file__).parent / "csrc" / "cuda.cu"
 
 
 def load() -> str:
-    """Builds the library for the GPUs of this machine (once per machine and torch version, about 20 s) and loads it;
-    returns how it came to be, for the log.
+    """Builds the library for the GPUs of this machine (once per machine and torch version, about 20 s), loads it and
+    starts one of its kernels; returns how it came to be, for the log.
 
     Raises:
-        BuildError: no GPU, no nvcc or one that does not know this GPU, it failed, or its library cannot be loaded.
+        BuildError: no GPU, no nvcc or one that does not know this GPU, it failed, or its library cannot be loaded or
+            used.
     """
-    archs = present_archs()
-    open_library(build_cuda(SOURCE, archs))
-    return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in archs)}"
+    open_library(library())
+    start_one(torch.device("cuda"))
+    return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in present_archs())}"
+
+
+def library() -> Path:
+    """The library for the GPUs of this machine; raises BuildError as `load` does."""
+    return build_cuda(SOURCE, present_archs(), spills=True)
+
+
+def start_one(device: torch.device) -> None:
+    """Runs one kernel of the library on `device`, and waits for it.
+
+    What only a first start shows (a compiler newer than the driver understands, say) must be known before kernels are
+    chosen; in the first forward it would be too late to take others.
+
+    Raises:
+        BuildError: it cannot be started, or computes nonsense.
+    """
+    try:
+        x = torch.arange(9, dtype=torch.float32, device=device)
+        copy = torch.full_like(x, torch.nan, dtype=torch.bfloat16)
+        getattr(torch.ops, schema.NAMESPACE).cast_(copy, x)
+        right = torch.equal(copy.float(), x)
+    except RuntimeError as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise BuildError(f"the kernels do not start on {device}: {said[:200]}") from None
+    if not right:
+        raise BuildError(f"the kernels do not compute on {device}: 0 to 8 became {copy.tolist()}")
 
 
 def present_archs() -> list[int]:

@@ -3,11 +3,12 @@
 import multiprocessing
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from megazero.kernels.build import BuildError, build_cpu
+from megazero.kernels.build import BuildError, build_cpu, build_library
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -56,6 +57,40 @@ def test_a_source_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.Monk
         build_cpu(broken)
     assert not list((tmp_path / "cache" / "megazero").glob("*.so*"))
     assert not list((tmp_path / "cache" / "megazero").glob("*.tmp"))
+
+
+def test_who_waited_for_a_compiler_that_fails_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tries, the others hear of it; the next start tries again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, tries, compiler = tmp_path / "tiny.cpp", tmp_path / "tries", tmp_path / "slow"
+    source.write_text("int value() { return 1; }\n")
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\necho once >> {tries}\nsleep 1\necho error: full >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+
+    def attempt(_: int) -> str:
+        with pytest.raises(BuildError) as caught:
+            build_library(source, [str(compiler)], [])
+        return str(caught.value)
+
+    with ThreadPoolExecutor(4) as pool:
+        said = set(pool.map(attempt, range(4)))
+    assert said == {f"{compiler} failed on tiny.cpp: error: full"}
+    assert tries.read_text().count("once") == 1
+    attempt(0)
+    assert tries.read_text().count("once") == 2
+
+
+def test_a_cache_that_can_only_be_read(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build_cpu(source)
+
+    def refused(*arguments: object, **options: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    assert build_cpu(source) == library
 
 
 def test_without_a_home_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.kernels import build, cuda, ptxas, schema
+from megazero.kernels import build, cpu, cuda, ptxas, schema
 from megazero.kernels.build import BuildError
 
 SOURCE = Path(build.__file__).parent / "csrc" / "cuda.cu"
@@ -67,6 +67,16 @@ def test_the_archs_of_this_machine_s_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert cuda.present_archs() == [80, 90]
 
 
+def test_kernels_that_do_not_start_are_known_before_they_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BuildError, match="do not start on meta"):
+        cuda.start_one(torch.device("meta"))  # where only the schema is
+    cpu.load()
+    cuda.start_one(torch.device("cpu"))
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
+    with pytest.raises(BuildError, match="0 to 8 became"):
+        cuda.start_one(torch.device("cpu"))
+
+
 @needs_nvcc
 @pytest.mark.full
 def test_all_architectures() -> None:
@@ -89,6 +99,7 @@ def test_a_spill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(BuildError, match="spill"):
         build.build_cuda(source, [90])
+    assert "spill" in build.compiler_report(build.build_cuda(source, [90], spills=True))
 
 
 @needs_nvcc
@@ -111,7 +122,7 @@ def test_nvcc_of_cuda_home_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert build.find_nvcc() == str(nvcc)
     assert build.known_archs(str(nvcc)) == [70, 80, 90, 120]
-    assert build.release_archs(str(nvcc)) == [70, 80, 90]
+    assert build.release_archs(str(nvcc)) == [70, 80, 90, 120]
 
 
 REPORT = """\

@@ -46,6 +46,7 @@ def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str
         optimizer=adam,
         tokens_per_step=rows * shape.seq_len,
         ops=ops,
+        update_ops=ops,
     )
 
 

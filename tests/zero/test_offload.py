@@ -123,6 +123,22 @@ def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, wh
         assert "on the host" in table
 
 
+def test_gradients_are_gathered_with_the_device_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's update has kernels of its own, which know nothing of tensors on the device."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        return lambda *tensors: (calls.append(name), getattr(REFERENCE, name)(*tensors))
+
+    both = {name: counted(name) for name in ("cast_", "accumulate_")}
+    monkeypatch.setattr("tests.layouts.REFERENCE", replace(REFERENCE, **both))
+    layout = replace(layout_of("1", 2, 2), offload_optimizer=True)
+    rank = Rank(single(), layout, SHAPES["deep"], DTYPES["bf16"])
+    rank.step(0)
+    assert set(calls) == set(both)
+    assert rank.engine.ops.name.startswith("fused") or shutil.which("g++") is None
+
+
 def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixture) -> None:
     layout = replace(Layout(stage=3), offload_optimizer=True, offload_parameters=True)
     grid = single()

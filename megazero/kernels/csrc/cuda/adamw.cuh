@@ -1,8 +1,9 @@
 // AdamW on flat memory in one pass: unscales and clips the gradient, updates master and both moments, publishes the
 // rounded master (Kingma and Ba 2015; Loshchilov and Hutter 2019).
 //
-// The arithmetic is that of torch's fused AdamW, operation by operation, so that it gives the same bits: multiply-adds
-// are fused where they are written, and nowhere else (hence the intrinsics, which the compiler leaves alone). Whether to
+// The arithmetic is that of torch's fused AdamW on a CPU, operation by operation, so that it gives the same bits (torch's
+// on a GPU computes in part in fp64): multiply-adds are fused where they are written, and nowhere else (hence the
+// intrinsics, which the compiler leaves alone). Whether to
 // skip, what to divide by and the step are read on the device, so the host never waits. A kernel of one thread runs
 // first: it counts the update and leaves what all elements have in common, so that no thread of the pass itself reads
 // what another one writes.
@@ -50,7 +51,7 @@ struct AdamInputs {
 // 30 bytes an element with fp32 gradients, 28 with 16 bits: master and both moments are read and written, the gradient is
 // read, the 16-bit parameter is written.
 template <typename G, typename P, int N>
-__global__ void __launch_bounds__(kFlatThreads)
+__global__ void __launch_bounds__(kFlatThreads, 2)  // left to itself the compiler spills on sm_120
     adamw_update(const Adam* common, float* master, const G* grad, float* first, float* second, P* published,
                  int64_t n) {
   const Adam a = *common;
