@@ -136,7 +136,6 @@ def test_gradients_are_gathered_with_the_device_s_kernels(monkeypatch: pytest.Mo
     rank = Rank(single(), layout, SHAPES["deep"], DTYPES["bf16"])
     rank.step(0)
     assert set(calls) == set(both)
-    assert rank.engine.ops.name.startswith("fused") or shutil.which("g++") is None
 
 
 def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixture) -> None:
