@@ -247,6 +247,35 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> 
         assert rows[1][7].isnan().any() or not math.isnan(bad), name
 
 
+@pytest.mark.parametrize("bits", [0x7F81, 0x7FFF, 0xFF81, 0xFFFF])
+def test_no_nan_of_bfloat16_is_rounded_away(bits: int) -> None:
+    """Of any payload and sign: rounding adds to the bits of a number, and must not carry out of a NaN's."""
+    bad = torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for name, *arguments in large(torch.bfloat16):
+        if name == "sum_of_squares":
+            continue
+        spoilt = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
+        position = 1 if name == "accumulate_" else 0
+        spoilt[position].view(-1, arguments[position].shape[-1])[-1, 2] = bad  # type: ignore[union-attr]
+        assert any(each.isnan().any() for each in run(fused, str(name), tuple(spoilt))), name
+
+
+def test_a_nan_of_fp32_statistics_is_not_rounded_away() -> None:
+    """All ones, as in memory that nobody wrote: one more would make a zero of it."""
+    bad = torch.full((9, 1), -1, dtype=torch.int32).view(torch.float32)
+    draw, good = Source(torch.bfloat16, 0, 0, 1.0), torch.ones(9, 1)
+    x, grad, weight = draw(9, 33), draw(9, 33), draw(33)
+    for mean, rstd in ((bad, good), (good, bad)):
+        assert fused.layer_norm_backward(grad, x, mean, rstd, weight)[0].isnan().all()
+        assert fused.add_layer_norm_backward(grad, grad, x, mean, rstd, weight)[0].isnan().all()
+    assert fused.rms_norm_backward(grad, x, bad, weight)[0].isnan().all()
+    targets, logs = torch.arange(9), good.flatten()
+    for log_sums, grads in ((bad.flatten(), logs), (logs, bad.flatten())):
+        logits = x.clone()
+        fused.cross_entropy_backward_(logits, logs, log_sums, targets, grads)
+        assert logits.isnan().all()
+
+
 def test_gelu_and_silu_of_special_values() -> None:
     x = torch.tensor([math.nan, math.inf, 3e38, -3e38, -0.0, 1e-40, -1e4, 1e4])
     huge = torch.tensor([3e38, 0.0, 0.0, 1e4])

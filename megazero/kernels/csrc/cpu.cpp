@@ -152,7 +152,7 @@ Tensor causal_softmax(const Tensor& scores, double scale) {
     const T* px = input<T>(scores, scores.numel());
     T* py = output<T>(y, scores.numel());
     parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
-      const auto work = std::make_unique_for_overwrite<float[]>(n);
+      const auto work = std::make_unique_for_overwrite<float[]>(whole_lanes(n));
       for (int64_t r = begin; r < end; ++r)
         softmax_loop(px + r * n, static_cast<float>(scale), py + r * n, work.get(), r % queries + n - queries + 1, n);
     });

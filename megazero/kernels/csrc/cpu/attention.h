@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "common.h"
+#include "passes.h"
 
 namespace {
 
@@ -17,24 +17,36 @@ INLINE void rotary_head(const T* __restrict x, const T* __restrict cos, const T*
   }
 }
 
-// softmax(scale * scores) over the first `seen` of n columns, the others 0. `work` holds a row in fp32.
+// A row is computed in whole lanes, because what remains after them is slow. A column that does not count is masked.
+INLINE int64_t whole_lanes(int64_t seen) { return (seen + kLanes - 1) / kLanes * kLanes; }
+template <typename At>
+INLINE bool counts(At at, int64_t seen) {
+  return static_cast<int32_t>(index(at)) < static_cast<int32_t>(seen);
+}
+
+// softmax(scale * scores) over the first `seen` of n columns, the others 0. `work` holds whole_lanes(n) numbers.
 template <typename T>
-INLINE void softmax_row(const T* __restrict scores, float scale, T* __restrict y, float* __restrict work, int64_t seen,
-                        int64_t n) {
-  const float highest = largest_of(seen, kLowest<float>, [&](int64_t i) { return scale * wide(scores[i]); });
-  for (int64_t i = 0; i < seen; ++i) work[i] = exponential_or_zero(scale * wide(scores[i]) - highest);
-  const float share = 1.0f / sum_of(seen, [&](int64_t i) { return work[i]; });
-  for (int64_t i = 0; i < seen; ++i) y[i] = narrow<T>(work[i] * share);
-  for (int64_t i = seen; i < n; ++i) y[i] = narrow<T>(0.0f);
+INLINE void softmax_row(const T* scores, float scale, T* y, float* __restrict work, int64_t seen, int64_t n) {
+  const int64_t all = whole_lanes(seen), there = std::min(all, n);
+  for (int64_t i = 0; i < there; ++i) work[i] = scale * wide(scores[i]);
+  for (int64_t i = seen; i < all; ++i) work[i] = -std::numeric_limits<float>::infinity();
+  const float highest = largest_of<float>(all, kLowest<float>, [&](One at) { return work[at.i]; });
+  const float sum = sum_of<float>(all, [&](One at) { return work[at.i] = exponential_or_zero(work[at.i] - highest); });
+  const float share = 1.0f / sum;
+  for (int64_t i = 0; i < there; ++i) y[i] = narrow<T>(work[i] * share);
+  std::fill_n(y + seen, n - seen, T{});
 }
 
 // scale * p (g - sum(g p)).
 template <typename T>
-INLINE void softmax_backward_row(const T* __restrict grad, const T* __restrict p, float scale, T* __restrict dx,
-                                 int64_t seen, int64_t n) {
-  const float sum = sum_of(seen, [&](int64_t i) { return wide(grad[i]) * wide(p[i]); });
-  for (int64_t i = 0; i < seen; ++i) dx[i] = narrow<T>(scale * wide(p[i]) * (wide(grad[i]) - sum));
-  for (int64_t i = seen; i < n; ++i) dx[i] = narrow<T>(0.0f);
+INLINE void softmax_backward_row(const T* grad, const T* p, float scale, T* dx, int64_t seen, int64_t n) {
+  const int64_t m = whole_lanes(seen) <= n ? whole_lanes(seen) : seen;
+  const float sum = sum_of<T>(m, [&](auto at) {
+    const float product = wide(grad, at) * wide(p, at);
+    return counts(at, seen) ? product : 0.0f;
+  });
+  map(m, dx, [&](auto at) { return scale * wide(p, at) * (wide(grad, at) - sum); });
+  std::fill_n(dx + seen, n - seen, T{});
 }
 
 #define ATTENTION(T)                                                                                                  \

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "common.h"
+#include "passes.h"
 
 namespace {
 
@@ -15,12 +15,12 @@ template <typename T>
 INLINE void parts_of_row(const T* row, int64_t n, float* maximum, float* sum) {
   float highest = kLowest<T>, total = 0.0f;
   for (int64_t i = 0; i < n; i += kChunk) {
-    const T* __restrict chunk = row + i;
+    const T* chunk = row + i;
     const int64_t width = std::min(kChunk, n - i);
-    const float most = largest_of(width, highest, [&](int64_t j) { return wide(chunk[j]); });
+    const float most = largest_of<T>(width, highest, [&](auto at) { return wide(chunk, at); });
     total *= exponential_or_zero(highest - most);
     highest = most;
-    total += sum_of(width, [&](int64_t j) { return exponential_or_zero(wide(chunk[j]) - most); });
+    total += sum_of<T>(width, [&](auto at) { return exponential_or_zero(wide(chunk, at) - most); });
   }
   *maximum = highest;
   *sum = total;
@@ -28,10 +28,12 @@ INLINE void parts_of_row(const T* row, int64_t n, float* maximum, float* sum) {
 
 // (exp(logit - log_sum) - onehot) * grad; `target` lies outside [0, n) where it belongs to another part.
 template <typename T>
-INLINE void cross_entropy_backward_row(T* __restrict row, int64_t n, float log_sum, int64_t target, float grad) {
+INLINE void cross_entropy_backward_row(T* row, int64_t n, float log_sum, int64_t target, float grad) {
+  log_sum = plain(log_sum);
+  grad = plain(grad);
   const bool own = target >= 0 && target < n;
   const float logit = own ? wide(row[target]) : 0.0f;
-  for (int64_t i = 0; i < n; ++i) row[i] = narrow<T>(exponential_or_zero(wide(row[i]) - log_sum) * grad);
+  map(n, row, [&](auto at) { return exponential_or_zero(wide(row, at) - log_sum) * grad; });
   if (own) row[target] = narrow<T>((exponential_or_zero(logit - log_sum) - 1.0f) * grad);
 }
 

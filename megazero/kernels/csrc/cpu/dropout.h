@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "common.h"
+#include "passes.h"
 
 namespace {
 
@@ -50,25 +50,27 @@ INLINE float factor(uint32_t row, uint32_t second, int32_t threshold, float scal
 }
 
 template <typename T>
-INLINE void dropout_add_row(const Mask& mask, uint32_t row, const T* __restrict x, const T* __restrict bias,
-                            const T* __restrict residual, T* __restrict y, int64_t n) {
+INLINE void dropout_add_row(const Mask& mask, uint32_t row, const T* x, const T* bias, const T* residual, T* y,
+                            int64_t n) {
   const uint32_t second = mask.second;
   const int32_t threshold = mask.threshold;
   const float scale = mask.scale;
   if (bias)
-    for (int64_t i = 0; i < n; ++i)
-      y[i] = narrow<T>(wide(residual[i]) + (wide(x[i]) + wide(bias[i])) * factor(row, second, threshold, scale, i));
+    map(n, y, [&](auto at) {
+      return wide(residual, at) + (wide(x, at) + wide(bias, at)) * factor(row, second, threshold, scale, index(at));
+    });
   else
-    for (int64_t i = 0; i < n; ++i)
-      y[i] = narrow<T>(wide(residual[i]) + wide(x[i]) * factor(row, second, threshold, scale, i));
+    map(n, y, [&](auto at) {
+      return wide(residual, at) + wide(x, at) * factor(row, second, threshold, scale, index(at));
+    });
 }
 
 template <typename T>
-INLINE void dropout_row(const Mask& mask, uint32_t row, const T* __restrict x, T* __restrict y, int64_t n) {
+INLINE void dropout_row(const Mask& mask, uint32_t row, const T* x, T* y, int64_t n) {
   const uint32_t second = mask.second;
   const int32_t threshold = mask.threshold;
   const float scale = mask.scale;
-  for (int64_t i = 0; i < n; ++i) y[i] = narrow<T>(wide(x[i]) * factor(row, second, threshold, scale, i));
+  map(n, y, [&](auto at) { return wide(x, at) * factor(row, second, threshold, scale, index(at)); });
 }
 
 #define DROPOUT(T)                                                                                                    \

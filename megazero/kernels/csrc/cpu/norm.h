@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "common.h"
+#include "passes.h"
 
 namespace {
 
@@ -14,7 +14,7 @@ constexpr int64_t kRowsPerSum = 64;  // rows of one partial sum of weight gradie
 template <typename T>
 struct Norm {
   const T *x, *residual;
-  const float *weight, *bias;  // widened once, not for each row
+  const float *weight, *bias;  // widened once, not for each row, and by `place`
   float eps;
   T *total, *y;
   float *mean, *rstd;
@@ -25,26 +25,23 @@ template <typename T, bool kCentred, bool kAdds>
 INLINE void norm_rows(const Norm<T>& a, int64_t begin, int64_t end) {
   const int64_t n = a.n;
   for (int64_t r = begin; r < end; ++r) {
-    const T* __restrict row = a.x + r * n;
+    const T* row = a.x + r * n;
     if (kAdds) {
-      const T* __restrict other = a.residual + r * n;
-      T* __restrict total = a.total + r * n;
-      for (int64_t i = 0; i < n; ++i) total[i] = narrow<T>(wide(row[i]) + wide(other[i]));
-      row = total;
+      const T* other = a.residual + r * n;
+      map(n, a.total + r * n, [&](auto at) { return wide(row, at) + wide(other, at); });
+      row = a.total + r * n;
     }
-    const float mean = kCentred ? sum_of(n, [&](int64_t i) { return wide(row[i]); }) / n : 0.0f;
-    const float squares = sum_of(n, [&](int64_t i) {
-      const float v = wide(row[i]) - mean;
+    const float mean = kCentred ? sum_of<T>(n, [&](auto at) { return wide(row, at); }) / n : 0.0f;
+    const float squares = sum_of<T>(n, [&](auto at) {
+      const float v = wide(row, at) - mean;
       return v * v;
     });
     const float rstd = 1.0f / std::sqrt(squares / n + a.eps);
-    T* __restrict y = a.y + r * n;
-    const float* __restrict weight = a.weight;
-    const float* __restrict bias = a.bias;
-    for (int64_t i = 0; i < n; ++i) {
-      const float z = (wide(row[i]) - mean) * rstd * weight[i];
-      y[i] = narrow<T>(kCentred ? z + bias[i] : z);
-    }
+    const float *weight = a.weight, *bias = a.bias;
+    map(n, a.y + r * n, [&](auto at) {
+      const float z = (wide(row, at) - mean) * rstd * weight[place<T>(at, n)];
+      return kCentred ? z + bias[place<T>(at, n)] : z;
+    });
     if (kCentred) a.mean[r] = mean;
     a.rstd[r] = rstd;
   }
@@ -58,39 +55,34 @@ struct NormBackward {
   int64_t rows, n;
 };
 
-// dx of the rows of one block, and their part of the weights' gradients (dbias only when centred), both [n].
+// dx of the rows of one block, and their part of the weights' gradients (dbias only when centred), both [n] by `place`.
 template <typename T, bool kCentred, bool kAdds>
-INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* __restrict dweight,
-                                float* __restrict dbias) {
+INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* dweight, float* dbias) {
   const int64_t n = a.n;
-  const float* __restrict weight = a.weight;
-  for (int64_t i = 0; i < n; ++i) dweight[i] = 0.0f;
-  if (kCentred)
-    for (int64_t i = 0; i < n; ++i) dbias[i] = 0.0f;
+  const float* weight = a.weight;
+  std::fill_n(dweight, n, 0.0f);
+  if (kCentred) std::fill_n(dbias, n, 0.0f);
   for (int64_t r = block * kRowsPerSum; r < std::min(a.rows, (block + 1) * kRowsPerSum); ++r) {
-    const T* __restrict grad = a.grad + r * n;
-    const T* __restrict x = a.x + r * n;
-    const T* __restrict other = kAdds ? a.grad_total + r * n : nullptr;
-    T* __restrict dx = a.dx + r * n;
-    const float mean = kCentred ? a.mean[r] : 0.0f, rstd = a.rstd[r];
-    const auto [all, along] = two_sums_of(n, [&](int64_t i, float& plain, float& weighted) {
-      const float each = wide(grad[i]) * weight[i];
-      if (kCentred) plain += each;
-      weighted += each * (wide(x[i]) - mean);
+    const T *grad = a.grad + r * n, *x = a.x + r * n, *other = kAdds ? a.grad_total + r * n : nullptr;
+    const float mean = kCentred ? plain(a.mean[r]) : 0.0f, rstd = plain(a.rstd[r]);
+    const auto [all, along] = two_sums_of<T>(n, [&](auto at, float& unweighted, float& weighted) {
+      const float each = wide(grad, at) * weight[place<T>(at, n)];
+      if (kCentred) unweighted += each;
+      weighted += each * (wide(x, at) - mean);
     });
     const float h = all / n, hz = rstd * along / n;
-    for (int64_t i = 0; i < n; ++i) {
-      const float g = wide(grad[i]), z = (wide(x[i]) - mean) * rstd;
-      float d = (g * weight[i] - h - z * hz) * rstd;
-      if (kAdds) d += wide(other[i]);
-      dx[i] = narrow<T>(d);
+    map(n, a.dx + r * n, [&](auto at) {
+      const int64_t i = place<T>(at, n);
+      const float g = wide(grad, at), z = (wide(x, at) - mean) * rstd;
       dweight[i] += g * z;
       if (kCentred) dbias[i] += g;
-    }
+      const float d = (g * weight[i] - h - z * hz) * rstd;
+      return kAdds ? d + wide(other, at) : d;
+    });
   }
 }
 
-// out = the sum of the blocks' parts, in their order.
+// out = the sum of the blocks' parts, in their order; the parts are by `place`.
 template <typename T>
 INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, T* __restrict out, int64_t n) {
   constexpr int64_t kWidth = 256;
@@ -102,7 +94,7 @@ INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, T* __
       const float* __restrict part = parts + b * stride + i;
       for (int64_t j = 0; j < width; ++j) sums[j] += part[j];
     }
-    for (int64_t j = 0; j < width; ++j) out[i + j] = narrow<T>(static_cast<float>(sums[j]));
+    for (int64_t j = 0; j < width; ++j) out[element_at<T>(i + j, n)] = narrow<T>(static_cast<float>(sums[j]));
   }
 }
 
