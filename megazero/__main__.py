@@ -62,7 +62,7 @@ def _train(options: argparse.Namespace) -> int:
     try:
         from megazero.run import launch
 
-        return launch(config, find(options.config).stem, options.nproc)
+        return launch(config, find(options.config).stem, options.nproc, shares_gpus=options.share_gpus)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
 
@@ -263,6 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train = _with_config(verbs, _train, "train", "train a config")
     train.add_argument("--nproc", type=_at_least(1, int), help="local ranks to start")
+    share = "more ranks than GPUs: they take turns and talk through the host's memory; slow, to try layouts out"
+    train.add_argument("--share-gpus", action="store_true", help=share)
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
     explain.add_argument("--json", action="store_true")

@@ -70,7 +70,8 @@ def grid_of(config: Config, wire: Wire, world: World) -> Grid:
     """This rank's axes; every rank calls it, once it has met the others."""
     if world.size == 1:
         return single(wire)
-    parallel, device_type = config.parallel, world.device.type
+    # What talks through the host's memory has groups for tensors of the host, whatever computes.
+    parallel, device_type = config.parallel, "cuda" if wire.backend == "nccl" else "cpu"
     return make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type=device_type)
 
 

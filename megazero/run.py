@@ -6,6 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -31,7 +32,7 @@ from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
-from megazero.parallel.launch import Place, job_id, local_size, world_from_environment
+from megazero.parallel.launch import Place, World, job_id, local_size, world_from_environment
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED
@@ -45,20 +46,22 @@ from megazero.trainer import Trainer
 from megazero.zero.resting import resting_table
 
 
-def launch(config: Config, name: str, nproc: int | None) -> int:
+def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False) -> int:
     """Trains `config` on all ranks of a run, or on this one where torchrun or srun started it; the exit code.
 
     Args:
         name: of the config; the run's folder is `runs/<name>` unless run.dir says otherwise.
         nproc: local ranks to start; None for one per GPU, or on a CPU as many as the model is split over.
+        shares_gpus: there may be more ranks than GPUs (see `World`).
 
     Raises:
         UserError: what is wrong before any rank has met another, or in a run of one process.
     """
-    world = world_from_environment()
+    world = replace(world_from_environment(), shares_gpus=shares_gpus)
     if world.launcher and nproc is not None:
         raise UserError(100, f"--nproc {nproc} under {world.launcher}, which has started the ranks", "leave it out")
-    size = world.size if world.launcher else local_size(nproc, config.parallel.tensor, config.parallel.pipeline)
+    split = config.parallel.tensor, config.parallel.pipeline
+    size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:
         check_world(config, size)
     except UserError as error:
@@ -71,6 +74,7 @@ def launch(config: Config, name: str, nproc: int | None) -> int:
             lambda place: run_training(config, name, place),
             lambda *how: _after_failure(config, name, *how),
             notes_signals=True,
+            shares_gpus=shares_gpus,
         )
     place = Place.of(world)
     place.signals.note()
@@ -100,7 +104,7 @@ def run_training(config: Config, name: str, place: Place) -> int:
     wire = connect(
         place,
         timeout=timedelta(seconds=config.parallel.timeout),
-        fingerprint=_fingerprint(config),
+        fingerprint=_fingerprint(config, world),
         bucket=bucket_of(config),
     )
     code = _train(config, name, place, grid_of(config, wire, world))
@@ -128,6 +132,10 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
     place.seat.now(0, BUILD)
     log = agree(grid.world, device, lambda: _settle_in(folder, place))
+    if place.world.shares_gpus:
+        log.info(line := _sharing(place.world, grid))
+        if first:
+            _say(line)
     try:
         where = config.checkpoint.resume
         own = agree(grid.world, device, lambda: find_job(where, folder, lock.word) if first else None)
@@ -257,10 +265,18 @@ def _folder(config: Config, name: str) -> RunFolder:
     return RunFolder(config.run.dir or f"runs/{name}")
 
 
-def _fingerprint(config: Config) -> str:
+def _fingerprint(config: Config, world: World) -> str:
     """Of what must be the same on every rank."""
     digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
-    return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}"
+    shared = ", GPUs shared" if world.shares_gpus else ""
+    return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
+
+
+def _sharing(world: World, grid: Grid) -> str:
+    if grid.world.wire.bounce is None:
+        return "--share-gpus changes nothing: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
+    what = f"--share-gpus: {grid.world.size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
+    return f"{what} and talk by gloo through pinned memory: for trying layouts out, every message waits for the host"
 
 
 def _same_kernels(names: list[bytes]) -> None:

@@ -14,6 +14,9 @@ On NCCL these are NCCL's own operations. On gloo they are made of messages (`exc
   rank skipped, or called with another shape, never pairs with its successor: the wait runs out and the board tells
   which ranks were where, instead of wrong numbers or an abort deep inside the library.
 
+Tensors of a device that gloo cannot send from go through the host's memory (`bounce.py`): the messages are those of its
+copy there, and `wait` brings the result back.
+
 Tensors must be contiguous: gloo computes wrong sums over strided views without saying so.
 """
 
@@ -24,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.parallel.bounce import Bounce
 from megazero.parallel.exchange import CollectiveError, Consume, Exchange, others
 from megazero.parallel.grid import Axis
 from megazero.parallel.pool import same_place
@@ -67,6 +71,15 @@ class Pending:
         self._axis.wire.seat.end(self._axis.name)
         return result
 
+    def then(self, last: Callable[[], Tensor]) -> "Pending":
+        """The same operation with one more thing to do at its end, which gives the result."""
+
+        def finish() -> Tensor:
+            self._finish()
+            return last()
+
+        return Pending(self._axis, self._purpose, finish, self.lying)
+
 
 def done(x: Tensor) -> Pending:
     """Nothing to wait for."""
@@ -80,6 +93,15 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
     if axis.wire.backend == "nccl":
         return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+    if (pool := axis.wire.bounce) is not None:
+        bounce = Bounce(x, pool)
+        bounce.fetch(x)
+        return _landing(_reduced(bounce.host, axis, tag, purpose), bounce, lambda: bounce.land(x), x)
+    return _reduced(x, axis, tag, purpose)
+
+
+def _reduced(x: Tensor, axis: Axis, tag: int, purpose: str) -> Pending:
+    """The sum of all ranks' x in its memory, by messages."""
     flat = x.view(-1)
     # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
     whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
@@ -123,9 +145,29 @@ def start_reduce_scatter(
     result = torch.empty_like(own) if out is None else out
     if axis.wire.backend == "nccl":
         return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
+    if (pool := axis.wire.bounce) is not None:
+        return _scattered_on_host(x, axis, tag, purpose, own, result, Bounce(x, pool), accumulate=accumulate)
     flat_parts = [part.view(-1) for part in parts]
     scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
     return _exchanged(axis, purpose, scatter.start(), result)
+
+
+def _scattered_on_host(
+    x: Tensor, axis: Axis, tag: int, purpose: str, own: Tensor, result: Tensor, bounce: Bounce, *, accumulate: bool
+) -> Pending:
+    """The sum of this rank's part is taken in the part's own place on the host."""
+    bounce.fetch(x)
+    parts, place = bounce.host.chunk(axis.size), _own(bounce.host, axis)
+    scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
+
+    def land() -> None:
+        if accumulate:
+            bounce.land(own, place)  # which may hold anything at the end
+            result.add_(own)
+        else:
+            bounce.land(result, place)
+
+    return _landing(_exchanged(axis, purpose, scatter.start(), result), bounce, land, result)
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
@@ -147,7 +189,22 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.wire.backend == "nccl":
         return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
+    if (pool := axis.wire.bounce) is not None:
+        return _gathered_on_host(whole, axis, tag, purpose, Bounce(whole, pool))
     return _exchanged(axis, purpose, _gather(axis, tag, [part.view(-1) for part in parts]).start(), whole)
+
+
+def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, bounce: Bounce) -> Pending:
+    """Only this rank's part goes to the host, and only the others' come back."""
+    flat, own = whole.view(-1), _own(bounce.host, axis)
+    bounce.fetch(flat[own], own)
+    gather = _gather(axis, tag, bounce.host.chunk(axis.size))
+
+    def land() -> None:
+        for others_parts in (slice(0, own.start), slice(own.stop, len(flat))):
+            bounce.land(flat[others_parts], others_parts)
+
+    return _landing(_exchanged(axis, purpose, gather.start(), whole), bounce, land, whole)
 
 
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
@@ -218,6 +275,23 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
         return result
 
     return Pending(axis, purpose, finish, exchange.lying)
+
+
+def _own(flat: Tensor, axis: Axis) -> slice:
+    """This rank's elements of `size` equal parts."""
+    length = len(flat) // axis.size
+    return slice(axis.rank * length, (axis.rank + 1) * length)
+
+
+def _landing(on_host: Pending, bounce: Bounce, land: Callable[[], None], result: Tensor) -> Pending:
+    """An operation under way on the host, whose result goes to the device at its end."""
+
+    def last() -> Tensor:
+        land()
+        bounce.release()
+        return result
+
+    return on_host.then(last)
 
 
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:

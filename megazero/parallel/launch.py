@@ -36,19 +36,23 @@ class World:
         rank, size: of this process, and of the run.
         local_rank: of this process on its host.
         launcher: "torchrun", "srun", "local" (a parent of ours), or "" for a single process.
+        shares_gpus: ranks of a host take its GPUs in turn, and again from the first where there are more ranks. They
+            talk through the host's memory, for NCCL refuses two ranks on one device.
     """
 
     rank: int
     size: int
     local_rank: int
     launcher: str = ""
+    shares_gpus: bool = False
 
     @property
     def device(self) -> torch.device:
         """This rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
-        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
+        gpus = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % gpus if gpus == 1 or self.shares_gpus else self.local_rank)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,16 +110,20 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
     return World(rank=0, size=1, local_rank=0)
 
 
-def local_size(asked: int | None, tensor: int, pipeline: int) -> int:
+def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bool = False) -> int:
     """How many ranks to start on this machine: what was asked for, else one per GPU, else tensor x pipeline.
+
+    Args:
+        shares_gpus: there may be more ranks than GPUs; as many as tensor x pipeline are started by themselves.
 
     Raises:
         UserError: 106, more ranks than GPUs.
     """
     gpus = torch.cuda.device_count()
-    if asked and gpus and asked > gpus:
-        raise UserError(106, f"expected --nproc <= {gpus} GPUs, got {asked}", "give fewer ranks", where="train")
-    return asked or gpus or tensor * pipeline
+    if asked and gpus and asked > gpus and not shares_gpus:
+        what = f"expected --nproc <= {gpus} GPUs, got {asked}"
+        raise UserError(106, what, "give fewer ranks, or train with --share-gpus", where="train")
+    return asked or (max(gpus, tensor * pipeline) if shares_gpus else gpus or tensor * pipeline)
 
 
 def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:

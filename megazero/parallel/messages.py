@@ -4,8 +4,9 @@ A message is named by a channel (from which stage to which) and its number there
 sends shapes or asks what comes next. Sending never waits: what finds no room is kept, and handed over whenever this
 rank waits for something. A receive is posted before the message is needed, into memory of its own.
 
-On one host messages go through shared memory (`shared.py`), else through gloo's sockets. On NCCL each channel has a
-communicator of its own, because there messages have no names: what is sent first is received first.
+On one host messages go through shared memory (`shared.py`), else through gloo's sockets; those of a device that gloo
+cannot send from are copied to the host first, and from there where they belong (`bounce.py`). On NCCL each channel has
+a communicator of its own, because there messages have no names: what is sent first is received first.
 """
 
 import zlib
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.parallel.board import P2P
+from megazero.parallel.bounce import Bounce
 from megazero.parallel.exchange import CollectiveError
 from megazero.parallel.grid import Axis, parallel_axes
 from megazero.parallel.shared import SLOT_BYTES, Mail
@@ -97,6 +99,7 @@ class Messages:
     def __init__(self, axis: Axis, everyone: Sequence[Channel]):
         self._axis = axis
         self._carrier = _carrier(axis, everyone)
+        self._sent: list[Bounce] = []  # whose memory is the carrier's until it has sent all
 
     def send(self, channel: Channel, x: Tensor) -> None:
         """The next message of a channel. x is contiguous, and nobody writes to it until `finish`.
@@ -107,6 +110,11 @@ class Messages:
         assert x.is_contiguous(), f"a strided view: {tuple(x.shape)}, strides {x.stride()}"
         number = self._number(channel, "sent")
         self._axis.wire.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
+        if (pool := self._axis.wire.bounce) is not None:
+            bounce = Bounce(x, pool)
+            bounce.fetch(x)
+            self._sent.append(bounce)
+            x = bounce.host.view(x.shape)
         with _broken_is_collective():
             self._carrier.send(channel, number, x)
 
@@ -119,8 +127,13 @@ class Messages:
         Raises:
             CollectiveError: the connection broke.
         """
+        number, pool = self._number(channel, "posted"), self._axis.wire.bounce
+        bounce = None if pool is None else Bounce(into, pool)
+        place = into if bounce is None else bounce.host.view(into.shape)
         with _broken_is_collective():
-            finish, came = self._carrier.post(channel, self._number(channel, "posted"), into)
+            finish, came = self._carrier.post(channel, number, place)
+        if bounce is not None:
+            finish = _landing(finish, bounce, into)
         return Receipt(self._axis, channel.source, what, finish, came)
 
     def finish(self) -> None:
@@ -134,12 +147,26 @@ class Messages:
             if rank is not None:
                 seat.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
             self._carrier.finish()
+        while self._sent:
+            self._sent.pop().release()
         if rank is not None:
             seat.end(P2P)
 
     def _number(self, channel: Channel, end: str) -> int:
         """Counted by the wire, so that no two messages of a run ever have one name."""
         return self._axis.wire.reserve(f"{self._axis.name} {channel.index} {end}", 1)
+
+
+def _landing(finish: Callable[[], Tensor], bounce: Bounce, into: Tensor) -> Callable[[], Tensor]:
+    """Waits for a message on the host, and brings it to the device."""
+
+    def landed() -> Tensor:
+        finish()
+        bounce.land(into)
+        bounce.release()
+        return into
+
+    return landed
 
 
 def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:

@@ -24,10 +24,14 @@ class Pool:
 
     Args:
         ledger, category: told of what is allocated, as what.
+        pinned: memory of the host that a GPU reads and writes by itself.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, ledger: Ledger, category: str):
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, ledger: Ledger, category: str, *, pinned: bool = False
+    ):
         self._dtype, self._device, self._ledger, self._category = dtype, device, ledger, category
+        self._pinned = pinned
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, numel: int) -> Tensor:
@@ -35,7 +39,7 @@ class Pool:
         if free := self._free.get(numel):
             return free.pop()
         self._ledger.hold(self._category, numel * self._dtype.itemsize)
-        return torch.empty(numel, dtype=self._dtype, device=self._device)
+        return torch.empty(numel, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
 
     def give(self, buffer: Tensor) -> None:
         """Back from whoever took it."""

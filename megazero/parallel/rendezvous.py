@@ -24,7 +24,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.errors import UserError
 from megazero.parallel.agreement import FailedElsewhere
+from megazero.parallel.bounce import bounce_pool
 from megazero.parallel.launch import Meeting, Place, World, meeting_of_step, stay_on
+from megazero.parallel.ledger import Ledger
 from megazero.parallel.shared import Box, Mail, host_id, supported
 from megazero.parallel.wire import BUCKET, Wire
 
@@ -59,12 +61,13 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int =
 
 def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) -> Wire:
     world, store = place.world, _store(place, timeout)
-    device, backend = world.device, "nccl" if world.device.type == "cuda" else "gloo"
+    device = world.device
+    on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
     mail = _mail(world, timeout) if backend == "gloo" and supported() else None
     roll = _roll_call(store, world, timeout, fingerprint, mail)
     if mail is not None:
         _open_boxes(mail, roll, store, world)
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
@@ -72,9 +75,11 @@ def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) 
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
     )
-    wire = Wire(backend, timeout, bucket, mail=mail, seat=place.seat)
+    ledger = Ledger()
+    bounce = bounce_pool(device, ledger) if on_gpu and backend == "gloo" else None
+    wire = Wire(backend, timeout, bucket, ledger, mail, place.seat, bounce=bounce)
     if mail is not None:
         wire.ledger.hold("staging", Box.size(world.size))
     return wire

@@ -70,6 +70,7 @@ def run_local(
     clean_up: Callable[[Sequence[Standing], str], None],
     *,
     notes_signals: bool = False,
+    shares_gpus: bool = False,
 ) -> int:
     """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
 
@@ -79,6 +80,7 @@ def run_local(
     Args:
         clean_up: called after a failure with where all ranks were and the line, once none of them is left.
         notes_signals: `main` looks at its place's signals, and ends when it is asked to; else a signal ends it.
+        shares_gpus: see `World`.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -94,7 +96,7 @@ def run_local(
             for rank in range(size):
                 pid = os.fork()
                 if not pid:
-                    place = Place(World(rank, size, rank, "local"), board.seat(rank), store)
+                    place = Place(World(rank, size, rank, "local", shares_gpus), board.seat(rank), store)
                     _be(place, main, parent, notes_signals)
                 ranks.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)

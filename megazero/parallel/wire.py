@@ -28,6 +28,8 @@ class Wire:
         mail: shared memory with ranks of the same host, where there is any.
         seat: where this rank shows which operation it is in.
         split_group: makes communicators of a few ranks each; all ranks of the world call it.
+        bounce: the host's memory that tensors of a device go through where the backend sends from there only
+            (`bounce.py`); None: they are sent from where they lie.
         staging: for what comes through sockets.
     """
 
@@ -38,6 +40,7 @@ class Wire:
     mail: Mail | None = None
     seat: Seat = field(default_factory=lambda: Board.private().seat(0))
     split_group: Callable[..., dist.ProcessGroup | None] = dist.split_group
+    bounce: Pool | None = None
     staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 
