@@ -4,14 +4,16 @@ With config.py, pipelining.py, recomputing.py and build_run.py this is the only 
 below receives the plain values it uses, so the order of construction can be read here from top to bottom.
 """
 
+from __future__ import annotations  # what a config is need not be known here, only what it holds
+
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megazero.config import Config, Optimizer
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.errors import UserError
 from megazero.kernels.choice import for_host
@@ -36,6 +38,9 @@ from megazero.zero.offload import Offload
 from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import STAGES, Placement, Precision, Spread
 from megazero.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from megazero.config import Config, Optimizer
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
     """The model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
     return Transformer(
-        Shape(**config.model.model_dump()),
+        Shape(**{field.name: getattr(config.model, field.name) for field in fields(Shape)}),
         seed=config.run.seed,
         tensor=tensor or Axis("tensor"),
         sequence=config.parallel.sequence,

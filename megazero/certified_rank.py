@@ -1,17 +1,19 @@
 """One rank's part of a certificate: a few steps of training, and a file of all that they computed."""
 
+from __future__ import annotations  # what a config is need not be known here, only what it holds
+
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megazero.build import DTYPES, bucket_of, build, feeds_of, grid_of, loader_of
-from megazero.config import Config
+from megazero.build import DTYPES, Built, bucket_of, build, feeds_of, grid_of, loader_of
 from megazero.data.loader import open_datasets
 from megazero.kernels.choice import choose
 from megazero.model.parameter import declaration_of
@@ -21,6 +23,9 @@ from megazero.parallel.launch import Place
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.zero.clip import clip_factor
 from megazero.zero.engine import Engine
+
+if TYPE_CHECKING:
+    from megazero.config import Config
 
 # An element whose gradient is near zero moves by up to the learning rate, whichever sign rounding gives it; among
 # millions of elements there are some. The tolerances of weights are made for at most 1e-3.
@@ -57,7 +62,7 @@ def train_rank(place: Place, config: Config, steps: int, folder: Path) -> None:
     torch.set_num_threads(1)  # sums do not depend on how many there are
     wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
     grid = grid_of(config, wire, place.world)
-    _write(_train(config, grid, steps), folder, grid.world.rank)
+    write_results(_train(config, grid, steps), folder, grid.world.rank)
     disconnect()
 
 
@@ -67,7 +72,7 @@ def load_results(folder: Path, rank: int) -> Results:
     return Results(**numbers, rows=rows, stored=load_file(folder / f"{rank}.safetensors"))
 
 
-def _write(results: Results, folder: Path, rank: int) -> None:
+def write_results(results: Results, folder: Path, rank: int) -> None:
     numbers = {name: getattr(results, name) for name in ("losses", "norms", "rows")}
     (folder / f"{rank}.json").write_text(json.dumps(numbers))
     save_file(results.stored, folder / f"{rank}.safetensors")
@@ -76,10 +81,29 @@ def _write(results: Results, folder: Path, rank: int) -> None:
 def _train(config: Config, grid: Grid, steps: int) -> Results:
     device = torch.device("cpu")
     built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]))
-    engine, feed = built.engine, feeds_of(grid.tensor, device, config.parallel.sequence)
+    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
     data, model = config.data, config.model
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
     loader = loader_of(config, train, grid.data)
+    results = record(
+        built,
+        lambda step: built.pipeline.train(loader.step(step), lambda batch: feed(batch, step, True)),
+        steps,
+        min(config.optimizer.lr, LARGEST_LR),
+        config.optimizer.clip,
+    )
+    loader.close()
+    return results
+
+
+def record(built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float) -> Results:
+    """Trains, and notes what this rank computed.
+
+    Args:
+        passes: forward and backward of a step.
+        clip: of the config.
+    """
+    engine = built.engine
     declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
     rows = {
         name: (d.first_row, max(min(d.local_shape[0], d.shape[0] - d.first_row), 0))
@@ -88,7 +112,7 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
     }
     results = Results([], [], rows, {})
 
-    def note(kind: str, named: Iterator[tuple[str, Tensor]]) -> None:
+    def note(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, value in named:
             kept = value[: rows[name][1]] if name in rows else value
             results.stored[f"{kind}/{name}"] = kept.clone()
@@ -96,15 +120,14 @@ def _train(config: Config, grid: Grid, steps: int) -> Results:
     note("initial", engine.named_parameters())
     for step in range(steps):
         engine.begin_step()
-        built.pipeline.train(loader.step(step), lambda batch, step=step: feed(batch, step, True))
-        done = engine.finish_step(min(config.optimizer.lr, LARGEST_LR))
+        passes(step)
+        done = engine.finish_step(lr)
         if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
-            factor = clip_factor(done.grad_norm, config.optimizer.clip)
-            note("gradient", ((name, value / factor) for name, value in reduced_gradients(engine)))
+            factor = clip_factor(done.grad_norm, clip)
+            note("gradient", ((name, value / factor.to(value.device)) for name, value in reduced_gradients(engine)))
         note(f"weight/{step}", engine.named_parameters())
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
-    loader.close()
     return results
 
 

@@ -9,23 +9,23 @@ Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what mu
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megazero.build import check_world
 from megazero.capability import broken_exclusions, broken_relations
 from megazero.certified_rank import Results, load_results, train_rank
+from megazero.comparison import Compared, compare
 from megazero.config import Config, Memory, Recompute
 from megazero.config_file import flatten
 from megazero.errors import UserError
 from megazero.parallel.spawn import run_local
-from megazero.tolerances import difference, tolerance_of, weight_differences
+from megazero.tolerances import tolerance_of
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
 RECOMPUTES: tuple[tuple[Recompute, bool], ...] = (
@@ -76,20 +76,10 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one layout computed, beside one process: largest relative differences; `fault` is what is wrong, if it is.
+class Row(Compared):
+    """What one layout computed, beside one process."""
 
-    Attributes:
-        bitwise: everything is equal bit for bit.
-    """
-
-    layout: Layout
-    bitwise: bool = False
-    loss: float = 0.0
-    norm: float = 0.0
-    gradients: float = 0.0
-    weights: float = 0.0
-    fault: str | None = None
+    layout: Layout = field(kw_only=True)
 
     @property
     def summary(self) -> str:
@@ -145,50 +135,11 @@ def certify(config: Config, layouts: Sequence[Layout], steps: int) -> Iterator[R
         raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
     for layout in layouts:
         ranks, fault = _results(config, layout, steps)
-        yield Row(layout, fault=fault) if fault else compare(layout, ranks, alone[0], config)
-
-
-def compare(layout: Layout, ranks: Sequence[Results], alone: Results, config: Config) -> Row:
-    """All ranks' results beside those of one process, whose every tensor is whole."""
-    heads, kv_heads = config.model.heads, config.model.kv_heads
-    assert kv_heads is not None, "a resolved config"
-    found, snapshots = _Differences(), list(alone.snapshots())
-    for number, rank in enumerate(ranks):
-        for step, (loss, norm) in enumerate(zip(alone.losses, alone.norms, strict=True)):
-            found.see("loss", step, "loss", number, difference([rank.losses[step]], [loss]))
-            # From the second step on it is the norm at weights that have gone apart themselves.
-            kind = "norm" if step == 0 else "later norm"
-            found.see(kind, step, "gradient norm", number, difference([rank.norms[step]], [norm]))
-        for kind, step, theirs in snapshots:
-            mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
-            same = {name: theirs[name] for name in mine}
-            for name, apart in weight_differences(mine, same, heads=heads, kv_heads=kv_heads).items():
-                kind_of = kind.partition("/")[0]
-                # Adam's first steps divide by little more than the gradient itself: what is held are the last weights.
-                if kind_of == "weight" and step + 1 < len(alone.losses):
-                    kind_of = "earlier weight"
-                found.see(kind_of, step, name, number, apart)
-    tolerance, worst = tolerance_of(config.precision.dtype), found.worst
-    limits = {"initial": 0.0, "loss": tolerance.loss, "norm": tolerance.norm, "later norm": tolerance.weights}
-    limits |= {"gradient": tolerance.gradients, "weight": tolerance.weights, "earlier weight": tolerance.weights}
-    return Row(
-        layout,
-        all(value == 0 for value in worst.values()),
-        worst["loss"],
-        worst["norm"],
-        worst["gradient"],
-        worst["weight"],
-        found.first_beyond(limits),
-    )
-
-
-def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tensor:
-    """One process' tensor with a rank's part of it in its place, so that it is measured on the scale of the whole."""
-    if rows is None:
-        return part
-    mine = whole.clone()
-    mine[rows[0] : rows[0] + rows[1]] = part
-    return mine
+        if fault:
+            yield Row(layout=layout, fault=fault)
+        else:
+            tolerance = tolerance_of(config.precision.dtype)
+            yield Row(layout=layout, **vars(compare(ranks, alone[0], config.model.heads, _kv_heads(config), tolerance)))
 
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
@@ -213,32 +164,6 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     tolerance = asdict(tolerance_of(config.precision.dtype))
     found = [asdict(row) | {"name": str(row.layout), "ranks": row.layout.size} for row in rows]
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
-
-
-class _Differences:
-    """The worst of each kind, and where each was seen, in the order in which a step computes."""
-
-    _ORDER = ("initial", "loss", "gradient", "norm", "later norm", "earlier weight", "weight")
-
-    def __init__(self) -> None:
-        self.worst: dict[str, float] = {}
-        self._seen: list[tuple[int, int, int, str, str, float]] = []
-
-    def see(self, kind: str, step: int, name: str, rank: int, apart: float) -> None:
-        self.worst[kind] = apart if apart != apart else max(self.worst.get(kind, 0.0), apart)
-        self._seen.append((step, self._ORDER.index(kind), rank, kind, name, apart))
-
-    def first_beyond(self, limits: dict[str, float]) -> str | None:
-        """Where something first left its limit; of weights, those of earlier steps tell where it began."""
-        beyond = [seen for seen in self._seen if seen[3] != "earlier weight" and not seen[5] <= limits[seen[3]]]
-        names = {seen[4] for seen in beyond}
-        began = [seen for seen in self._seen if seen[3] == "earlier weight" and seen[4] in names]
-        for step, _, rank, kind, name, apart in sorted(beyond + began, key=lambda seen: seen[:3]):
-            if not apart <= limits[kind]:
-                words = {"initial": "initial ", "gradient": "gradient of "}
-                what = words.get(kind, "weight " if kind.endswith("weight") else "")
-                return f"step {step + 1}: {what}{name} of rank {rank}, {apart:.1e} > {limits[kind]:.0e}"
-        return None
 
 
 def _results(config: Config, layout: Layout, steps: int) -> tuple[list[Results], str | None]:
@@ -272,6 +197,11 @@ def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
     memory = f"{layout.recompute} {layout.partition}"
     sizes = [(name, getattr(layout, name)) for name in ("tensor", "pipeline", "data", "stage", "sequence", "schedule")]
     return set(combinations([*sizes, ("memory", memory)], 2))
+
+
+def _kv_heads(config: Config) -> int:
+    assert config.model.kv_heads is not None, "a resolved config"
+    return config.model.kv_heads
 
 
 def _number(value: float) -> str:

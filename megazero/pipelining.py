@@ -1,6 +1,9 @@
 """How a config's model lies on the pipeline axis: which parts in which stage, and what every rank does in a step."""
 
-from megazero.config import Config
+from __future__ import annotations  # what a config is need not be known here, only what it holds
+
+from typing import TYPE_CHECKING
+
 from megazero.plan.layout import Layout
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
@@ -9,6 +12,9 @@ from megazero.schedules.catalogue import make
 from megazero.schedules.layers import Layers, cut
 from megazero.schedules.lower import add_reductions, add_transfers
 from megazero.schedules.simulate import simulate
+
+if TYPE_CHECKING:
+    from megazero.config import Config
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -2,12 +2,14 @@
 how their inputs are kept until then.
 """
 
+from __future__ import annotations  # what a config is need not be known here, only what it holds
+
 import logging
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from megazero.config import Config
 from megazero.memory.arena import Arena, Whole
 from megazero.memory.partition import Parts
 from megazero.memory.recompute import Here, Recomputed
@@ -17,6 +19,9 @@ from megazero.parallel.grid import Axis, Grid
 from megazero.parallel.host import Host
 from megazero.parallel.pool import Pool
 from megazero.schedules.layers import Layers
+
+if TYPE_CHECKING:
+    from megazero.config import Config
 
 _LOG = logging.getLogger("megazero")
 
