@@ -4,7 +4,7 @@ With config.py, pipelining.py, recomputing.py and build_run.py this is the only 
 below receives the plain values it uses, so the order of construction can be read here from top to bottom.
 """
 
-from __future__ import annotations  # what a config is need not be known here, only what it holds
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence

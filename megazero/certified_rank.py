@@ -1,6 +1,6 @@
 """One rank's part of a certificate: a few steps of training, and a file of all that they computed."""
 
-from __future__ import annotations  # what a config is need not be known here, only what it holds
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 import json
 from collections.abc import Callable, Iterable, Iterator

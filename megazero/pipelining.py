@@ -1,6 +1,6 @@
 """How a config's model lies on the pipeline axis: which parts in which stage, and what every rank does in a step."""
 
-from __future__ import annotations  # what a config is need not be known here, only what it holds
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 from typing import TYPE_CHECKING
 

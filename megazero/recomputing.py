@@ -2,7 +2,7 @@
 how their inputs are kept until then.
 """
 
-from __future__ import annotations  # what a config is need not be known here, only what it holds
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 import logging
 from collections.abc import Mapping

@@ -1,6 +1,10 @@
-"""All that can be shown of the kernels on one machine: that they build and are right, how fast they are and train.
+"""All that can be shown on one machine: that kernels build, are right, how fast they are and train, and that training
+in several ranks on its one GPU, through streams and the host's memory, computes what one process does.
 
-    scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only build correctness bandwidth training] [--json FILE]
+    scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only PART ...] [--json FILE]
+
+Parts: build, correctness, bandwidth, training (kernels); ranks, engine (what is sharded, sent and moved, `ranks.py`).
+
 
 Prints tables; with --json it writes the same numbers to a file. Exits 1 when something is wrong (not when slow).
 """
@@ -18,7 +22,7 @@ import torch
 from megazero.kernels import build, cpu, cuda, ptxas, schema
 from scripts.gpu_check import bandwidth, correctness
 
-PARTS = ("build", "correctness", "bandwidth", "training")
+PARTS = ("build", "correctness", "bandwidth", "training", "ranks", "engine")
 Rows = list[dict[str, Any]]
 _ = schema  # defines the operations
 
@@ -43,6 +47,10 @@ def main() -> int:
         report["bandwidth"] = timed(device, options.tiny)
     if "training" in options.only:
         report["training"] = trained(device, options.tiny, options.batch)
+    for part in ("ranks", "engine"):
+        if part in options.only:
+            report[part], failed = compared(part, device)
+            failures += failed
     report["seconds"] = time.perf_counter() - begin
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -124,6 +132,16 @@ def trained(device: torch.device, tiny: bool, batch: int) -> Rows:
             f"{row.peak_gib:6.1f}"
         )
     return [asdict(row) for row in rows]
+
+
+def compared(part: str, device: torch.device) -> tuple[Rows, int]:
+    """Prints a line for each layout; returns all rows, and how many failed."""
+    from scripts.gpu_check import ranks  # it needs more of the package than the kernels do
+
+    print(f"\n{part}: largest relative differences", flush=True)
+    rows = list(ranks.on_shared_gpu(device) if part == "ranks" else ranks.engine(device))
+    print(ranks.table(rows))
+    return [row.as_json() for row in rows], sum(row.fault is not None for row in rows)
 
 
 if __name__ == "__main__":

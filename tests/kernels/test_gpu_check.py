@@ -2,15 +2,22 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megazero.config import Config, resolved
 from megazero.kernels import reference
+from megazero.parallel.grid import single
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import bandwidth, training
+from scripts.gpu_check import bandwidth, ranks, training
+from scripts.gpu_check.layouts import settings, train
 from scripts.gpu_check.samples import SAMPLES, Draw, distance, least_bytes, results
 
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -73,3 +80,66 @@ def test_the_large_model_has_1_3_billion_parameters() -> None:
     assert 1.3e9 < training.parameters(training.LARGE) < 1.35e9
     by_hand = 6 * (12 * 24 * 2048**2 + 52_352 * 2048) + 12 * 24 * 2048 * 2048
     assert training.flops_per_token(training.LARGE) == by_hand
+
+
+LACKING = ("pydantic", "ruamel", "wandb")
+FEWER = """
+import sys
+from scripts.gpu_check import __main__ as check, ranks
+ranks.SHARED, ranks.ALONE, ranks.DTYPES = (ranks.TWO[3::3],), (ranks.PLAIN, *ranks.ALONE[-1:]), ("fp32",)
+sys.exit(check.main())
+"""
+
+
+@needs_gcc
+def test_ranks_and_engine_without_the_packages_of_configs(tmp_path: Path) -> None:
+    """Which a machine with a GPU may lack: here, and in every process that the check starts."""
+    for name in LACKING:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not here')\n")
+    target, path = tmp_path / "report.json", f"{tmp_path}{os.pathsep}{ranks.ROOT}"
+    line = [sys.executable, "-c", FEWER, "--device", "cpu", "--only", "ranks", "engine", "--json", str(target)]
+    done = subprocess.run(line, cwd=ranks.ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on cpu: each sent " in done.stdout, "tensors go through the host's memory"
+    report = json.loads(target.read_text())
+    assert [row["layout"] for row in report["ranks"]] == ["stage 3, data 2, offload", "pipeline 2"]
+    assert [row["layout"] for row in report["engine"]] == ["the same, optimizer on the host"]
+    for row in (*report["ranks"], *report["engine"]):
+        assert row["fault"] is None
+        assert 0 <= row["found"]["weights"] <= row["allowed"]["weights"]
+    assert all(row["found"]["weights"] > 0 for row in report["ranks"]), "another layout, to the last bit?"
+    refused = subprocess.run([sys.executable, "-c", "import pydantic"], env=os.environ | {"PYTHONPATH": path})
+    assert refused.returncode != 0, "pydantic was there all the time"
+
+
+@pytest.mark.parametrize("layout", [*ranks.TWO, *ranks.FOUR, *ranks.ALONE], ids=lambda layout: layout.name)
+def test_its_settings_are_those_of_a_checked_config(layout: ranks.Layout) -> None:
+    values = settings(layout)
+    batch = {"global": values["batch"]["global_"], "micro": values["batch"]["micro"]}
+    config = resolved(Config.model_validate(values | {"batch": batch}))
+    for section, options in values.items():
+        for name, value in options.items():
+            found = getattr(getattr(config, section), name)
+            if isinstance(value, dict):  # a section within a section
+                found, value = found.model_dump(), found.model_dump() | value
+            assert found == value, f"{section}.{name}"
+
+
+def test_a_wrong_weight_is_a_failure_and_so_is_a_wrong_bit() -> None:
+    layout = replace(ranks.PLAIN, micro=4)
+    alone = train(layout, single(), torch.device("cpu"))
+    for apart, exact, fault in ((0.0, True, None), (1e-7, False, None), (1e-7, True, "bit"), (0.1, False, "weight")):
+        name = "weight/2/blocks.0.mlp.up.weight"
+        other = replace(alone, stored=alone.stored | {name: alone.stored[name] * (1 + apart)})
+        row = ranks._row("engine", layout, [other], alone, exact=exact)
+        assert row.fault is None if fault is None else fault in str(row.fault)
+        assert ("FAILED" in ranks.table([row])) is (fault is not None)
+
+
+def test_a_rank_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is asked for a GPU that is not there."""
+    monkeypatch.setattr(ranks, "DTYPES", ("fp32",))
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    rows = list(ranks.engine(torch.device("cuda")))
+    assert len(rows) == len(ranks.ALONE) and all("asked for cuda, torch has cpu" in str(row.fault) for row in rows)

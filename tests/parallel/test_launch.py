@@ -69,6 +69,16 @@ def test_device_is_the_local_gpu_or_the_cpu(monkeypatch: pytest.MonkeyPatch):
     assert World(5, 8, 1).device == torch.device("cuda", 0)
 
 
+def test_ranks_that_share_gpus_take_them_in_turn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    taken = [World(rank, 5, rank, shares_gpus=True).device for rank in range(5)]
+    assert taken == [torch.device("cuda", number) for number in (0, 1, 0, 1, 0)]
+    assert World(3, 5, 3).device == torch.device("cuda", 3), "which is not there: torch says so"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert World(3, 5, 3, shares_gpus=True).device == torch.device("cpu")
+
+
 # What srun sets on its tasks: a plain job, an array's task, a requeued job, a second step, several hosts.
 JOB = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "node[003-004]", "SLURM_STEP_ID": "0"}
 
@@ -143,3 +153,5 @@ def test_local_ranks_are_what_is_asked_for_or_one_per_gpu_or_what_the_model_is_s
     assert (local_size(None, 2, 3), local_size(5, 2, 3)) == (8, 5)
     with pytest.raises(UserError, match="expected --nproc <= 8 GPUs, got 9"):
         local_size(9, 1, 1)
+    assert local_size(9, 1, 1, shares_gpus=True) == 9
+    assert (local_size(None, 2, 3, shares_gpus=True), local_size(None, 4, 4, shares_gpus=True)) == (8, 16)

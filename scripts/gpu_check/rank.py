@@ -1,0 +1,64 @@
+"""One rank of the check, a process of its own: python -m scripts.gpu_check.rank FOLDER RANK.
+
+FOLDER/job.json says how many ranks there are, on which device, and which layouts they train one after the other. On a
+GPU they share it as `train.py --share-gpus` lets them; on a CPU its memory is declared apart from the host's.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megazero.certified_rank import write_results
+from megazero.errors import UserError
+from megazero.parallel.board import Board
+from megazero.parallel.bounce import bounce_pool
+from megazero.parallel.grid import make_grid, single
+from megazero.parallel.launch import Place, World
+from megazero.parallel.rendezvous import connect, disconnect
+from scripts.gpu_check.layouts import Layout, train
+
+TIMEOUT = timedelta(seconds=60)  # a step takes a moment, but the first one on a GPU loads its kernels
+
+
+def main() -> int:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    job = json.loads((folder / "job.json").read_text())
+    size, layouts = job["size"], [Layout(**layout) for layout in job["layouts"]]
+    exact(job["device"])
+    world = World(rank, size, rank, "local", shares_gpus=True)
+    if world.device.type != job["device"]:
+        raise UserError(340, f"asked for {job['device']}, torch has {world.device.type}", "see --device")
+    wire = connect(Place(world, Board.private().seat(0), folder / "store"), timeout=TIMEOUT, fingerprint="check")
+    if wire.bounce is None and size > 1:
+        wire = replace(wire, bounce=bounce_pool(world.device, wire.ledger))
+    for layout in layouts:
+        grid = single(wire)
+        if size > 1:
+            grid = make_grid(tensor=layout.tensor, pipeline=layout.pipeline, wire=wire, device_type="cpu")
+        out = folder / layout.folder
+        out.mkdir(exist_ok=True)
+        write_results(train(layout, grid, world.device), out, rank)
+    if wire.bounce is not None:
+        held = wire.ledger.bytes["host_bounce"].peak
+        print(
+            f"{size} ranks on {world.device}: each sent {wire.ledger.bytes_sent:,} bytes through {held:,} of the host"
+        )
+    disconnect()
+    return 0
+
+
+def exact(device: str) -> None:
+    """The same bits every time, and fp32 products in fp32: no TF32, no sums in 16 bits, no atomics."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Training on the device beside training on the CPU, and a sharded, offloading engine beside a plain one.
+
+    ranks     two processes on one GPU (one layout: four), gloo through the host's memory, against one process on the
+              CPU: initial weights equal, losses, norms, gradients and weights within the tolerances of certify
+    engine    one process on the device, stage 3 with recompute and offload, against stage 0 there: every bit, but for
+              what an optimizer on the host computes, which is another device's arithmetic
+
+The processes are fresh interpreters: a fork cannot use a GPU that its parent has used.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from megazero.certified_rank import Results, load_results
+from megazero.comparison import Compared, compare
+from megazero.parallel.grid import single
+from megazero.tolerances import Tolerance, tolerance_of
+from scripts.gpu_check.layouts import HEADS, Layout, train
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120  # for the processes of one size
+DTYPES = ("fp32", "bf16")
+SAVED = {"recompute": "full", "partition": True, "offload": True}
+TWO = (
+    Layout("stage 1, data 2", stage=1, data=2, micro=2),
+    Layout("stage 2, data 2", stage=2, data=2, micro=2),
+    Layout("stage 3, data 2, recompute", stage=3, data=2, micro=4, memory={"recompute": "full"}),
+    Layout("stage 3, data 2, offload", stage=3, data=2, micro=2, memory=SAVED, offload={"parameters": "cpu"}),
+    Layout("tensor 2", tensor=2),
+    Layout("tensor 2, sequence", tensor=2, sequence=True),
+    Layout("pipeline 2", pipeline=2, micro=2),
+)
+FOUR = (Layout("stage 2, data 2, pipeline 2", stage=2, data=2, pipeline=2, micro=2),)
+SHARED = (TWO, FOUR)
+PLAIN = Layout("stage 0")
+ALONE = (
+    PLAIN,
+    Layout("stage 0 again"),
+    Layout("stage 3", stage=3),
+    Layout("stage 3, recompute, inputs on the host", stage=3, memory=SAVED),
+    Layout("the same, parameters on the host", stage=3, memory=SAVED, offload={"parameters": "cpu"}),
+    Layout("the same, optimizer on the host", stage=3, memory=SAVED, offload={"parameters": "cpu", "optimizer": "cpu"}),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A layout's largest differences, beside what they may be.
+
+    Attributes:
+        exact: every bit must be equal.
+    """
+
+    part: str
+    layout: str
+    dtype: str
+    ranks: int
+    exact: bool
+    found: Compared
+    allowed: Tolerance
+
+    @property
+    def fault(self) -> str | None:
+        if self.found.fault is None and self.exact and not self.found.bitwise:
+            return "not equal bit for bit"
+        return self.found.fault
+
+    def as_json(self) -> dict[str, Any]:
+        """What is not a finite number is null: JSON has no other."""
+        found, allowed = (
+            {name: _finite(value) for name, value in vars(of).items()} for of in (self.found, self.allowed)
+        )
+        return vars(self) | {"found": found, "allowed": allowed, "fault": self.fault}
+
+
+def on_shared_gpu(device: torch.device) -> Iterator[Trained]:
+    """Several processes on the one device, against one on the CPU."""
+    alone = {dtype: train(replace(PLAIN, dtype=dtype), single(), torch.device("cpu")) for dtype in DTYPES}
+    for layouts in SHARED:
+        for layout, ranks in _trained(device, layouts):
+            yield _row("ranks", layout, ranks, alone[layout.dtype], exact=False)
+
+
+def engine(device: torch.device) -> Iterator[Trained]:
+    """One process: what is sharded, computed again and moved, against what is not."""
+    found = list(_trained(device, ALONE))
+    plain = {layout.dtype: ranks for layout, ranks in found if layout.name == PLAIN.name}
+    for layout, ranks in found:
+        beside = plain[layout.dtype]
+        if isinstance(beside, str):  # it says why in its own row
+            yield _row("engine", layout, beside, None, exact=True)
+        elif layout.name != PLAIN.name:
+            yield _row("engine", layout, ranks, beside[0], exact=layout.offload.get("optimizer") != "cpu")
+
+
+def table(rows: Sequence[Trained]) -> str:
+    """One line a layout: differences, and which of them may not be."""
+    lines = [f"{'layout':40} {'ranks':>5} {'dtype':5} {'loss':>8} {'norm':>8} {'gradient':>8} {'weight':>8}"]
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        t = tolerance_of(dtype)
+        numbers = " ".join(f"{value:8.0e}" for value in (t.loss, t.norm, t.gradients, t.weights))
+        lines.append(f"{'  allowed':40} {'':5} {dtype:5} {numbers}")
+    for row in rows:
+        c = row.found
+        numbers = " ".join(f"{value:8.1e}" for value in (c.loss, c.norm, c.gradients, c.weights))
+        verdict = f"FAILED {row.fault}" if row.fault else "every bit" if c.bitwise else ""
+        lines.append(f"{row.layout:40} {row.ranks:5} {row.dtype:5} {numbers}  {verdict}")
+    return "\n".join(lines)
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _row(part: str, layout: Layout, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Trained:
+    tolerance = tolerance_of(layout.dtype)
+    if isinstance(ranks, str) or alone is None:
+        found = Compared(fault=str(ranks))
+    else:
+        found = compare(ranks, alone, HEADS, HEADS, tolerance)
+    return Trained(part, layout.name, layout.dtype, layout.size, exact, found, tolerance)
+
+
+def _trained(device: torch.device, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[Results] | str]]:
+    """What each rank of each layout, all of one size, computed in each dtype; or why it did not."""
+    each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
+    with TemporaryDirectory(prefix="megazero-check-") as name:
+        folder, size = Path(name), layouts[0].size
+        job = {"size": size, "device": device.type, "layouts": [asdict(layout) for layout in each]}
+        (folder / "job.json").write_text(json.dumps(job))
+        fault = _run(folder, size, device)
+        for layout in each:
+            where = folder / layout.folder
+            there = all((where / f"{rank}.json").exists() for rank in range(size))
+            yield layout, [load_results(where, rank) for rank in range(size)] if there else fault or "no results"
+
+
+def _run(folder: Path, size: int, device: torch.device) -> str:
+    """Runs the ranks; what the first that failed said last, or ""."""
+    line = ["env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", *(["CUDA_VISIBLE_DEVICES="] if device.type == "cpu" else [])]
+    line += [sys.executable, "-m", "scripts.gpu_check.rank", str(folder)]
+    logs = [folder / f"rank-{rank}.log" for rank in range(size)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as out:
+                ranks.append(subprocess.Popen([*line, str(rank)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
+        late = time.monotonic() + LIMIT_S
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            if time.monotonic() > late:
+                return f"not done within {LIMIT_S} s"
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    failed = next((log for rank, log in zip(ranks, logs, strict=True) if rank.returncode > 0), None)
+    text = (failed or logs[0]).read_text(errors="replace").rstrip()
+    if text:
+        print(text, flush=True)
+    return f"a rank failed: {text.splitlines()[-1]}" if failed is not None and text else ""
