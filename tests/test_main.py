@@ -4,14 +4,20 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from megazero import capability
+from megazero import capability, run
 from megazero.__main__ import main
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.parallel.bounce import bounce_pool
+from megazero.parallel.grid import Axis, single
+from megazero.parallel.launch import MEETING, TORCHRUN, World
+from megazero.parallel.wire import Wire
 from tests.tiny_run import ROOT, TinyData, command
 
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
@@ -117,6 +123,39 @@ def test_worlds_that_are_refused(refused, tiny_data: TinyData, tmp_path: Path, m
     monkeypatch.setenv("MASTER_PORT", "1")
     assert "--nproc 2 under torchrun" in refused(2, 100, *arguments, "--nproc", 2)
     assert not (tmp_path / "run").exists()
+
+
+def test_sharing_gpus_where_there_are_none_changes_nothing(tiny_data: TinyData, tmp_path: Path, capsys):
+    rows = []
+    for name, *flags in (("as-it-is",), ("shared", "--share-gpus")):
+        arguments = ["--config", str(tiny_data.config), f"run.dir={tmp_path / name}", "run.steps=1", "data.valid=null"]
+        assert main(["train", *arguments, *flags]) == 0
+        said, line = capsys.readouterr().out, "--share-gpus changes nothing: there is no GPU"
+        log = (tmp_path / name / "logs/rank_00.log").read_text()
+        assert (line in said) is (line in log) is bool(flags)
+        rows.append(json.loads((tmp_path / name / "metrics.jsonl").read_text()))
+    assert rows[0]["loss"] == rows[1]["loss"] and rows[0]["grad_norm"] == rows[1]["grad_norm"]
+
+
+def test_ranks_of_a_launcher_learn_that_they_share_gpus(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in zip((*TORCHRUN, *MEETING), ("1", "2", "1", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    worlds = []
+    monkeypatch.setattr(run, "_one_of_many", lambda config, name, place: worlds.append(place.world) or 0)
+    arguments = ["train", "--config", str(tiny_data.config), f"run.dir={tmp_path / 'run'}", "zero.stage=0"]
+    assert main([*arguments, "--share-gpus"]) == 0 and main(arguments) == 0
+    assert [world.shares_gpus for world in worlds] == [True, False]
+    config = tiny_data.load(tmp_path)
+    assert run._fingerprint(config, worlds[0]) == run._fingerprint(config, worlds[1]) + ", GPUs shared"
+
+
+def test_ranks_that_share_gpus_say_so():
+    wire = Wire()
+    grid = single(replace(wire, bounce=bounce_pool(torch.device("cpu"), wire.ledger)))
+    said = run._sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, wire=grid.world.wire)))
+    assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and talk by gloo through pinned")
 
 
 def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: Path):

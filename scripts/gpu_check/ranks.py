@@ -78,7 +78,7 @@ class Trained:
     def as_json(self) -> dict[str, Any]:
         """What is not a finite number is null: JSON has no other."""
         found, allowed = (
-            {name: _finite(value) for name, value in vars(of).items()} for of in (self.found, self.allowed)
+            {name: _finite(value) for name, value in vars(numbers).items()} for numbers in (self.found, self.allowed)
         )
         return vars(self) | {"found": found, "allowed": allowed, "fault": self.fault}
 
