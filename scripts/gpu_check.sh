@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the CUDA kernels, tests them against fp64 on this machine's GPU, times them, and trains, in several ranks that
 # share the GPU too: one command, one table, JSON beside it, under 8 minutes. Needs torch with CUDA, nvcc, numpy, xxhash,
-# einops and safetensors, for the part `training` pydantic as well; nothing is fetched.
+# einops and safetensors; nothing is fetched.
 #
 #     scripts/gpu_check.sh [--json FILE] [--only PART ...]
 #     scripts/gpu_check.sh --device cpu --tiny      # the same steps with the CPU's kernels and small sizes

@@ -7,7 +7,8 @@ device (`build`); what they compute is specified in plain torch under the same n
 Common to all. T is fp32, bf16 or fp16; arithmetic inside, statistics and maxima are fp32. Tensors are contiguous, and
 results are, unless said otherwise. "Rows" are all dimensions but the last. Sums over rows are made in an order that
 depends on the sizes alone (on a GPU on its number of multiprocessors and on how memory is aligned, too): the same bits
-in every run, with any number of threads. What a row becomes does not depend on how many rows there are. NaN in a row gives NaN in that row's results; infinities are as in the reference.
+in every run, with any number of threads. What a row becomes does not depend on how many rows there are. NaN in a row
+gives NaN in that row's results; infinities are as in the reference.
 """
 
 from collections.abc import Callable

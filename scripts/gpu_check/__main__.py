@@ -4,22 +4,24 @@ in several ranks on its one GPU, through streams and the host's memory, computes
     scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only PART ...] [--json FILE]
 
 Parts: build, correctness, bandwidth, training (kernels); ranks, engine (what is sharded, sent and moved, `ranks.py`).
-
-
-Prints tables; with --json it writes the same numbers to a file. Exits 1 when something is wrong (not when slow).
+A part that breaks leaves the others to be done. Prints tables; with --json it writes the same numbers to a file, after
+each part. Exits 1 when something is wrong (not when slow).
 """
 
 import argparse
 import json
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megazero.kernels import build, cpu, cuda, ptxas, schema
+from megazero.kernels import cpu, cuda, ptxas, schema
+from megazero.kernels.build import compiler_report
 from scripts.gpu_check import bandwidth, correctness
 
 PARTS = ("build", "correctness", "bandwidth", "training", "ranks", "engine")
@@ -36,24 +38,30 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     begin = time.perf_counter()
-    device = torch.device(options.device)
+    device, tiny = torch.device(options.device), options.tiny
     report: dict[str, Any] = {"machine": machine(device)}
     print(json.dumps(report["machine"]))
-    report["build"] = built(device)
+    parts: dict[str, Callable[[], tuple[Any, int]]] = {
+        "build": lambda: built(device),
+        "correctness": lambda: checked(device, tiny),
+        "bandwidth": lambda: timed(device, tiny),
+        "training": lambda: (trained(device, tiny, options.batch), 0),
+        "ranks": lambda: compared("ranks", device),
+        "engine": lambda: compared("engine", device),
+    }
     failures = 0
-    if "correctness" in options.only:
-        report["correctness"], failures = checked(device, options.tiny)
-    if "bandwidth" in options.only:
-        report["bandwidth"] = timed(device, options.tiny)
-    if "training" in options.only:
-        report["training"] = trained(device, options.tiny, options.batch)
-    for part in ("ranks", "engine"):
-        if part in options.only:
-            report[part], failed = compared(part, device)
-            failures += failed
-    report["seconds"] = time.perf_counter() - begin
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for part, do in parts.items():
+        if part not in (*options.only, "build"):
+            continue
+        try:
+            report[part], failed = do()
+        except Exception as error:
+            traceback.print_exc()
+            report[part], failed = {"error": repr(error)}, 1
+        failures += failed
+        report["seconds"] = time.perf_counter() - begin
+        if options.json is not None:
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"\n{failures} failures, {report['seconds']:.0f} s")
     return 1 if failures else 0
 
@@ -69,20 +77,19 @@ def machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def built(device: torch.device) -> Rows:
-    """Builds and loads; of the CUDA library one row for each kernel."""
+def built(device: torch.device) -> tuple[Rows, int]:
+    """Builds and loads; of the CUDA library one row for each kernel, and how many spill."""
     begin = time.perf_counter()
     how = cuda.load() if device.type == "cuda" else cpu.load()
     print(f"\nkernels: {how}, {time.perf_counter() - begin:.1f} s")
     if device.type != "cuda":
-        return []
-    library = build.build_cuda(cuda.SOURCE, cuda.present_archs())
-    rows = ptxas.resources(build.compiler_report(library))
+        return [], 0
+    rows = ptxas.resources(compiler_report(cuda.library()))
     print(
         f"{len(rows)} kernels, {max(row.registers for row in rows)} registers at most, "
         f"{sum(row.spills for row in rows)} bytes spilled"
     )
-    return [asdict(row) for row in rows]
+    return [asdict(row) for row in rows], sum(row.spills > 0 for row in rows)
 
 
 def checked(device: torch.device, tiny: bool) -> tuple[Rows, int]:
@@ -97,16 +104,22 @@ def checked(device: torch.device, tiny: bool) -> tuple[Rows, int]:
     return rows, failures
 
 
-def timed(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Prints a line for each operation and size, and the copy's speed before and after; shares are of that before."""
+def timed(device: torch.device, tiny: bool) -> tuple[dict[str, Any], int]:
+    """Prints a line for each operation and size, and the copy's speed before and after; shares are of that before.
+
+    Returns all rows, and how many operations could not be timed.
+    """
     before = bandwidth.copy_speed(device, tiny)
     print(f"\ncopy {before / 1e9:.0f} GB/s, read and written")
     print(
         f"{'operation':26} {'size':>20} {'MB':>8} {'us':>9} {'GB/s':>6} {'of copy':>7} {'wanted':>6} "
         f"{'eager':>6} {'compiled':>8}"
     )
-    rows = []
+    rows, failures = [], 0
     for row in bandwidth.measure(device, tiny, device.type == "cuda", before):
+        if row is None:
+            failures += 1
+            continue
         slower = [f"{each / row.fused_us:.2f}x" if each else "-" for each in (row.eager_us, row.compiled_us)]
         wanted = "-" if row.target is None else f"{row.target:.2f}"
         print(
@@ -117,12 +130,12 @@ def timed(device: torch.device, tiny: bool) -> dict[str, Any]:
         rows.append(asdict(row))
     after = bandwidth.copy_speed(device, tiny)
     print(f"copy afterwards {after / 1e9:.0f} GB/s")
-    return {"copy_before": before, "copy_after": after, "rows": rows}
+    return {"copy_before": before, "copy_after": after, "rows": rows}, failures
 
 
 def trained(device: torch.device, tiny: bool, batch: int) -> Rows:
     """Prints a line for each choice of kernels."""
-    from scripts.gpu_check import training  # it needs more of the package's dependencies than the kernels do
+    from scripts.gpu_check import training  # it needs more of the package than the kernels do
 
     print(f"\n{'kernels':10} {'s/step':>8} {'tokens/s':>10} {'MFU':>6} {'loss':>8} {'GiB':>6}")
     rows = training.train(device, tiny, batch)

@@ -57,15 +57,27 @@ def copy_speed(device: torch.device, tiny: bool) -> float:
     return 2 * x.numel() * x.element_size() / seconds
 
 
-def measure(device: torch.device, tiny: bool, compiling: bool, copy: float) -> Iterator[Timed]:
-    """All operations in bf16."""
+def measure(device: torch.device, tiny: bool, compiling: bool, copy: float) -> Iterator[Timed | None]:
+    """All operations in bf16; None for one that fails, which has been said."""
     base = TINY if tiny else LARGE
     for name in SAMPLES:
-        yield _timed(name, base, device, compiling, copy)
+        yield _tried(name, base, device, compiling, copy)
         if "norm" in name and not tiny:
             for hidden in HIDDEN:
                 sizes = Sizes(base.sequence * base.hidden // hidden, base.batch, hidden, 1, 1, 1, 2, 1, 1, 1)
-                yield _timed(name, sizes, device, False, copy)
+                yield _tried(name, sizes, device, False, copy)
+
+
+def _tried(name: str, sizes: Sizes, device: torch.device, compiling: bool, copy: float) -> Timed | None:
+    try:
+        return _timed(name, sizes, device, compiling, copy)
+    except Exception as error:
+        print(f"{name}: {_told(error)}")
+        return None
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
 
 
 def _timed(name: str, sizes: Sizes, device: torch.device, compiling: bool, copy: float) -> Timed:
@@ -133,7 +145,7 @@ def _medians(runs: list[Callable[[], Any]], device: torch.device) -> list[float 
             once = _seconds(run, 3, device)
             counts.append(max(1, min(200, int(ROUND_S / once))))
         except Exception as error:  # a compiler or a GPU without memory for it: the others go on
-            print(f"    left out: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            print(f"    left out: {_told(error)}")
             counts.append(0)
     rounds = [
         [_seconds(run, n, device) if n else None for run, n in zip(runs, counts, strict=True)] for _ in range(ROUNDS)

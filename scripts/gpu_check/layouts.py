@@ -6,7 +6,7 @@ left out, so that a machine without it can be checked too.
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -71,11 +71,20 @@ class Layout:
         return f"{self.name}, {self.dtype}"
 
 
-def settings(layout: Layout) -> dict[str, dict]:
-    """The options that decide what is computed, by section, as a checked config has them."""
+def config_of(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> "Config":
+    """The same as `settings`, in the form of a checked config."""
+    return _named(settings(layout, model, batch))
+
+
+def settings(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> dict[str, dict[str, Any]]:
+    """The options that decide what is computed, by section.
+
+    Args:
+        batch: sequences in a step.
+    """
     return {
         "run": {"seed": 0},
-        "model": MODEL,
+        "model": model,
         "parallel": {"tensor": layout.tensor, "pipeline": layout.pipeline, "sequence": layout.sequence},
         "zero": {
             "stage": layout.stage,
@@ -86,15 +95,14 @@ def settings(layout: Layout) -> dict[str, dict]:
         "pipeline": {"schedule": "1f1b", "chunks": 1},
         "precision": {"dtype": layout.dtype, "kernels": "reference"},
         "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": CLIP},
-        "batch": {"global_": GLOBAL_BATCH, "micro": layout.micro},
+        "batch": {"global_": batch, "micro": layout.micro},
     }
 
 
 def train(layout: Layout, grid: Grid, device: torch.device) -> Results:
     """One rank's part of `STEPS` steps. The host is apart from the device, also where both are the CPU."""
-    config = cast("Config", _named(settings(layout)))
     host = Host(device, grid.world.wire.ledger, apart=True)
-    built = build(config, grid, device, REFERENCE, host)
+    built = build(config_of(layout), grid, device, REFERENCE, host)
     feed_of = feeds_of(grid.tensor, device, layout.sequence)
     micro_batches = GLOBAL_BATCH // (layout.micro * layout.data)
 
@@ -118,7 +126,7 @@ def _batch(step: int, micro_batch: int, data_rank: int, layout: Layout) -> Micro
     return MicroBatch(window[:-1].clone(), window[1:].clone(), valid_SB, None, None, torch.tensor(samples))
 
 
-def _named(values: object) -> object:
+def _named(values: Any) -> Any:
     """Dictionaries as objects with attributes."""
     if not isinstance(values, dict):
         return values

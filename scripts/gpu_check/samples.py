@@ -89,8 +89,9 @@ def _mask(draw: Draw, s: Sizes) -> Arguments:
 
 def _rotary(draw: Draw, s: Sizes) -> Arguments:
     """The query part of a fused product, and the angles of each position."""
-    product = draw(s.sequence, s.batch, s.heads, 3, s.head_dim)
-    half = draw.fp32(s.sequence, 1, 1, s.head_dim // 2) * 3
+    length = 4 * s.sequence  # else it would be in the cache of a large GPU
+    product = draw(length, s.batch, s.heads, 3, s.head_dim)
+    half = draw.fp32(length, 1, 1, s.head_dim // 2) * 3
     angles = torch.cat((half, half), -1)
     return product[:, :, :, 0], angles.cos().to(draw.dtype), angles.sin().to(draw.dtype)
 

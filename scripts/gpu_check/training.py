@@ -4,21 +4,33 @@ MFU by the formula of PaLM (Chowdhery et al. 2022, appendix B): 6 N + 12 L H Q T
 and T the sequence length, over the chip's dense bf16 peak; recomputation does not count.
 """
 
+import gc
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from megazero.config import Batch, Config, Model, Precision, resolved
+from megazero.build import build, feeds_of
+from megazero.data.loader import MicroBatch
 from megazero.kernels.choice import choose
 from megazero.parallel.grid import single
-from scripts.bench.ours import engine_step
+from scripts.gpu_check.layouts import MODEL, Layout, config_of
 
 PEAK = 989e12  # dense bf16 FLOP/s of the H100 and H200 SXM, NVIDIA's data sheets
-TINY = Model(layers=2, hidden=64, heads=4, vocab=256, seq_len=32)
-LARGE = Model(layers=24, hidden=2048, heads=16, vocab=50_304, seq_len=2048)
-WARM_UP, STEPS = 3, 8
+TINY = MODEL | {"layers": 2, "dropout": 0.0}
+LARGE = TINY | {
+    "layers": 24,
+    "hidden": 2048,
+    "heads": 16,
+    "kv_heads": 16,
+    "ffn": 8192,
+    "vocab": 50_304,
+    "seq_len": 2048,
+}
+WARM_UP, STEPS, LR = 3, 8, 3e-4
 
 
 @dataclass(frozen=True)
@@ -42,30 +54,50 @@ def train(device: torch.device, tiny: bool, batch: int) -> list[Trained]:
     return [_trained(kernels, device, TINY if tiny else LARGE, batch) for kernels in ("fused", "reference")]
 
 
-def parameters(model: Model) -> int:
+def parameters(model: dict[str, Any]) -> int:
     """Of the matrices: the blocks' 12 h^2 each, and both embeddings."""
-    return 12 * model.layers * model.hidden**2 + (model.vocab + model.seq_len) * model.hidden
+    return 12 * model["layers"] * model["hidden"] ** 2 + (model["vocab"] + model["seq_len"]) * model["hidden"]
 
 
-def flops_per_token(model: Model) -> float:
+def flops_per_token(model: dict[str, Any]) -> float:
     """Of forward and backward (PaLM, appendix B)."""
-    return 6 * parameters(model) + 12 * model.layers * model.hidden * model.seq_len
+    return 6 * parameters(model) + 12 * model["layers"] * model["hidden"] * model["seq_len"]
 
 
-def _trained(kernels: str, device: torch.device, model: Model, batch: int) -> Trained:
-    shape = Batch(**{"global": batch, "micro": batch})
-    config = resolved(Config(model=model, batch=shape, precision=Precision(dtype="bf16")))
-    step = engine_step(config, single(), choose(kernels, device, torch.bfloat16), device)
+def _stepper(kernels: str, device: torch.device, model: dict[str, Any], batch: int) -> Callable[[int], float]:
+    """Trains a step, of random tokens, and returns its loss."""
+    layout = Layout("training", dtype="bf16", micro=batch)
+    ops = choose(kernels, device, torch.bfloat16)
+    built = build(config_of(layout, model, batch), single(), device, ops)
+    feed = feeds_of(single().tensor, device, False)
+    generator = torch.Generator().manual_seed(0)
+
+    def step(number: int) -> float:
+        window = torch.randint(0, model["vocab"], (model["seq_len"] + 1, batch), generator=generator)
+        tokens_SB, targets_SB = window[:-1].clone(), window[1:].clone()
+        valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
+        micro = MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(batch))
+        built.engine.begin_step()
+        built.pipeline.train([micro], lambda each: feed(each, number, True))
+        return built.engine.finish_step(LR).loss.item()
+
+    return step
+
+
+def _trained(kernels: str, device: torch.device, model: dict[str, Any], batch: int) -> Trained:
+    step = _stepper(kernels, device, model, batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     times, loss = [], 0.0
-    for _ in range(WARM_UP + STEPS):
+    for number in range(WARM_UP + STEPS):
         begin = time.perf_counter()
-        loss = step()  # waits for the device
+        loss = step(number)  # waits for the device
         times.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     del step
+    gc.collect()  # an engine's units and the views of their gradients hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    rate = batch * model.seq_len / statistics.median(times[WARM_UP:])
-    return Trained(kernels, batch * model.seq_len / rate, rate, flops_per_token(model) * rate / PEAK, loss, peak)
+    tokens, step_s = batch * model["seq_len"], statistics.median(times[WARM_UP:])
+    rate = tokens / step_s
+    return Trained(kernels, step_s, rate, flops_per_token(model) * rate / PEAK, loss, peak)

@@ -48,6 +48,26 @@ def test_a_wrong_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_check.checked(torch.device("cpu"), tiny=True)[1] == 3
 
 
+@needs_gcc
+def test_what_breaks_is_a_failure_and_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation in a part, a part among the parts: what else was found is in the file."""
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(gpu_check.correctness, "SAMPLES", {"swiglu": broken, "cast_": SAMPLES["cast_"]})
+    monkeypatch.setattr(bandwidth, "SAMPLES", {"swiglu": broken})
+    monkeypatch.setattr(gpu_check, "trained", broken)
+    target = tmp_path / "report.json"
+    words = ["--device", "cpu", "--tiny", "--only", "training", "correctness", "bandwidth", "--json", str(target)]
+    monkeypatch.setattr("sys.argv", ["gpu_check", *words])
+    assert gpu_check.main() == 1
+    report = json.loads(target.read_text())
+    assert [row["name"] for row in report["correctness"] if row["error"] <= 1] == ["cast_"] * 3
+    assert report["bandwidth"]["rows"] == []
+    assert report["training"] == {"error": "RuntimeError()"}
+
+
 def test_distance() -> None:
     """Half a unit of the result's own last place is allowed, one is not; NaN and infinities must agree."""
     exact = torch.tensor([1.0, -3.0], dtype=torch.float64)
@@ -85,25 +105,41 @@ def test_the_large_model_has_1_3_billion_parameters() -> None:
 LACKING = ("pydantic", "ruamel", "wandb")
 FEWER = """
 import sys
-from scripts.gpu_check import __main__ as check, ranks
+from scripts.gpu_check import __main__ as check, ranks, training
+training.WARM_UP, training.STEPS = 1, 1
 ranks.SHARED, ranks.ALONE, ranks.DTYPES = (ranks.TWO[3::3],), (ranks.PLAIN, *ranks.ALONE[-1:]), ("fp32",)
 sys.exit(check.main())
 """
 
 
 @needs_gcc
-def test_ranks_and_engine_without_the_packages_of_configs(tmp_path: Path) -> None:
+def test_training_in_ranks_and_alone_without_the_packages_of_configs(tmp_path: Path) -> None:
     """Which a machine with a GPU may lack: here, and in every process that the check starts."""
     for name in LACKING:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not here')\n")
     target, path = tmp_path / "report.json", f"{tmp_path}{os.pathsep}{ranks.ROOT}"
-    line = [sys.executable, "-c", FEWER, "--device", "cpu", "--only", "ranks", "engine", "--json", str(target)]
+    line = [
+        sys.executable,
+        "-c",
+        FEWER,
+        "--device",
+        "cpu",
+        "--tiny",
+        "--only",
+        "training",
+        "ranks",
+        "engine",
+        "--json",
+        str(target),
+    ]
     done = subprocess.run(line, cwd=ranks.ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on cpu: each sent " in done.stdout, "tensors go through the host's memory"
     report = json.loads(target.read_text())
     assert [row["layout"] for row in report["ranks"]] == ["stage 3, data 2, offload", "pipeline 2"]
     assert [row["layout"] for row in report["engine"]] == ["the same, optimizer on the host"]
+    assert [row["kernels"] for row in report["training"]] == ["fused", "reference"]
+    assert all(math.isfinite(row["loss"]) and row["mfu"] > 0 for row in report["training"])
     for row in (*report["ranks"], *report["engine"]):
         assert row["fault"] is None
         assert 0 <= row["found"]["weights"] <= row["allowed"]["weights"]
