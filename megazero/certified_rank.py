@@ -74,8 +74,8 @@ def load_results(folder: Path, rank: int) -> Results:
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
     numbers = {name: getattr(results, name) for name in ("losses", "norms", "rows")}
-    (folder / f"{rank}.json").write_text(json.dumps(numbers))
     save_file(results.stored, folder / f"{rank}.safetensors")
+    (folder / f"{rank}.json").write_text(json.dumps(numbers))  # last: where it is, all is there
 
 
 def _train(config: Config, grid: Grid, steps: int) -> Results:

@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -100,14 +100,14 @@ def build_library(source: Path, command: Sequence[str], libraries: Sequence[str]
     name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
     folder = _cache_folder()
     library, failed = folder / name, (folder / name).with_suffix(".failed")
-    if library.exists():
-        return library
     try:
+        if library.exists():
+            return library
         folder.mkdir(parents=True, exist_ok=True)
         earlier = _stamp(failed)
         with _locked(library.with_suffix(".lock")):
-            if _stamp(failed) != earlier and failed.exists():
-                raise BuildError(failed.read_text(encoding="utf-8"))
+            if _stamp(failed) not in (None, earlier) and (reason := failed.read_text(encoding="utf-8")):
+                raise BuildError(reason)
             if not library.exists():
                 _compile(source, command, libraries, library, failed)
     except OSError as error:
@@ -191,7 +191,10 @@ def _cache_folder() -> Path:
 
 def _stamp(path: Path) -> int | None:
     """When a file was last written, None where there is none."""
-    return path.stat().st_mtime_ns if path.exists() else None
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 @contextmanager
@@ -211,7 +214,8 @@ def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], lib
         if result.returncode:
             errors = [line for line in said.splitlines() if "error" in line or "spill" in line] or ["no message"]
             reason = f"{command[0]} failed on {source.name}: {errors[0][:200]}"
-            failed.write_text(reason, encoding="utf-8")
+            with suppress(OSError):  # a full disk: the others will see for themselves
+                failed.write_text(reason, encoding="utf-8")
             raise BuildError(reason)
         if said:
             library.with_suffix(".log").write_text(said, encoding="utf-8")

@@ -140,9 +140,12 @@ def _trained(device: torch.device, layouts: Sequence[Layout]) -> Iterator[tuple[
         (folder / "job.json").write_text(json.dumps(job))
         fault = _run(folder, size, device)
         for layout in each:
-            where = folder / layout.folder
+            where, last = folder / layout.folder, layout is each[-1]
             there = all((where / f"{rank}.json").exists() for rank in range(size))
-            yield layout, [load_results(where, rank) for rank in range(size)] if there else fault or "no results"
+            if there and not (fault and last):  # one that fails after its last layout has failed too
+                yield layout, [load_results(where, rank) for rank in range(size)]
+            else:
+                yield layout, fault or "no results"
 
 
 def _run(folder: Path, size: int, device: torch.device) -> str:
@@ -151,21 +154,24 @@ def _run(folder: Path, size: int, device: torch.device) -> str:
     line += [sys.executable, "-m", "scripts.gpu_check.rank", str(folder)]
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]
     ranks: list[subprocess.Popen[bytes]] = []
+    fault, failed = "", 0
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as out:
                 ranks.append(subprocess.Popen([*line, str(rank)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
         late = time.monotonic() + LIMIT_S
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            if time.monotonic() > late:
-                return f"not done within {LIMIT_S} s"
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks) and not fault:
+            fault = f"not done within {LIMIT_S} s" if time.monotonic() > late else ""
             time.sleep(0.05)
+        ended = [number for number, rank in enumerate(ranks) if rank.poll()]  # by themselves, signals too
+        if ended:
+            failed = ended[0]
+            fault = f"rank {failed} ended with {ranks[failed].returncode}"
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    failed = next((log for rank, log in zip(ranks, logs, strict=True) if rank.returncode > 0), None)
-    text = (failed or logs[0]).read_text(errors="replace").rstrip()
-    if text:
+    texts = [log.read_text(errors="replace").rstrip() for log in logs]
+    for text in filter(None, texts if fault else texts[:1]):
         print(text, flush=True)
-    return f"a rank failed: {text.splitlines()[-1]}" if failed is not None and text else ""
+    return f"{fault}: {texts[failed].splitlines()[-1]}" if fault and texts[failed] else fault

@@ -93,6 +93,18 @@ def test_a_cache_that_can_only_be_read(tmp_path: Path, source: Path, monkeypatch
     assert build_cpu(source) == library
 
 
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Path.exists raises then, where it says False of a file that is not there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(BuildError, match="cannot be used.*Permission denied"):
+        build_cpu(source)
+
+
 def test_without_a_home_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

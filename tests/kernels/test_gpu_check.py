@@ -172,6 +172,22 @@ def test_a_wrong_weight_is_a_failure_and_so_is_a_wrong_bit() -> None:
         assert ("FAILED" in ranks.table([row])) is (fault is not None)
 
 
+def test_a_rank_that_fails_at_its_end_is_a_failure_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All results are there, but leaving broke; and a rank that a signal ended says so itself."""
+    monkeypatch.setattr(ranks, "DTYPES", ("fp32",))
+    run = ranks._run
+    monkeypatch.setattr(ranks, "_run", lambda *job: run(*job) or "rank 0 ended with 1")
+    found = [ranks_ for _, ranks_ in ranks._trained(torch.device("cpu"), ranks.ALONE[:2])]
+    assert not isinstance(found[0], str) and found[1] == "rank 0 ended with 1"
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho "rank $4 here"\n[ "$4" = 0 ] && exec sleep 60\nkill -9 $$\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(ranks.sys, "executable", str(script))
+    assert run(tmp_path, 2, torch.device("cpu")) == "rank 1 ended with -9: rank 1 here"
+    monkeypatch.setattr(ranks, "LIMIT_S", 0.2)
+    assert run(tmp_path, 1, torch.device("cpu")) == "not done within 0.2 s: rank 0 here"
+
+
 def test_a_rank_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one that is asked for a GPU that is not there."""
     monkeypatch.setattr(ranks, "DTYPES", ("fp32",))

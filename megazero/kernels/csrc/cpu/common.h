@@ -93,7 +93,7 @@ template <>
 constexpr float kLowest<Half> = -65504.0f;
 
 // e^x for x <= 0 or NaN (up to 88 does no harm), 0 where it would not be a normal number; elsewhere to about 1 ulp and
-// 2e-8 |x|. It is 2^n p(f) with x log2(e) = n + f, |f| <= 1/2: adding 1.5 x 2^23 rounds to the integer n and leaves it
+// 2e-8 |x| (5e-8 on CPUs without multiply-adds). It is 2^n p(f) with x log2(e) = n + f, |f| <= 1/2: adding 1.5 x 2^23 rounds to the integer n and leaves it
 // in the lowest bits, with 127 more in fp32's exponent. p is 1 at 0 and off by 9.2e-8 at most; taken by halves, because
 // a long chain of operations waits more than it computes. Everything is built of this one, of -|x| where it must be: a
 // bound on x beforehand would make the compiler fold constants into blends.
