@@ -5,5 +5,6 @@
 #
 #     scripts/gpu_check.sh [--json FILE] [--only PART ...]
 #     scripts/gpu_check.sh --device cpu --tiny      # the same steps with the CPU's kernels and small sizes
-cd "$(dirname "$0")/.." || exit 1
-exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"
+# PYTHON=.venv/bin/python scripts/gpu_check.sh takes another interpreter than python3.
+root=$(cd "$(dirname "$0")/.." && pwd) || exit 1
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"

@@ -10,6 +10,7 @@ each part. Exits 1 when something is wrong (not when slow).
 
 import argparse
 import json
+import math
 import sys
 import time
 import traceback
@@ -37,6 +38,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a training step")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU; --device cpu tries the same steps without one")
     begin = time.perf_counter()
     device, tiny = torch.device(options.device), options.tiny
     report: dict[str, Any] = {"machine": machine(device)}
@@ -45,7 +48,7 @@ def main() -> int:
         "build": lambda: built(device),
         "correctness": lambda: checked(device, tiny),
         "bandwidth": lambda: timed(device, tiny),
-        "training": lambda: (trained(device, tiny, options.batch), 0),
+        "training": lambda: trained(device, tiny, options.batch),
         "ranks": lambda: compared("ranks", device),
         "engine": lambda: compared("engine", device),
     }
@@ -59,11 +62,23 @@ def main() -> int:
             traceback.print_exc()
             report[part], failed = {"error": repr(error)}, 1
         failures += failed
+        report["failures"] = failures
         report["seconds"] = time.perf_counter() - begin
         if options.json is not None:
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        if part == "build" and "error" in report[part]:
+            break  # nothing else would find its kernels
     print(f"\n{failures} failures, {report['seconds']:.0f} s")
     return 1 if failures else 0
+
+
+def finite(value: Any) -> Any:
+    """What is not a finite number is null: JSON has no other."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -133,18 +148,21 @@ def timed(device: torch.device, tiny: bool) -> tuple[dict[str, Any], int]:
     return {"copy_before": before, "copy_after": after, "rows": rows}, failures
 
 
-def trained(device: torch.device, tiny: bool, batch: int) -> Rows:
-    """Prints a line for each choice of kernels."""
+def trained(device: torch.device, tiny: bool, batch: int) -> tuple[Rows, int]:
+    """Prints a line for each choice of kernels; returns them, and whether their losses are apart."""
     from scripts.gpu_check import training  # it needs more of the package than the kernels do
 
     print(f"\n{'kernels':10} {'s/step':>8} {'tokens/s':>10} {'MFU':>6} {'loss':>8} {'GiB':>6}")
     rows = training.train(device, tiny, batch)
     for row in rows:
-        print(
-            f"{row.kernels:10} {row.step_s:8.3f} {row.tokens_s:10.0f} {row.mfu:6.3f} {row.loss:8.4f} "
-            f"{row.peak_gib:6.1f}"
-        )
-    return [asdict(row) for row in rows]
+        mfu = "-" if row.mfu is None else f"{row.mfu:.3f}"
+        print(f"{row.kernels:10} {row.step_s:8.3f} {row.tokens_s:10.0f} {mfu:>6} {row.loss:8.4f} {row.peak_gib:6.1f}")
+    apart = training.apart(rows)
+    print(
+        f"losses differ by {apart:.1e}, allowed {training.ALLOWED:.0e}"
+        + ("" if apart <= training.ALLOWED else "  FAILED")
+    )
+    return [asdict(row) for row in rows], not apart <= training.ALLOWED
 
 
 def compared(part: str, device: torch.device) -> tuple[Rows, int]:

@@ -166,6 +166,40 @@ SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
 }
 
 
+def _without(place: int, name: str, by: object = None) -> Callable[[Draw, Sizes], Arguments]:
+    """The sample of an operation with another argument in one place."""
+
+    def make(draw: Draw, s: Sizes) -> Arguments:
+        arguments = SAMPLES[name](draw, s)
+        return *arguments[:place], by, *arguments[place + 1 :]
+
+    return make
+
+
+def _narrow_update(draw: Draw, s: Sizes) -> Arguments:
+    master, grad, first, second, published, *rest = _update(draw, s)
+    return master, grad.to(published.dtype), first, second, published, *rest
+
+
+def _skipped_update(draw: Draw, s: Sizes) -> Arguments:
+    *memory, step, divide_by, skip = _update(draw, s)[:8]
+    return *memory, step, divide_by, torch.ones_like(skip), *_update(draw, s)[8:]
+
+
+# The same operations in the forms that the samples above do not have; of each the operation's name comes first.
+FORMS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
+    "bias_gelu, erf": _without(2, "bias_gelu", by=False),
+    "bias_gelu, no bias": _without(1, "bias_gelu"),
+    "bias_gelu_backward, erf": _without(3, "bias_gelu_backward", by=False),
+    "bias_gelu_backward, no bias": _without(2, "bias_gelu_backward"),
+    "bias_dropout_add, no bias": _without(1, "bias_dropout_add"),
+    "rotary, inverse": _without(3, "rotary", by=True),
+    "adamw_, narrow gradients": _narrow_update,
+    "adamw_, skipped": _skipped_update,
+    "cast_, widening": lambda draw, s: _cast(draw, s)[::-1],
+}
+
+
 def written(name: str) -> list[int]:
     """Which arguments of an operation it writes."""
     arguments = getattr(torch.ops.megazero, name).default._schema.arguments

@@ -1,10 +1,11 @@
 """Training speed of one GPU: a GPT of 1.3B parameters in bf16, with fused and with reference kernels.
 
 MFU by the formula of PaLM (Chowdhery et al. 2022, appendix B): 6 N + 12 L H Q T FLOP a token, with H Q the hidden size
-and T the sequence length, over the chip's dense bf16 peak; recomputation does not count.
+and T the sequence length, over the chip's dense bf16 peak (none is known of a CPU); recomputation does not count.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from megazero.build import build, feeds_of
 from megazero.data.loader import MicroBatch
 from megazero.kernels.choice import choose
 from megazero.parallel.grid import single
+from megazero.plan.hardware import peak_flops
 from scripts.gpu_check.layouts import MODEL, Layout, config_of
 
-PEAK = 989e12  # dense bf16 FLOP/s of the H100 and H200 SXM, NVIDIA's data sheets
 TINY = MODEL | {"layers": 2, "dropout": 0.0}
 LARGE = TINY | {
     "layers": 24,
@@ -31,6 +32,7 @@ LARGE = TINY | {
     "seq_len": 2048,
 }
 WARM_UP, STEPS, LR = 3, 8, 3e-4
+ALLOWED = 1e-2  # of the last loss, relative: 11 steps of bf16 with other roundings, no wrong gradient
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Trained:
     kernels: str
     step_s: float
     tokens_s: float
-    mfu: float
+    mfu: float | None
     loss: float
     peak_gib: float
 
@@ -52,6 +54,12 @@ def train(device: torch.device, tiny: bool, batch: int) -> list[Trained]:
         batch: sequences in a step, all in one micro-batch.
     """
     return [_trained(kernels, device, TINY if tiny else LARGE, batch) for kernels in ("fused", "reference")]
+
+
+def apart(rows: list[Trained]) -> float:
+    """The largest relative difference of two last losses; NaN if one is."""
+    losses = [row.loss for row in rows]
+    return (max(losses) - min(losses)) / abs(losses[0]) if all(map(math.isfinite, losses)) else math.nan
 
 
 def parameters(model: dict[str, Any]) -> int:
@@ -100,4 +108,6 @@ def _trained(kernels: str, device: torch.device, model: dict[str, Any], batch: i
         torch.cuda.empty_cache()
     tokens, step_s = batch * model["seq_len"], statistics.median(times[WARM_UP:])
     rate = tokens / step_s
-    return Trained(kernels, step_s, rate, flops_per_token(model) * rate / PEAK, loss, peak)
+    most = peak_flops(torch.cuda.get_device_name(device), "bf16") if device.type == "cuda" else None
+    mfu = None if most is None else flops_per_token(model) * rate / most
+    return Trained(kernels, step_s, rate, mfu, loss, peak)

@@ -101,7 +101,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path: Path, source: Path, monkeypa
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", refused)
-    with pytest.raises(BuildError, match="cannot be used.*Permission denied"):
+    with pytest.raises(BuildError, match=r"cannot be used.*Permission denied"):
         build_cpu(source)
 
 

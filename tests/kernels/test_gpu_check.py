@@ -18,7 +18,7 @@ from megazero.parallel.grid import single
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import bandwidth, ranks, training
 from scripts.gpu_check.layouts import settings, train
-from scripts.gpu_check.samples import SAMPLES, Draw, distance, least_bytes, results
+from scripts.gpu_check.samples import FORMS, SAMPLES, Draw, distance, least_bytes, results
 
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -34,7 +34,7 @@ def test_a_run_with_small_sizes(
     monkeypatch.setattr("sys.argv", words)
     assert gpu_check.main() == 0
     report = json.loads(target.read_text())
-    assert {row["name"] for row in report["correctness"]} == set(SAMPLES)
+    assert {row["name"] for row in report["correctness"]} == set(SAMPLES | FORMS)
     assert {row["name"] for row in report["bandwidth"]["rows"]} == set(SAMPLES)
     assert all(row["fused_us"] > 0 and row["eager_us"] > 0 for row in report["bandwidth"]["rows"])
     assert "0 failures" in capsys.readouterr().out
@@ -44,6 +44,7 @@ def test_a_run_with_small_sizes(
 def test_a_wrong_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check.correctness, "results", lambda *arguments: (results(*arguments)[0] * 1.01,))
     monkeypatch.setattr(gpu_check.correctness, "SAMPLES", {"swiglu": SAMPLES["swiglu"]})
+    monkeypatch.setattr(gpu_check.correctness, "FORMS", {})
     gpu_check.cpu.load()
     assert gpu_check.checked(torch.device("cpu"), tiny=True)[1] == 3
 
@@ -63,7 +64,8 @@ def test_what_breaks_is_a_failure_and_leaves_the_rest(tmp_path: Path, monkeypatc
     monkeypatch.setattr("sys.argv", ["gpu_check", *words])
     assert gpu_check.main() == 1
     report = json.loads(target.read_text())
-    assert [row["name"] for row in report["correctness"] if row["error"] <= 1] == ["cast_"] * 3
+    assert {row["name"] for row in report["correctness"] if row["error"] is not None} == {"cast_"} | set(FORMS)
+    assert report["failures"] == 3 + 1 + 1
     assert report["bandwidth"]["rows"] == []
     assert report["training"] == {"error": "RuntimeError()"}
 
@@ -139,13 +141,37 @@ def test_training_in_ranks_and_alone_without_the_packages_of_configs(tmp_path: P
     assert [row["layout"] for row in report["ranks"]] == ["stage 3, data 2, offload", "pipeline 2"]
     assert [row["layout"] for row in report["engine"]] == ["the same, optimizer on the host"]
     assert [row["kernels"] for row in report["training"]] == ["fused", "reference"]
-    assert all(math.isfinite(row["loss"]) and row["mfu"] > 0 for row in report["training"])
+    assert all(math.isfinite(row["loss"]) and row["step_s"] > 0 and row["mfu"] is None for row in report["training"])
     for row in (*report["ranks"], *report["engine"]):
         assert row["fault"] is None
         assert 0 <= row["found"]["weights"] <= row["allowed"]["weights"]
     assert all(row["found"]["weights"] > 0 for row in report["ranks"]), "another layout, to the last bit?"
     refused = subprocess.run([sys.executable, "-c", "import pydantic"], env=os.environ | {"PYTHONPATH": path})
     assert refused.returncode != 0, "pydantic was there all the time"
+
+
+@needs_gcc
+@pytest.mark.parametrize(("loss", "fails"), [(5.5, 0), (5.9, 1), (math.nan, 1)])
+def test_training_to_another_loss_is_a_failure(loss: float, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [training.Trained(name, 1.0, 1.0, None, each, 1.0) for name, each in (("fused", loss), ("reference", 5.52))]
+    monkeypatch.setattr(training, "train", lambda *_: rows)
+    assert gpu_check.trained(torch.device("cpu"), True, 1)[1] == fails
+
+
+def test_without_a_gpu_or_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line; and one failure, not one for each operation."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "torch sees no GPU; --device cpu" in capsys.readouterr().err
+    target = tmp_path / "report.json"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--device", "cpu", "--tiny", "--json", str(target)])
+    assert gpu_check.main() == 1
+    assert json.loads(target.read_text())["failures"] == 1
 
 
 @pytest.mark.parametrize("layout", [*ranks.TWO, *ranks.FOUR, *ranks.ALONE], ids=lambda layout: layout.name)

@@ -85,6 +85,8 @@ Two swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
 Tensor dropout(const Tensor& x, const Tensor* bias, const Tensor* residual, const Tensor& sample_ids,
                const Tensor& positions, int64_t key, double drop) {
   STD_TORCH_CHECK(x.dim() == 3, "expected [S, B, D]");
+  STD_TORCH_CHECK(key >= 0 && key <= 0xFFFFFFFF, "expected a key of 32 bits");
+  STD_TORCH_CHECK(drop >= 0 && drop < 1, "expected 0 <= drop < 1");
   const Rows rows(x);
   const int64_t batch = x.size(1);
   const int64_t *ids = input<int64_t>(sample_ids, batch), *at = input<int64_t>(positions, x.size(0));
@@ -144,6 +146,7 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool invers
 }
 
 Tensor causal_softmax(const Tensor& scores, double scale) {
+  STD_TORCH_CHECK(scores.dim() >= 2, "expected [..., Sq, Sk]");
   const int64_t queries = scores.size(-2), n = scores.size(-1);
   STD_TORCH_CHECK(n >= queries, "expected at least as many columns as rows");
   const Rows rows(scores);
@@ -161,6 +164,7 @@ Tensor causal_softmax(const Tensor& scores, double scale) {
 }
 
 Tensor causal_softmax_backward(const Tensor& grad, const Tensor& probabilities, double scale) {
+  STD_TORCH_CHECK(grad.dim() >= 2, "expected [..., Sq, Sk]");
   const int64_t queries = grad.size(-2), n = grad.size(-1);
   STD_TORCH_CHECK(n >= queries, "expected at least as many columns as rows");
   const Rows rows(grad);
@@ -177,16 +181,17 @@ Tensor causal_softmax_backward(const Tensor& grad, const Tensor& probabilities, 
   return dx;
 }
 
-// The loss. A row of logits is much work: each is worth a thread.
+// The loss.
 
 Tensor cross_entropy_parts_(const Tensor& logits, const Tensor& targets) {
+  STD_TORCH_CHECK(logits.dim() == 2, "expected [N, V]");
   const int64_t rows = logits.size(0), n = logits.size(1);
   Tensor parts = torch::stable::new_empty(logits, {3, rows}, ScalarType::Float);
   float *maxima = output<float>(parts, 3 * rows), *sums = maxima + rows, *picked = sums + rows;
   const int64_t* at = input<int64_t>(targets, rows);
   with_type(logits.scalar_type(), [&]<typename T>(T*) {
     const T* p = input<T>(logits, rows * n);
-    parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows, Rows(logits).grain(), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         parts_loop(p + r * n, n, maxima + r, sums + r);
         picked[r] = at[r] >= 0 && at[r] < n ? wide(p[r * n + at[r]]) : -std::numeric_limits<float>::infinity();
@@ -198,12 +203,13 @@ Tensor cross_entropy_parts_(const Tensor& logits, const Tensor& targets) {
 
 void cross_entropy_backward_(Tensor logits, const Tensor& maxima, const Tensor& log_sums, const Tensor& targets,
                              const Tensor& grad) {
+  STD_TORCH_CHECK(logits.dim() == 2, "expected [N, V]");
   const int64_t rows = logits.size(0), n = logits.size(1);
   const float *sums = input<float>(log_sums, rows), *g = input<float>(grad, rows);
   const int64_t* at = input<int64_t>(targets, rows);
   with_type(logits.scalar_type(), [&]<typename T>(T*) {
     T* p = output<T>(logits, rows * n);
-    parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows, Rows(logits).grain(), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) cross_entropy_backward_loop(p + r * n, n, sums[r], at[r], g[r]);
     });
   });

@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr int64_t kFetched = 512;    // elements of the next row that are fetched at a time; even
 constexpr int64_t kRowsPerSum = 64;  // rows of one partial sum of weight gradients: fixed, whatever the threads
 
 template <typename T>
@@ -71,14 +72,23 @@ INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* 
       weighted += each * (wide(x, at) - mean);
     });
     const float h = all / n, hz = rstd * along / n;
-    map(n, a.dx + r * n, [&](auto at) {
-      const int64_t i = place<T>(at, n);
-      const float g = wide(grad, at), z = (wide(x, at) - mean) * rstd;
-      dweight[i] += g * z;
-      if (kCentred) dbias[i] += g;
-      const float d = (g * weight[i] - h - z * hz) * rstd;
-      return kAdds ? d + wide(other, at) : d;
-    });
+    // In chunks, while the next row is fetched: otherwise memory would be idle here, and the arithmetic in the pass above.
+    for (int64_t from = 0; from < n; from += kFetched) {
+      const int64_t count = std::min(kFetched, n - from), place_of = kPaired<T> ? from / 2 : from;
+      for (const T* row : {grad, x, other})
+        if (row) fetch(row + n + from, count);
+      const T *g_at = grad + from, *x_at = x + from, *other_at = other + from;
+      const float* weight_at = weight + place_of;
+      float *dweight_at = dweight + place_of, *dbias_at = dbias + place_of;
+      map(count, a.dx + r * n + from, [&](auto at) {
+        const int64_t i = place<T>(at, n);
+        const float g = wide(g_at, at), z = (wide(x_at, at) - mean) * rstd;
+        dweight_at[i] += g * z;
+        if (kCentred) dbias_at[i] += g;
+        const float d = (g * weight_at[i] - h - z * hz) * rstd;
+        return kAdds ? d + wide(other_at, at) : d;
+      });
+    }
   }
 }
 

@@ -96,6 +96,13 @@ INLINE void map(int64_t n, T* y, F f) {
   map(n, std::array{y}, [&](auto at) { return std::array{f(at)}; });
 }
 
+// Asks for n elements that will be wanted soon; they need not exist.
+template <typename T>
+INLINE void fetch(const T* x, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(x + i);
+}
+
 // Calls f(where i lies, a lane) for i below the last multiple of kLanes, which it returns. The lane depends on i alone.
 template <typename T, typename F>
 INLINE int64_t in_lanes(int64_t n, F f) {

@@ -61,6 +61,7 @@ T* output(const Tensor& t, int64_t numel) {
 Tensor like(const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); }
 
 Tensor statistic(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() >= 1, "expected rows, got a scalar");
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = 1;
   return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
@@ -68,7 +69,11 @@ Tensor statistic(const Tensor& x) {
 
 struct Rows {
   int64_t count, n;
-  explicit Rows(const Tensor& x) : count(0), n(x.size(-1)) { count = n ? x.numel() / n : 0; }
+  explicit Rows(const Tensor& x) : count(0), n(0) {
+    STD_TORCH_CHECK(x.dim() >= 1, "expected rows, got a scalar");
+    n = x.size(-1);
+    count = n ? x.numel() / n : 0;
+  }
   int64_t grain() const { return std::max<int64_t>(1, kGrain / std::max<int64_t>(n, 1)); }
 };
 
