@@ -32,7 +32,7 @@ from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
-from megazero.parallel.launch import Place, World, job_id, local_size, world_from_environment
+from megazero.parallel.launch import Place, World, check_gpus, job_id, local_size, world_from_environment
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED
@@ -60,6 +60,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
     world = replace(world_from_environment(), shares_gpus=shares_gpus)
     if world.launcher and nproc is not None:
         raise UserError(100, f"--nproc {nproc} under {world.launcher}, which has started the ranks", "leave it out")
+    check_gpus(world)
     split = config.parallel.tensor, config.parallel.pipeline
     size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:

@@ -108,6 +108,7 @@ def test_as_text(measured, capsys, tmp_path: Path):
 
 def test_no_compiler_is_a_line(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(software, "_INSTALLED", tmp_path)
     assert main(["doctor", "--run", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name in ("g++", "nvcc"):

@@ -8,6 +8,7 @@ resources that each kernel takes (`ptxas`).
 """
 
 import fcntl
+import logging
 import os
 import platform
 import shutil
@@ -22,6 +23,7 @@ import xxhash
 
 from megazero.files import flush_file
 
+_LOG = logging.getLogger("megazero")
 _TORCH = Path(torch.__file__).parent
 # The oldest torch whose stable ABI has what the sources use (parallel_for): 2.10.
 _TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}"]
@@ -205,6 +207,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], library: Path, failed: Path) -> None:
+    _LOG.info("compiling %s (%s)", source.name, library.name)
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     try:
         result = subprocess.run(

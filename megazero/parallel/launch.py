@@ -114,7 +114,8 @@ def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bo
     """How many ranks to start on this machine: what was asked for, else one per GPU, else tensor x pipeline.
 
     Args:
-        shares_gpus: there may be more ranks than GPUs; as many as tensor x pipeline are started by themselves.
+        shares_gpus: there may be more ranks than GPUs; by themselves as many are started as give each GPU one, and
+            the model whole copies.
 
     Raises:
         UserError: 106, more ranks than GPUs.
@@ -123,7 +124,23 @@ def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bo
     if asked and gpus and asked > gpus and not shares_gpus:
         what = f"expected --nproc <= {gpus} GPUs, got {asked}"
         raise UserError(106, what, "give fewer ranks, or train with --share-gpus", where="train")
-    return asked or (max(gpus, tensor * pipeline) if shares_gpus else gpus or tensor * pipeline)
+    split = tensor * pipeline
+    return asked or (max(1, -(-gpus // split)) * split if shares_gpus else gpus or split)
+
+
+def check_gpus(world: World) -> None:
+    """Every rank that a launcher started has a GPU of its own, where its host shows several.
+
+    Raises:
+        UserError: 106, more ranks than GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    if world.shares_gpus or not gpus:
+        return
+    # A task of srun may see one GPU, its own; torchrun shows all of them to every rank.
+    if world.local_rank >= gpus and (gpus > 1 or world.launcher == "torchrun"):
+        what = f"expected at most {gpus} ranks on a host of {gpus} GPUs, got local rank {world.local_rank}"
+        raise UserError(106, what, "start fewer ranks, or train with --share-gpus", rank=world.rank)
 
 
 def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:

@@ -185,7 +185,9 @@ def _roll_call(
         raise FailedElsewhere(odd[0], 321)
     if odd:
         what = f"runs {mine.fingerprint} on {mine.host}, rank 0 {first.fingerprint} on {first.host}"
-        raise UserError(321, what, "start all ranks from one folder with one config", rank=world.rank)
+        raise UserError(
+            321, what, "start all ranks from one folder with one config and the same flags", rank=world.rank
+        )
     return roll
 
 

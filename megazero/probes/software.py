@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megazero.probes.finding import Finding
 
+_INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too
 _COMPILE_SECONDS = 8
 _PROGRAM = "#include <vector>\nint sum(const std::vector<int>& v) { int s = 0; for (int x : v) s += x; return s; }\n"
 
@@ -89,9 +90,9 @@ def cpp_compiler() -> Iterator[Finding]:
 
 
 def cuda_compiler() -> Iterator[Finding]:
-    nvcc = shutil.which("nvcc")
+    nvcc = shutil.which("nvcc") or max(map(str, _INSTALLED.glob("cuda*/bin/nvcc")), default=None)
     if nvcc is None:
-        do = "install the CUDA toolkit of torch's CUDA version; only building apex on a GPU machine needs it"
+        do = "install the CUDA toolkit of torch's CUDA version; on a GPU it compiles the fused kernels, and apex"
         yield Finding("nvcc", "not found", "absent", do)
         return
     release = re.search(r"release ([\d.]+)", _output([nvcc, "--version"]))

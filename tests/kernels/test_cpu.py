@@ -337,6 +337,12 @@ def test_wrong_inputs_are_refused() -> None:
         ("d contiguous", lambda: fused.rotary(torch.ones(1, 1, 4, 4).mT, *torch.ones(2, 1, 1, 1, 4), False)),
         ("as many columns as rows", lambda: fused.causal_softmax(torch.ones(3, 2), 1.0)),
         ("expected .S, B, D.", lambda: fused.dropout_backward(x, *torch.ones(2, 4).long(), KEY, 0.1)),
+        ("a key of 32 bits", lambda: fused.dropout_backward(x[None], *torch.ones(2, 4).long(), 1 << 32, 0.1)),
+        ("0 <= drop < 1", lambda: fused.dropout_backward(x[None], *torch.ones(2, 4).long(), KEY, 1.0)),
+        ("got a scalar", lambda: fused.layer_norm(x[0, 0], x[0], x[0], 1e-5)),
+        ("got a scalar", lambda: fused.bias_gelu(x[0, 0], None, True)),
+        (r"expected .\.\.\., Sq, Sk.", lambda: fused.causal_softmax(x[0], 1.0)),
+        ("expected .N, V.", lambda: fused.cross_entropy_parts_(x[0], torch.ones(4).long())),
     ):
         with pytest.raises(RuntimeError, match=message):
             call()

@@ -7,6 +7,7 @@ from megazero.errors import UserError
 from megazero.parallel.launch import (
     Meeting,
     World,
+    check_gpus,
     first_host,
     local_size,
     meeting_of_step,
@@ -123,6 +124,35 @@ def test_a_step_that_cannot_meet_is_refused(environment: dict[str, str], message
     assert caught.value.code == 111
 
 
+@pytest.mark.parametrize(
+    ("launcher", "local_rank", "gpus", "shares", "refused"),
+    [
+        ("torchrun", 2, 2, False, True),
+        ("torchrun", 1, 1, False, True),
+        ("torchrun", 1, 2, False, False),
+        ("torchrun", 2, 2, True, False),
+        ("torchrun", 3, 0, False, False),
+        ("srun", 3, 1, False, False),
+        ("srun", 3, 2, False, True),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own(launcher, local_rank, gpus, shares, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = World(local_rank, 8, local_rank, launcher, shares)
+    if refused:
+        with pytest.raises(UserError, match=f"at most {gpus} ranks"):
+            check_gpus(world)
+    else:
+        check_gpus(world)
+
+
+def test_ranks_that_share_gpus_make_whole_copies(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert local_size(None, 2, 1, shares_gpus=True) == 4
+    assert local_size(None, 2, 4, shares_gpus=True) == 8
+    assert local_size(None, 1, 1, shares_gpus=True) == 3
+
+
 def test_ports_of_jobs_and_attempts_are_apart():
     jobs = [JOB | {"SLURM_JOB_ID": str(4242 + i), "SLURM_RESTART_COUNT": str(r)} for i in range(50) for r in range(3)]
     ports = [meeting_of_step(job).port for job in jobs]
@@ -154,4 +184,4 @@ def test_local_ranks_are_what_is_asked_for_or_one_per_gpu_or_what_the_model_is_s
     with pytest.raises(UserError, match="expected --nproc <= 8 GPUs, got 9"):
         local_size(9, 1, 1)
     assert local_size(9, 1, 1, shares_gpus=True) == 9
-    assert (local_size(None, 2, 3, shares_gpus=True), local_size(None, 4, 4, shares_gpus=True)) == (8, 16)
+    assert (local_size(None, 2, 3, shares_gpus=True), local_size(None, 4, 4, shares_gpus=True)) == (12, 16)
