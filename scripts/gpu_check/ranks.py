@@ -9,7 +9,6 @@ The processes are fresh interpreters: a fork cannot use a GPU that its parent ha
 """
 
 import json
-import math
 import subprocess
 import sys
 import time
@@ -76,11 +75,7 @@ class Trained:
         return self.found.fault
 
     def as_json(self) -> dict[str, Any]:
-        """What is not a finite number is null: JSON has no other."""
-        found, allowed = (
-            {name: _finite(value) for name, value in vars(numbers).items()} for numbers in (self.found, self.allowed)
-        )
-        return vars(self) | {"found": found, "allowed": allowed, "fault": self.fault}
+        return asdict(self) | {"fault": self.fault}
 
 
 def on_shared_gpu(device: torch.device) -> Iterator[Trained]:
@@ -116,10 +111,6 @@ def table(rows: Sequence[Trained]) -> str:
         verdict = f"FAILED {row.fault}" if row.fault else "every bit" if c.bitwise else ""
         lines.append(f"{row.layout:40} {row.ranks:5} {row.dtype:5} {numbers}  {verdict}")
     return "\n".join(lines)
-
-
-def _finite(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(part: str, layout: Layout, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Trained:

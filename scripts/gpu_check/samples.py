@@ -182,8 +182,8 @@ def _narrow_update(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _skipped_update(draw: Draw, s: Sizes) -> Arguments:
-    *memory, step, divide_by, skip = _update(draw, s)[:8]
-    return *memory, step, divide_by, torch.ones_like(skip), *_update(draw, s)[8:]
+    arguments = _update(draw, s)
+    return *arguments[:7], torch.ones_like(arguments[7]), *arguments[8:]
 
 
 # The same operations in the forms that the samples above do not have; of each the operation's name comes first.
