@@ -8,6 +8,7 @@ part, so that two writers never share a temporary file, and is opened exclusivel
 
 import os
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -18,12 +19,16 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a whole file in one atomic replacement. Raises OSError, and leaves nothing behind then."""
+def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a whole file in one atomic replacement. Raises OSError, and leaves nothing behind then.
+
+    Args:
+        content: the bytes, or parts of them one after the other.
+    """
     temporary = temporary_name(path)
     try:
         with temporary.open("xb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             flush(file)
         temporary.replace(path)
         flush_folder(path.parent)

@@ -1,10 +1,11 @@
 """From C++ or CUDA source to a shared library, once per machine: the only builder.
 
 The library's name is a hash of everything it depends on (sources, flags, compiler, torch), so a stale one is never
-loaded and nothing needs cleaning. Many ranks may start at once: one compiles under a file lock while the others wait,
-and the finished library appears by a rename, so a half-written one is never loaded either. It lives in the user's
-cache folder (XDG_CACHE_HOME, else ~/.cache), with what the compiler said beside it: nvcc's is the report of the
-resources that each kernel takes (`ptxas`).
+loaded and nothing needs cleaning; what is loaded is checked against the hash of its own content too (`cache.py`).
+Many ranks may start at once: one compiles under a file lock while the others wait, and the finished library appears by
+a rename, so a half-written one is never loaded either. It lives in the user's cache folder (XDG_CACHE_HOME, else
+~/.cache), with what the compiler said beside it: nvcc's is the report of the resources that each kernel takes
+(`ptxas`).
 """
 
 import fcntl
@@ -22,6 +23,8 @@ import torch
 import xxhash
 
 from megazero.files import flush_file
+from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, seal
+from megazero.reading import read_file
 
 _LOG = logging.getLogger("megazero")
 _TORCH = Path(torch.__file__).parent
@@ -41,6 +44,7 @@ _CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
     "-ltorch_cuda" if (_TORCH / "lib" / "libtorch_cuda.so").exists() else "-ltorch"
 )
 _OLDEST_ARCH = 70  # Volta: older ones have no tensor cores, and nobody trains on them
+_REASON_BYTES = 4096
 _RELEASE_ARCHS = (80, 90, 100, 120)
 
 
@@ -103,15 +107,17 @@ def build_library(source: Path, command: Sequence[str], libraries: Sequence[str]
     folder = _cache_folder()
     library, failed = folder / name, (folder / name).with_suffix(".failed")
     try:
-        if library.exists():
+        make_private_folder(folder)
+        if is_sealed(library):
             return library
-        folder.mkdir(parents=True, exist_ok=True)
         earlier = _stamp(failed)
         with _locked(library.with_suffix(".lock")):
-            if _stamp(failed) not in (None, earlier) and (reason := failed.read_text(encoding="utf-8")):
+            if _stamp(failed) not in (None, earlier) and (reason := _reason(failed)):
                 raise BuildError(reason)
-            if not library.exists():
+            if not is_sealed(library):
                 _compile(source, command, libraries, library, failed)
+    except UntrustedCacheError as error:
+        raise BuildError(f"the kernel cache is not used: {error}") from None
     except OSError as error:
         raise BuildError(f"the kernel cache {folder} cannot be used: {error}") from None
     return library
@@ -199,9 +205,14 @@ def _stamp(path: Path) -> int | None:
         return None
 
 
+def _reason(failed: Path) -> str:
+    """Why the compiler failed, as another process has put it down."""
+    return read_file(failed, _REASON_BYTES, follow=False).decode(errors="replace")
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process dies
         yield
 
@@ -223,7 +234,7 @@ def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], lib
         if said:
             library.with_suffix(".log").write_text(said, encoding="utf-8")
         flush_file(unfinished)  # a power cut must not leave a name without its content
-        unfinished.rename(library)
+        seal(unfinished, library)
         failed.unlink(missing_ok=True)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -1,8 +1,10 @@
 """The builder of kernels: one library, whoever starts at once, and one line for whatever is in the way."""
 
+import ctypes
 import multiprocessing
 import os
 import shutil
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +36,7 @@ def test_many_builders_at_once_leave_one_library(tmp_path: Path, source: Path) -
     for builder in builders:
         builder.join()
     assert [builder.exitcode for builder in builders] == [0, 0, 0]
-    assert sorted(path.suffix for path in (tmp_path / "megazero").iterdir()) == [".lock", ".so"]
+    assert sorted(path.suffix for path in (tmp_path / "megazero").iterdir()) == [".lock", ".sha256", ".so"]
 
 
 def test_another_header_makes_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +122,66 @@ def test_the_cache_folder_cannot_be_used(tmp_path: Path, source: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(BuildError, match="cannot be used"):
         build_cpu(source)
+
+
+def test_a_truncated_library_is_built_again(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapping one ends the process by SIGBUS."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build_cpu(source)
+    whole = library.read_bytes()
+    for content in (b"", whole[:100], whole[:-1], whole + b"x", bytes(len(whole))):
+        library.write_bytes(content)
+        assert build_cpu(source).read_bytes() == whole
+    library.with_suffix(".sha256").write_text("0" * 64)
+    assert build_cpu(source).read_bytes() == whole
+    assert ctypes.CDLL(str(library))._Z5valuev() == 1
+
+
+def test_a_library_that_somebody_else_can_change_is_built_again(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replaced, whatever it holds; so is a link to a library elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build_cpu(source)
+    library.chmod(0o777)
+    assert stat.S_IMODE(build_cpu(source).stat().st_mode) == 0o755
+    elsewhere = tmp_path / "elsewhere.so"
+    library.rename(elsewhere)
+    library.symlink_to(elsewhere)
+    assert not build_cpu(source).is_symlink()
+    if os.getuid() == 0:  # only root gives files away
+        os.chown(library, 12345, 12345)
+        assert build_cpu(source).stat().st_uid == 0
+
+
+@pytest.mark.parametrize("part", ["megazero", "."])
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_cache_that_others_can_write_to_is_not_used(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, part: str, mode: int
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    build_cpu(source)
+    (cache / part).chmod(mode)
+    with pytest.raises(BuildError, match=rf"{cache.name}.*can be written by others \(mode {mode:o}\): chmod go-w"):
+        build_cpu(source)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_somebody_elses_cache_is_not_used(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build_cpu(source)
+    os.chown(tmp_path / "megazero", 12345, 12345)
+    with pytest.raises(BuildError, match="belongs to user 12345: set XDG_CACHE_HOME"):
+        build_cpu(source)
+
+
+def test_the_cache_is_private_whatever_the_umask(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(0)
+    try:
+        library = build_cpu(source)
+    finally:
+        os.umask(before)
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in [library.parent, *library.parent.iterdir()]}
+    assert modes == {"": 0o700, ".lock": 0o600, ".sha256": 0o644, ".so": 0o755}

@@ -1,0 +1,108 @@
+"""Reading files that somebody else may have made: a kind and a size before a byte is believed.
+
+A path that a user, another program or another user gives may be a FIFO that blocks for ever, a device, a folder, or a
+file of 100 GB. `read_file` takes regular files of at most a given size and nothing else; `parse_json` turns everything
+that is wrong with JSON text into one kind of error. Both are for small files (manifests, locks, configurations); what
+is read in pieces opens its file with `open_regular`.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+MIB = 1 << 20
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISDIR, "a folder"),
+)
+
+
+class UnexpectedFileError(OSError):
+    """A file is of another kind or size than expected; `strerror` says which, as in any OSError."""
+
+    def __init__(self, what: str, path: Path):
+        super().__init__(0, what, str(path))
+
+
+@contextmanager
+def open_regular(path: Path, *, follow: bool = True) -> Iterator[int]:
+    """Open a regular file for reading and give its descriptor.
+
+    Args:
+        follow: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        UnexpectedFileError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    _require_regular(path, os.stat(path, follow_symlinks=follow).st_mode)  # opening a device may already do something
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        _require_regular(path, os.fstat(descriptor).st_mode)  # it may have been replaced in between
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Args:
+        follow: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        UnexpectedFileError: it is no regular file, or larger.
+        OSError: it cannot be opened or read.
+    """
+    with open_regular(path, follow=follow) as descriptor:
+        if (size := os.fstat(descriptor).st_size) > limit:
+            raise UnexpectedFileError(f"expected at most {limit:,} bytes, got {size:,}", path)
+        parts, read = [], 0
+        while part := os.read(descriptor, min(MIB, limit + 1 - read)):
+            parts.append(part)
+            read += len(part)
+            if read > limit:  # it grew, or is one of /proc, whose sizes are 0
+                raise UnexpectedFileError(f"expected at most {limit:,} bytes, got more", path)
+    return b"".join(parts)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON: also what nests too deeply, is not UTF-8, has numbers of thousands of digits, or
+            NaN and Infinity, which Python's parser would take.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("not JSON: nested too deeply") from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"not JSON: {error}") from None
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return the value of a JSON text that must be an object; errors as of `parse_json`."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for test, name in _KINDS if test(mode)), "something else")
+        raise UnexpectedFileError(f"expected a regular file, got {kind}", path)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
