@@ -8,6 +8,8 @@ it stands for the whole checkpoint.
 import hashlib
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,13 +17,17 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
 from megazero.errors import UserError
+from megazero.reading import MIB, parse_object, read_file
 
 FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW: what the optimizer updates, and its two moments
+_STEP = re.compile(r"step_([0-9]{8,10})")
 _DO = "restore the file, or resume from another step"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+StepCount = Annotated[int, Field(ge=0, lt=2**31)]  # as of run.steps
+Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)]
 ShardName = Annotated[str, StringConstraints(pattern=r"^shard_[0-9]{5}\.safetensors$")]
 
 
@@ -54,6 +60,13 @@ class Logical(_Part):
         return math.prod(self.shape)
 
 
+class PartFile(_Part):
+    """What one rank tells the first of the shard that it has written, and of the pieces in it, by parameter."""
+
+    shard: File
+    tensors: dict[str, list[list[Count]]]
+
+
 class Progress(_Part):
     """How far the run is, beyond the tensors.
 
@@ -64,14 +77,17 @@ class Progress(_Part):
         next_sample: id of the first sample not consumed.
         loss_scale: of the next step; None where none is used.
         good_steps: since the loss scale last changed.
+        row: the step's row of metrics; None where it was not logged. A run that goes on from here writes it where
+            metrics.jsonl lacks it. Left out of the file where there is none.
     """
 
-    updates: Count
-    skipped: Count
-    overflows: Count
+    updates: StepCount
+    skipped: StepCount
+    overflows: StepCount
     next_sample: Count
-    loss_scale: float | None
+    loss_scale: Annotated[float, Field(allow_inf_nan=False)] | None
     good_steps: Count
+    row: dict[str, Number | None] | None = None
 
 
 class Manifest(_Part):
@@ -95,7 +111,7 @@ class Manifest(_Part):
 
     format: Literal["megazero checkpoint 1"]
     run: str
-    step: Count
+    step: StepCount
     grid: dict[str, Count]
     dtype: str
     kinds: list[str]
@@ -112,6 +128,8 @@ class Manifest(_Part):
     def to_bytes(self) -> bytes:
         """The file's content, with its digest."""
         content = self.model_dump(exclude={"digest"})
+        if self.progress is not None and self.progress.row is None:
+            del content["progress"]["row"]
         return _canonical({**content, "digest": _digest(content)}) + b"\n"
 
     def shard(self, index: int) -> Shard:
@@ -127,8 +145,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / FILE_NAME
     try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
+        raw = read_file(path, _most_bytes(folder), follow=False)
+        content = parse_object(raw)
         manifest = Manifest.model_validate(content)
         expected = _digest({key: value for key, value in content.items() if key != "digest"})
     except OSError as error:
@@ -137,21 +155,52 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         what = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
         raise UserError(410, f"is no manifest: {what}", _DO, where=path) from None
-    except (ValueError, RecursionError):  # no JSON, no UTF-8
-        raise UserError(410, "is no manifest: not a JSON object", _DO, where=path) from None
+    except (ValueError, RecursionError) as error:  # no JSON, or so deep that it cannot be written again
+        raise UserError(410, f"is no manifest: {error}", _DO, where=path) from None
     if manifest.digest != expected:
         what = f"was edited or damaged: expected SHA-256 {manifest.digest[:16]}, got {expected[:16]}"
         raise UserError(410, what, _DO, where=path)
     if raw != manifest.to_bytes():
         raise UserError(410, "was edited or damaged: it is not in canonical form", _DO, where=path)
-    if fault := _contradiction(manifest):
+    if fault := _contradiction(manifest) or _wrong_progress(manifest, folder):
         raise UserError(410, f"contradicts itself: {fault}", _DO, where=path)
     return manifest
 
 
+def _most_bytes(folder: Path) -> int:
+    """Return how large the manifest of a folder may be: it has some 20 bytes for each 2^20 of its shards', and 100 for
+    each piece of a parameter. A rank that has less than 25,000 bytes of a parameter is one of a toy with few pieces.
+    """
+    with os.scandir(folder) as entries:
+        return 8 * MIB + sum(entry.stat(follow_symlinks=False).st_size for entry in entries) // 256
+
+
+def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
+    """Return where the folder's name, the step and the progress disagree; None: nowhere."""
+    step, progress = manifest.step, manifest.progress
+    if (named := step_of(folder)) is not None and named != step:
+        return f"the folder is called step {named}, the manifest is of step {step}"
+    if progress is None:
+        return None if step == 0 else f"weights without a run are of step 0, this one is {step}"
+    if progress.updates + progress.skipped != step:
+        return f"{progress.updates} updates and {progress.skipped} skipped steps make no {step} steps"
+    if progress.overflows > progress.skipped or progress.good_steps > progress.updates:
+        return f"{progress.overflows} of {progress.skipped} skipped, {progress.good_steps} of {progress.updates} good"
+    batch = manifest.config.get("batch.global")
+    if type(batch) is not int or progress.next_sample != step * batch:
+        return f"{step} steps of {batch} samples do not end at sample {progress.next_sample}"
+    scale = progress.loss_scale
+    if scale is not None and not (scale > 0 and math.log2(scale).is_integer()):
+        return f"a loss scale is a power of two, this one is {scale}"
+    if progress.row is not None and progress.row.get("step") != step:
+        return f"the row of metrics is of step {progress.row.get('step')}"
+    return None
+
+
 def _contradiction(manifest: Manifest) -> str | None:
     """Whatever would make a reader look outside a file, or leave an element unread."""
-    if manifest.dtype not in DTYPES or manifest.block != BLOCK or list(KINDS[:1]) != manifest.kinds[:1]:
+    kinds = KINDS[:1] if manifest.progress is None else KINDS
+    if manifest.dtype not in DTYPES or manifest.block != BLOCK or list(kinds) != manifest.kinds:
         return f"dtype {manifest.dtype}, block {manifest.block}, kinds {manifest.kinds}"
     for index, file in enumerate(manifest.files):
         if len(file.blocks) != -(-file.size // BLOCK):
@@ -173,6 +222,18 @@ def _contradiction(manifest: Manifest) -> str | None:
         if end != logical.numel:
             return f"{name} has {end} of {logical.numel} elements"
     return None
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a folder's name says, None if it is no step's."""
+    name = _STEP.fullmatch(path.name)
+    step = int(name[1]) if name else None
+    return step if step is not None and path.name == step_name(step) else None
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's folder."""
+    return f"step_{step:08d}"
 
 
 def shard_name(index: int) -> str:

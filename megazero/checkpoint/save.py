@@ -23,16 +23,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.manifest import KINDS, Progress, shard_name
+from megazero.checkpoint.manifest import KINDS, PartFile, Progress, shard_name
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.shard import Shard, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
 from megazero.files import replace_file
+from megazero.reading import parse_object, read_file
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25
 _SLOW_DISK = 2e8  # bytes a second
+_PART_BYTES = 256 << 20
 _PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than it should
 
 
@@ -177,11 +179,12 @@ class Saver:
             if self._copies is not None:
                 copy_all(self._sources, self._copies)
                 self._copied.set()
-            staging.mkdir(parents=True, exist_ok=True)
+            self.store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
+            staging.mkdir(exist_ok=True)
             part = self._write_shard(step, staging)
             replace_file(staging / _part_name(self._rank), json.dumps(asdict(part)).encode())
         except OSError as error:
-            raise self._not_saved(error, step) from None
+            raise self._not_saved(error.strerror, step) from None
         finally:
             self._copied.set()
 
@@ -203,8 +206,10 @@ class Saver:
             tensors.setdefault(piece.name, []).append(row)
         return Part(shard, tensors)
 
-    def _not_saved(self, error: OSError, step: int) -> UserError:
-        what = f"checkpoint not saved: {error.strerror}; earlier ones are intact"
+    def _not_saved(self, why: str | None, step: int) -> UserError:
+        what = f"checkpoint not saved: {why}; earlier ones are intact"
+        if not self.store.folder.parent.is_dir():
+            what = "checkpoint not saved: the run's folder was deleted or moved while it trained"
         do = "mend that, and run again with checkpoint.resume=auto"
         return UserError(403, what, do, where=self.store.folder, step=step)
 
@@ -219,15 +224,23 @@ class Saver:
                     if self._give_up.wait(pause):
                         return  # those that have failed say why
                     pause = min(1.5 * pause, _SELDOM)
-                part = json.loads(path.read_bytes())
-                parts.append(Part(Shard(**part["shard"]), part["tensors"]))
+                parts.append(_read_part(path))
                 path.unlink()
             self._conclude(step, progress, parts)
             self.took = time.monotonic() - self._began
             if self._tidy is not None:
                 self._tidied = [self._tidying.submit(self._tidy, self._give_up.is_set)]
         except OSError as error:
-            raise self._not_saved(error, step) from None
+            raise self._not_saved(error.strerror, step) from None
+        except ValueError as error:
+            raise self._not_saved(f"{path.name} is damaged: {error}", step) from None
+
+
+def _read_part(path: Path) -> Part:
+    """Return what a rank says that it has written. Raises OSError; ValueError: another program wrote that file."""
+    found = PartFile.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
+    shard = Shard(found.shard.name, found.shard.size, tuple(found.shard.blocks))
+    return Part(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})
 
 
 def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:

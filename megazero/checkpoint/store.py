@@ -14,17 +14,10 @@ import re
 import shutil
 from pathlib import Path
 
-from megazero.checkpoint.manifest import FILE_NAME
+from megazero.checkpoint.manifest import FILE_NAME, step_name, step_of
 from megazero.files import flush_folder, replace_file
 
-_STEP = re.compile(r"step_(\d{8,})")
 _LEFT = re.compile(r"\.step_\d{8,}\.\w+\.(tmp|old)")
-
-
-def step_of(path: Path) -> int | None:
-    """The step that a folder's name says, None if it is no step's."""
-    name = _STEP.fullmatch(path.name)
-    return int(name[1]) if name else None
 
 
 class Store:
@@ -38,10 +31,10 @@ class Store:
         self.folder, self._token = folder, token
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+        return self.folder / step_name(step)
 
     def staging(self, step: int) -> Path:
-        return self.folder / f".step_{step:08d}.{self._token}.tmp"
+        return self.folder / f".{step_name(step)}.{self._token}.tmp"
 
     def steps(self) -> list[int]:
         """The committed ones, newest first. Raises OSError."""
@@ -61,7 +54,7 @@ class Store:
 
     def delete(self, step: int) -> None:
         """Raises OSError. At no moment is half a step left under the name of one."""
-        old = self.folder / f".step_{step:08d}.{self._token}.old"
+        old = self.folder / f".{step_name(step)}.{self._token}.old"
         self.path(step).rename(old)
         flush_folder(self.folder)
         shutil.rmtree(old)

@@ -14,6 +14,7 @@ Ratios are paired to DCP's: below 1.000 is faster than DCP. With --json also the
 """
 
 import argparse
+import itertools
 import json
 import logging
 import shutil
@@ -66,7 +67,7 @@ from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, feeder, grid_of
 RANKS = 2
 MODEL = Model(layers=8, hidden=512, heads=8, vocab=VOCAB, seq_len=SEQ_LEN, dropout=0.0)
 KINDS = ("save", "load", "stall", "behind")
-PROGRESS = Progress(updates=1, skipped=0, overflows=0, next_sample=4, loss_scale=None, good_steps=0)
+BATCH = 4
 
 
 def main() -> int:
@@ -108,8 +109,12 @@ def meet_again(grid: Grid) -> None:
     gather_bytes(b"", grid.world, "agree", CPU)
 
 
+def _progress(step: int) -> Progress:
+    return Progress(updates=step, skipped=0, overflows=0, next_sample=step * BATCH, loss_scale=None, good_steps=0)
+
+
 def _config() -> Config:
-    batch = Batch.model_validate({"global": 4, "micro": 2})
+    batch = Batch.model_validate({"global": BATCH, "micro": 2})
     return resolved(Config(model=MODEL, zero=Zero(stage=1), batch=batch))
 
 
@@ -172,7 +177,7 @@ def _ours(
     about = about_run(config, built, grid, site, Identity("none", None))
     checkpoints = checkpoints_of(config, built, grid, CPU, about, site)
     holdings, store = holdings_to_load(built, grid), Store(run.checkpoints)
-    steps = iter(range(1, 1 << 30))
+    steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> None:
         if grid.world.rank == 0:
@@ -183,13 +188,13 @@ def _ours(
     def save() -> float:
         clear()
         began = time.perf_counter()
-        checkpoints.save(next(steps), PROGRESS)
+        checkpoints.save(*next(steps))
         return time.perf_counter() - began
 
     def behind(passes_too: bool) -> float:
         clear()
         began = time.perf_counter()
-        checkpoints.save(next(steps), PROGRESS)
+        checkpoints.save(*next(steps))
         called = time.perf_counter()
         passes()
         passed = time.perf_counter()
@@ -230,7 +235,7 @@ def _dcp(
             # Its staging for async_save copies whole storages, and fails where a tensor is a part of one.
             own = flat.clone() if kind in ("stall", "behind") else flat
             state[f"{unit.layout.name}.{name}"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-    steps = iter(range(1, 1 << 30))
+    steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> Path:
         if grid.world.rank == 0:

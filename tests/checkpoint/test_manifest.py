@@ -1,12 +1,13 @@
 """Manifests: canonical, complete, and not to be edited."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, Progress, read_manifest
+from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, Progress, read_manifest, step_of
 from megazero.checkpoint.shard import BLOCK
 from megazero.errors import UserError
 
@@ -26,7 +27,7 @@ def manifest(**changes: Any) -> Manifest:
         "progress": progress,
         "random": {"seed": 0},
         "identity": {"data": "x", "tokenizer": None},
-        "config": {"model.layers": 2},
+        "config": {"model.layers": 2, "batch.global": 8},
         "software": {"megazero": "0"},
     }
     return Manifest(**{**content, **changes})
@@ -104,3 +105,87 @@ def test_names_stay_in_the_folder(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"\xff", b'{"a": ' + b"[" * 100_000, b"{}"])
 def test_what_is_no_manifest_at_all(tmp_path: Path, raw: bytes) -> None:
     refuse(tmp_path, raw, "is no manifest")
+
+
+WEIGHTS = {
+    "progress": None,
+    "kinds": ["weight"],
+    "tensors": {"a": Logical(shape=[4], pieces=[[0, 0, 4, 100]])},
+}
+ROW = {"step": 4, "loss": 1.25, "mfu": None, "skipped": 1}
+
+
+def progress(**changes: Any) -> dict[str, Any]:
+    usual = {"updates": 3, "skipped": 1, "overflows": 0, "next_sample": 32, "loss_scale": None, "good_steps": 0}
+    return {"progress": Progress(**{**usual, **changes})}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"step": 5}, "3 updates and 1 skipped steps make no 5 steps"),
+        (progress(updates=2**30), "updates and 1 skipped steps make no 4 steps"),
+        (progress(overflows=2), "2 of 1 skipped"),
+        (progress(good_steps=4), "4 of 3 good"),
+        (progress(next_sample=2**62), "4 steps of 8 samples do not end at sample 4611686018427387904"),
+        ({"config": {}}, "4 steps of None samples"),
+        ({"config": {"batch.global": 8.0}}, "4 steps of 8.0 samples"),
+        (progress(loss_scale=3.0), "a loss scale is a power of two, this one is 3.0"),
+        (progress(loss_scale=0.0), "a loss scale is a power of two, this one is 0.0"),
+        (progress(loss_scale=-2.0), "a loss scale is a power of two"),
+        (progress(row={**ROW, "step": 3}), "the row of metrics is of step 3"),
+        (progress(row={}), "the row of metrics is of step None"),
+        ({**WEIGHTS, "step": 1}, "weights without a run are of step 0, this one is 1"),
+        ({"kinds": ["weight"]}, "kinds"),
+        ({"kinds": ["weight", "weight", "exp_avg"]}, "kinds"),
+    ],
+)
+def test_one_whose_progress_is_not_that_of_its_step_is_refused(
+    tmp_path: Path, changes: dict[str, Any], what: str
+) -> None:
+    """With the right digest: the update's own count decides its bias correction and the learning rate."""
+    refuse(tmp_path, manifest(**changes).to_bytes(), f"contradicts itself: .*({what})")
+
+
+def test_the_row_of_a_step_goes_along_and_older_ones_have_none(tmp_path: Path) -> None:
+    """A manifest without a row is the same file as before there were rows in it."""
+    assert b'"row"' not in manifest().to_bytes()
+    with_row = manifest(**progress(row=ROW))
+    (tmp_path / FILE_NAME).write_bytes(with_row.to_bytes())
+    found = read_manifest(tmp_path).progress
+    assert found is not None and found.row == ROW
+
+
+def test_a_folder_under_another_steps_name_is_refused(tmp_path: Path) -> None:
+    for name, fits in (("step_00000004", True), ("step_00000005", False), ("anything", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if fits:
+            (folder / FILE_NAME).write_bytes(manifest().to_bytes())
+            assert read_manifest(folder).step == 4
+        else:
+            refuse(folder, manifest().to_bytes(), "contradicts itself: the folder is called step 5, .* of step 4")
+    assert step_of(Path("step_000000004")) is None  # another name of step 4
+    assert step_of(Path("step_1234567890")) == 1234567890
+
+
+def test_kinds_and_sizes_of_the_file(tmp_path: Path) -> None:
+    """A FIFO would block, a link leads elsewhere, 9 MB beside empty shards are no manifest."""
+    path = tmp_path / FILE_NAME
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=r"MZ-410 .*expected a regular file, got a FIFO"):
+        read_manifest(tmp_path)
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(manifest().to_bytes())
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"MZ-410 .*expected a regular file, got a symbolic link"):
+        read_manifest(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"MZ-410 .*expected a regular file, got a folder"):
+        read_manifest(tmp_path)
+    path.rmdir()
+    with path.open("wb") as file:
+        file.truncate(9 << 20)
+    with pytest.raises(UserError, match=r"MZ-410 .*expected at most 8,.* bytes, got 9,437,184"):
+        read_manifest(tmp_path)
