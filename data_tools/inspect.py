@@ -65,7 +65,7 @@ def _scan(dataset: IndexedDataset, vocab: int | None) -> tuple[int | None, int |
     """Smallest and largest id of the whole file. Raises UserError 205 for the first one outside [0, vocab)."""
     low = high = None
     for start in range(0, dataset.num_tokens, BLOCK):
-        block = dataset.tokens[start : start + BLOCK]
+        block = dataset.read(start, min(start + BLOCK, dataset.num_tokens))
         block_low, block_high = int(block.min()), int(block.max())
         low = block_low if low is None else min(low, block_low)
         high = block_high if high is None else max(high, block_high)
@@ -83,7 +83,7 @@ def _text(dataset: IndexedDataset, document: int, tokenizer: Tokenizer) -> str:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
         raise UserError(190, what, "choose one of those", where="inspect.py")
     start, stop = dataset.document_offsets[document : document + 2]
-    return tokenizer.decode(dataset.tokens[start:stop].tolist())
+    return tokenizer.decode(dataset.read(start, stop).tolist())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

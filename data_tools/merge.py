@@ -40,7 +40,7 @@ def _copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
     offsets = dataset.document_offsets
     for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         for start in range(begin, end, BLOCK):
-            writer.append(dataset.tokens[start : min(start + BLOCK, end)])
+            writer.append(dataset.read(start, min(start + BLOCK, end)))
         if end > begin:
             writer.end_document()
 

@@ -47,7 +47,7 @@ def quickstart_data(options: argparse.Namespace) -> None:
     if not _is_dataset(prefix):
         _command(preprocess.main, ["--input", corpus, "--tokenizer", model, "--output", prefix])
     dataset = IndexedDataset(prefix)
-    ratio = Tokenizer(model).token_bytes()[dataset.tokens].sum() / dataset.num_tokens
+    ratio = Tokenizer(model).token_bytes()[dataset.read(0, dataset.num_tokens)].sum() / dataset.num_tokens
     print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
 
 
@@ -79,7 +79,7 @@ def _is_dataset(prefix: Path) -> bool:
         dataset = IndexedDataset(prefix)
     except UserError:
         return False
-    return dataset.num_tokens > 0 and int(dataset.tokens.max()) < VOCAB
+    return dataset.num_tokens > 0 and int(dataset.read(0, dataset.num_tokens).max()) < VOCAB
 
 
 def _command(main: Callable[[Sequence[str]], int], arguments: list[object]) -> None:

@@ -23,7 +23,7 @@ from megazero.explain import explain
 from megazero.observe.jsonl import read_rows
 from megazero.run_folder import RunFolder
 from megazero.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
-from tests.tiny_run import Outcome, TinyData, built, command, saved_weights, train
+from tests.tiny_run import Outcome, TinyData, all_tokens, built, command, saved_weights, train
 
 FULL = pytest.mark.full
 
@@ -210,10 +210,10 @@ def _other_data(tiny_data: TinyData, folder: Path) -> Path:
     """The same tokens without their first thousand."""
     import numpy as np
 
-    from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+    from megazero.data.indexed_dataset import IndexedDatasetWriter
 
     with IndexedDatasetWriter(folder / "other", np.uint16) as writer:
-        writer.append(np.asarray(IndexedDataset(tiny_data.train).tokens[1000:]))
+        writer.append(all_tokens(tiny_data.train)[1000:])
         writer.end_document()
     return folder / "other"
 

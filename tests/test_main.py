@@ -13,12 +13,12 @@ import torch
 
 from megazero import capability, run
 from megazero.__main__ import main
-from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.parallel.bounce import bounce_pool
 from megazero.parallel.grid import Axis, single
 from megazero.parallel.launch import MEETING, TORCHRUN, World
 from megazero.parallel.wire import Wire
-from tests.tiny_run import ROOT, TinyData, command
+from tests.tiny_run import ROOT, TinyData, all_tokens, command
 
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
 WITNESS = """
@@ -169,7 +169,7 @@ def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: 
 
 
 def test_id_outside_the_vocabulary_is_named(refused, tiny_data: TinyData, tmp_path: Path, capsys):
-    tokens = np.array(IndexedDataset(tiny_data.train).tokens)
+    tokens = all_tokens(tiny_data.train)
     tokens[5000] = 401
     with IndexedDatasetWriter(tmp_path / "set", np.uint16) as writer:
         for part in (tokens[:4000], tokens[4000:6000]):

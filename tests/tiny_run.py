@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from megazero.checkpoint.weights import newest_weights
 from megazero.checkpointing import Site
 from megazero.config import Config
 from megazero.config_file import load
+from megazero.data.indexed_dataset import IndexedDataset
 from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import single
 from megazero.parallel.signals import Signals
@@ -77,6 +79,12 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     site = Site(folder, lock, job, Signals())
     wire = Wire(bucket=bucket_of(config))
     return build_trainer(config, single(wire), torch.device("cpu"), site).trainer, folder
+
+
+def all_tokens(prefix: Path) -> np.ndarray:
+    """Every token of a data set."""
+    dataset = IndexedDataset(prefix)
+    return dataset.read(0, dataset.num_tokens)
 
 
 def saved_weights(folder: RunFolder) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ document is on depends on nothing but its number and the fraction: not on the se
 ranks, so two runs with different seeds are validated on the same text, and appending documents moves none.
 
 A `TokenStream` joins the chosen documents, in file order, end to end. Nothing is copied: a read finds its documents by
-binary search in their cumulative lengths (8 bytes a document) and gathers its tokens from the memory map.
+binary search in their cumulative lengths (8 bytes a document) and reads its tokens from the file.
 """
 
 import numpy as np
@@ -70,7 +70,7 @@ class TokenStream:
     def digest(self) -> str:
         """Of where its documents lie in the file, and of some of their tokens: other text has another."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
-        tokens = self.dataset.tokens[self._in_file(some, np.searchsorted(self._starts, some, side="right") - 1)]
+        tokens = self._tokens(self._in_file(some, np.searchsorted(self._starts, some, side="right") - 1))
         digest = xxhash.xxh3_64(self._first_tokens.tobytes())
         for part in (self._starts, tokens.astype(np.int64)):
             digest.update(part.tobytes())
@@ -84,13 +84,19 @@ class TokenStream:
         assert 0 <= start <= stop <= self.num_tokens
         positions = np.arange(start, stop)
         ordinals = np.searchsorted(self._starts, positions, side="right") - 1  # right: skips empty documents
-        return self.dataset.tokens[self._in_file(positions, ordinals)].astype(np.int64), ordinals
+        return self._tokens(self._in_file(positions, ordinals)).astype(np.int64), ordinals
 
     def locate(self, position: int) -> tuple[int, int]:
         """(document number in the file, position in the document) of a token of the stream, for messages."""
         positions = np.array([position])
         ordinals = np.searchsorted(self._starts, positions, side="right") - 1
         return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
+
+    def _tokens(self, in_file: np.ndarray) -> np.ndarray:
+        """Return the tokens at rising places of the file, read in as few runs as these make."""
+        breaks = np.flatnonzero(np.diff(in_file) != 1) + 1
+        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks) if len(run)]
+        return np.concatenate([np.empty(0, self.dataset.dtype), *(self.dataset.read(*run) for run in runs)])
 
     def _in_file(self, positions: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
         return positions - self._starts[ordinals] + self._first_tokens[ordinals]

@@ -1,7 +1,8 @@
 """Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
 
-The idea: ids of all documents lie end to end in one file that is only ever memory-mapped, so opening a terabyte costs
-nothing and ranks on one machine share the page cache. The index is small and redundant (lengths, pointers and file
+The idea: ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte
+costs nothing and ranks on one machine share the page cache. (It is not mapped: a mapped file that somebody truncates
+ends the process by SIGBUS, a read says so.) The index is small and redundant (lengths, pointers and file
 size all say the same), and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair
 or a flipped bit in the index is refused with the numbers, not met as garbage in step 40,000.
 
@@ -21,6 +22,7 @@ Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
 
 import os
 import struct
+import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +35,7 @@ import numpy as np
 from megazero.data.atomic import write_error
 from megazero.errors import UserError
 from megazero.files import flush, flush_folder, temporary_name
+from megazero.reading import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -57,14 +60,13 @@ def file_pair(prefix: str | Path) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """A validated, memory-mapped, read-only data set.
+    """A validated, read-only data set.
 
     Attributes:
         prefix, bin_path, idx_path: where it lies.
         dtype: the integer type of the ids.
         num_documents, num_tokens: counts.
         document_offsets: int64 [num_documents + 1], in tokens; document d is tokens[offsets[d] : offsets[d + 1]].
-        tokens: [num_tokens] read-only view of the .bin file.
 
     Raises:
         UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size.
@@ -74,14 +76,18 @@ class IndexedDataset:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = file_pair(prefix)
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not path.exists():
                 raise UserError(201, "no such token file", _how_to_make(self.prefix), where=path)
         try:
-            with self.idx_path.open("rb") as file:
+            with open_regular(self.idx_path) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 self.dtype, lengths, pointers, indices = _read_index(file, self.idx_path)
-            bin_bytes = self.bin_path.stat().st_size
+            with open_regular(self.bin_path) as descriptor:  # kept open: what replaces the file later is another file
+                self._bin = os.dup(descriptor)
+            weakref.finalize(self, os.close, self._bin)
+            bin_bytes = os.fstat(self._bin).st_size
         except OSError as error:
-            raise UserError(201, f"cannot be read: {error.strerror}", where=self.idx_path) from error
+            what, where = f"cannot be read: {error.strerror}", error.filename or self.idx_path
+            raise UserError(201, what, "give token files that can be read", where=where) from error
         offsets = _check_index(self.idx_path, self.dtype.itemsize, lengths, pointers, indices)
         self.document_offsets: np.ndarray = offsets[indices]
         self.document_offsets.flags.writeable = False
@@ -91,13 +97,29 @@ class IndexedDataset:
         if bin_bytes != expected:
             what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {bin_bytes:,}"
             raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
-        self.tokens = self._map() if self.num_tokens else np.empty(0, self.dtype)  # an empty file cannot be mapped
 
-    def _map(self) -> np.ndarray:
-        try:
-            return np.memmap(self.bin_path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
-        except OSError as error:
-            raise UserError(201, f"cannot be read: {error.strerror}", where=self.bin_path) from error
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens [start, stop) of the file, in the file's type.
+
+        Raises:
+            UserError: 204, the file has become shorter since it was opened; 201, the disk does not give them.
+        """
+        assert 0 <= start <= stop <= self.num_tokens
+        tokens = np.empty(stop - start, self.dtype)
+        rest, at = memoryview(tokens.view(np.uint8)), start * self.dtype.itemsize
+        while rest:
+            try:
+                got = os.preadv(self._bin, [rest], at)
+            except OSError as error:
+                raise UserError(
+                    201, f"cannot be read: {error.strerror}", "mend the disk", where=self.bin_path
+                ) from error
+            if not got:
+                size = os.fstat(self._bin).st_size
+                what = f"was truncated since it was opened: it ends at byte {size:,}, tokens lie at byte {at:,}"
+                raise UserError(204, what, "copy it again, and resume", where=self.bin_path)
+            rest, at = rest[got:], at + got
+        return tokens
 
     def locate(self, token: int) -> tuple[int, int]:
         """(document, position in it) of the token at this index of `tokens`."""

@@ -1,7 +1,7 @@
 """Batches: windows of the token stream as tensors.
 
 The idea: window k of a stream is its tokens [k S, k S + S + 1); the first S are the input, the last S the targets. A
-step asks for the sample ids of its rank (sampler), each id names a window, each window is one read of the memory map.
+step asks for the sample ids of its rank (sampler), each id names a window, each window is one read of the file.
 All of it is a pure function of the step, so there is nothing to save and nothing to restore; the only state is one
 background thread that reads step s + 1 while step s computes.
 

@@ -45,7 +45,7 @@ def test_reads_what_megatron_writes(tmp_path: Path):
     (tmp_path / "set.bin").write_bytes(struct.pack("<7i", *range(7)))
     dataset = IndexedDataset(tmp_path / "set")
     assert dataset.document_offsets.tolist() == [0, 3, 3, 6, 7]
-    assert dataset.tokens.tolist() == list(range(7)) and dataset.dtype == np.int32
+    assert dataset.read(0, 7).tolist() == list(range(7)) and dataset.dtype == np.int32
     assert [dataset.locate(i) for i in (0, 2, 3, 6)] == [(0, 0), (0, 2), (2, 0), (3, 0)]
 
 
@@ -55,14 +55,12 @@ def test_round_trip(make_dataset, dtype):
     dataset = make_dataset(documents, dtype)
     assert (dataset.num_documents, dataset.num_tokens, dataset.dtype) == (3, 103, dtype)
     bounds = zip(dataset.document_offsets[:-1], dataset.document_offsets[1:], strict=True)
-    assert [dataset.tokens[a:b].tolist() for a, b in bounds] == documents
-    with pytest.raises(ValueError, match="read-only"):
-        dataset.tokens[0] = 1
+    assert [dataset.read(a, b).tolist() for a, b in bounds] == documents
 
 
 def test_no_documents(make_dataset):
     dataset = make_dataset([])
-    assert (dataset.num_documents, dataset.num_tokens, len(dataset.tokens)) == (0, 0, 0)
+    assert (dataset.num_documents, dataset.num_tokens, len(dataset.read(0, 0))) == (0, 0, 0)
 
 
 def test_ids_that_do_not_fit_are_never_wrapped(tmp_path: Path):
@@ -159,7 +157,7 @@ def test_exception_leaves_the_old_pair(make_dataset, tmp_path: Path):
 def test_open_reader_keeps_the_old_tokens(make_dataset):
     old = make_dataset(DOCUMENTS)
     new = make_dataset([[9] * 50])
-    assert old.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 65535] and new.tokens.tolist() == [9] * 50
+    assert old.read(0, 9).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 65535] and new.read(0, 50).tolist() == [9] * 50
 
 
 WRITE_FOR_EVER = """
@@ -217,3 +215,38 @@ def test_place_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="MZ-208"), IndexedDatasetWriter(tmp_path / "file/set", np.uint16):
         pass
+
+
+def test_a_file_that_is_truncated_while_it_is_open_is_named(make_dataset) -> None:
+    """Were it mapped, the process would end by SIGBUS."""
+    dataset = make_dataset([list(range(100))], np.uint16)
+    os.truncate(dataset.bin_path, 101)
+    assert dataset.read(0, 50).tolist() == list(range(50))
+    with pytest.raises(
+        UserError, match=r"MZ-204 .*\.bin: was truncated .*: it ends at byte 101, tokens lie at byte 101"
+    ):
+        dataset.read(40, 60)
+
+
+def test_a_file_that_is_replaced_or_deleted_while_it_is_open_is_still_read(make_dataset) -> None:
+    dataset = make_dataset([list(range(100))], np.uint16)
+    dataset.bin_path.unlink()
+    assert dataset.read(90, 100).tolist() == list(range(90, 100))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+def test_what_is_no_regular_file_is_refused(make_dataset, suffix: str, kind: str) -> None:
+    prefix = make_dataset([[1, 2]]).prefix
+    path = Path(f"{prefix}{suffix}")
+    path.unlink()
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(
+        UserError, match=rf"MZ-201 .*{path.name}: cannot be read: expected a regular file, got a {kind}"
+    ):
+        IndexedDataset(prefix)

@@ -24,7 +24,7 @@ def texts_of(prefix: Path, tokenizer: Tokenizer) -> list[str]:
     """Documents of a data set, decoded; each ends with the end-of-document id, once."""
     dataset, texts = IndexedDataset(prefix), []
     for start, stop in zip(dataset.document_offsets[:-1], dataset.document_offsets[1:], strict=True):
-        *ids, last = dataset.tokens[start:stop].tolist()
+        *ids, last = dataset.read(start, stop).tolist()
         assert last == tokenizer.eod and tokenizer.eod not in ids
         texts.append(tokenizer.decode(ids))
     return texts

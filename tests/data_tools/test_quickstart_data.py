@@ -38,7 +38,7 @@ def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
     assert make(folder) == EVERYTHING
     dataset, tokenizer = IndexedDataset(folder / "train"), Tokenizer(folder / "tokenizer.model")
     text = "".join(path.read_bytes().decode() for path in few_sources)
-    assert dataset.num_documents == 3 and tokenizer.decode(dataset.tokens.tolist()) == text
+    assert dataset.num_documents == 3 and tokenizer.decode(dataset.read(0, dataset.num_tokens).tolist()) == text
     assert make(folder) == set()
     (folder / "train.bin").write_bytes(b"damaged")
     assert make(folder) == {"train.bin", "train.idx"}
@@ -61,4 +61,4 @@ def test_real_corpus(tmp_path: Path):
     make(tmp_path)
     dataset, tokenizer = IndexedDataset(tmp_path / "train"), Tokenizer(tmp_path / "tokenizer.model")
     assert tokenizer.vocab_size == 8192 and dataset.num_documents > 400
-    assert tokenizer.token_bytes()[dataset.tokens].mean() > 3.2
+    assert tokenizer.token_bytes()[dataset.read(0, dataset.num_tokens)].mean() > 3.2

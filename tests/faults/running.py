@@ -109,7 +109,7 @@ def _(site: Site) -> list[str]:
 
     def read(self: WindowDataset, window: int) -> tuple[np.ndarray, np.ndarray]:
         site.patch.setattr(self, "vocab", 400)
-        self.stream.dataset.tokens = np.where(np.arange(len(self.stream.dataset.tokens)) % 10 == 5, 999, 1)
+        site.patch.setattr(self.stream.dataset, "read", lambda a, b: np.where(np.arange(a, b) % 10 == 5, 999, 1))
         return honest(self, window)
 
     site.patch.setattr(WindowDataset, "read", read)
