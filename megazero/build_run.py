@@ -17,14 +17,16 @@ from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, valid
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.expectation import Expectation
+from megazero.folder_watch import FolderWatch
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import Operations
 from megazero.learning_rate import LearningRate
+from megazero.ledger_file import write_ledger
 from megazero.observe.console import ConsoleSink
 from megazero.observe.jsonl import JsonlSink
 from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder, Work
-from megazero.observe.sinks import Sink, Sinks
+from megazero.observe.sinks import Sink, Sinks, warn
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.parallel.agreement import FailedElsewhere
@@ -86,7 +88,15 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
         Recorder(_sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
-        Stopping(grid.world, device, site.signals, folder.stop, config.run.time_limit),
+        Stopping(
+            grid.world,
+            device,
+            site.signals,
+            folder.stop,
+            config.run.time_limit,
+            look=FolderWatch(folder, warn).look,
+        ),
+        lambda: write_ledger(folder, grid, device),
         wire.seat.now,
         lambda own, say: _blame(own, say, grid, device),
     )

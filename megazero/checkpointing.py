@@ -2,6 +2,7 @@
 in the manifest everything that is no tensor. Sees the config, as build.py does.
 """
 
+import contextlib
 import logging
 import math
 import platform
@@ -27,13 +28,14 @@ from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.data.loader import WindowDataset
 from megazero.errors import UserError
+from megazero.files import flush_file
 from megazero.model.parameter import declaration_of
 from megazero.observe.sinks import warn
 from megazero.parallel.grid import Grid
 from megazero.parallel.signals import Signals
 from megazero.resuming import Job
 from megazero.run_folder import RunFolder
-from megazero.run_lock import RunLock
+from megazero.run_lock import RunLock, State
 from megazero.zero.placement import Placement, held
 from megazero.zero.unit import Unit
 
@@ -165,9 +167,9 @@ def checkpoints_of(
 
     def conclude(step: int, progress: Progress, parts: list[Part]) -> None:
         manifest = about.manifest(step, progress, parts)
-        if not site.lock.held:
-            what = "another job has taken this folder over: the lock was not renewed in time"
-            raise UserError(421, what, "see what held this job up", where=site.folder.path, step=step)
+        _require_ours(site, step)
+        with contextlib.suppress(OSError):
+            flush_file(site.folder.metrics)  # after a power cut too, the rows before a step are there if the step is
         log.info("saved %s", store.commit(step, manifest.to_bytes()))
 
     def tidy(stop: Callable[[], bool]) -> None:
@@ -186,6 +188,25 @@ def checkpoints_of(
     )
     grid.world.wire.ledger.hold("checkpoint", saver.copy_bytes)
     return Checkpoints(saver, grid.world, device, every=options.every, background=options.async_)
+
+
+def _require_ours(site: Site, step: int) -> None:
+    """Refuse to commit into a folder that is gone, or is not this job's any more.
+
+    Raises:
+        UserError: 422, the folder was deleted, moved or made read-only; 421, it is another job's.
+    """
+    path = site.folder.path
+    if (fault := site.folder.fault()) is not None:
+        do = "mend that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
+        raise UserError(422, f"checkpoint not saved: {fault}", do, where=path, step=step)
+    state = site.lock.state
+    if state is State.GONE:
+        what = "the lock was removed while this job trained: by hand, or another job has come and gone"
+        raise UserError(421, what, "see that one job trains here, and go on with checkpoint.resume=auto", where=path)
+    if state is State.ANOTHERS:
+        what = "another job has taken this folder over: the lock was not renewed in time"
+        raise UserError(421, what, "see what held this job up", where=path, step=step)
 
 
 def check_space(config: Config, about: About, folder: Path) -> None:

@@ -23,6 +23,8 @@ from ruamel.yaml.error import MarkedYAMLError
 from megazero import capability
 from megazero.config import Config, resolved
 from megazero.errors import FaultList, UserError
+from megazero.reading import read_file
+from megazero.yaml_text import MOST_BYTES, parse_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -85,6 +87,8 @@ def find(name_or_path: str, *folders: Path) -> Path:
     for candidate in candidates:
         if _is_file(candidate):
             return candidate
+    if _exists(given):
+        raise UserError(101, "is no regular file", "give a file of options, or a shipped config", where=name_or_path)
     shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     near = difflib.get_close_matches(given.stem, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped)}"
@@ -95,6 +99,13 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:  # a name that is too long for the file system, or below a file
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
         return False
 
 
@@ -155,7 +166,9 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
 
 def _read(path: Path, source: _Source) -> None:
     try:
-        tree = YAML(typ="rt", pure=True).load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(read_file(path, MOST_BYTES).decode(), keeps_places=True)
+    except OSError as error:
+        raise UserError(102, f"cannot be read: {error.strerror}", "give a file of options", where=path.name) from None
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1
         what = str(error.problem).split(" with value")[0].replace("found duplicate key", "duplicate key")
@@ -164,8 +177,9 @@ def _read(path: Path, source: _Source) -> None:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(102, f"not YAML: {error.problem or error.context}", where=f"{path.name}{line}") from None
-    except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, 2,000 brackets ...
-        raise UserError(102, f"cannot be read: {error}", where=path.name) from None
+    except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, half a character ...
+        what = str(error) or type(error).__name__
+        raise UserError(102, f"cannot be read: {what}", "mend the file", where=path.name) from None
     if tree is None:
         return
     if not isinstance(tree, CommentedMap):
@@ -208,7 +222,7 @@ def _override(text: str, source: _Source) -> None:
     if not equals or "." not in key:
         raise UserError(108, f"'{text}' is not section.key=value", where="command line")
     try:
-        parsed = _scalar(YAML(typ="safe", pure=True).load(value))
+        parsed = _scalar(parse_yaml(value))
     except Exception:  # as in _read
         raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
     *sections, last = key.split(".")

@@ -14,6 +14,19 @@ Our own broken invariants are `assert`, never a `UserError`.
 """
 
 LINE_LIMIT = 300  # characters; long values are shortened by whoever formats them, this is the last resort
+_MOST_FAULTS = 100  # lines of one list: nobody reads the ten thousandth
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line of at most LINE_LIMIT printable characters.
+
+    File names and values come from outside: a control character in one could move a terminal's cursor or change its
+    colours, so whatever is not printable is written as its escape.
+    """
+    line = " ".join(text[: 8 * LINE_LIMIT].split())
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 1] + "…"
 
 
 class UserError(ValueError):
@@ -42,9 +55,7 @@ class UserError(ValueError):
         prefix += f" rank={rank}" if rank is not None else ""
         prefix += f" step={step}" if step is not None else ""
         prefix += f" {where}" if where else ""
-        line = f"{prefix}: {what}" + (f"; {do}" if do else "")
-        line = " ".join(line.split())
-        super().__init__(line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 1] + "…")
+        super().__init__(one_line(f"{prefix}: {what}" + (f"; {do}" if do else "")))
 
     @property
     def exit_code(self) -> int:
@@ -66,7 +77,10 @@ class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind o
 
     def __init__(self, errors: list[UserError]):
         assert errors, "a list of faults needs at least one"
-        ValueError.__init__(self, "\n".join(str(error) for error in errors))
+        lines = [str(error) for error in errors[:_MOST_FAULTS]]
+        if more := len(errors) - len(lines):
+            lines.append(f"... and {more:,} more")
+        ValueError.__init__(self, "\n".join(lines))
         self.code = errors[0].code
         self.errors = errors
 

@@ -21,24 +21,30 @@ off. A file of data sheet figures says in `reached` how much of them training ge
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megazero.errors import UserError
 from megazero.plan.machines import MACHINES, Machine, Reached
+from megazero.reading import read_file
+from megazero.yaml_text import MOST_BYTES, parse_yaml
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
+# Bounds far beyond any machine, within which the formulas neither overflow nor divide by what rounds to zero.
+_Rate = Annotated[float, Field(ge=1, le=1e24)]  # FLOP/s or bytes/s
+_Seconds = Annotated[float, Field(ge=1e-12, le=1e3)]
+_Bytes = Annotated[int, Field(ge=1, le=2**60)]
+
+
 class _Link(_Strict):
-    bandwidth: PositiveFloat
-    latency: PositiveFloat
+    bandwidth: _Rate
+    latency: _Seconds
 
 
-_Share = Annotated[float, Field(gt=0, le=1)]
+_Share = Annotated[float, Field(ge=1e-6, le=1)]
 
 
 # Of the rate of products, what fused attention reaches where a file does not say: between what published runs on an
@@ -56,18 +62,18 @@ class _Reached(_Strict):
 
 
 class _MachineFile(_Strict):
-    name: str
-    memory_bytes: PositiveInt
-    peak_flops: dict[Literal["bf16", "fp16", "fp32", "fp64"], PositiveFloat]
-    memory_bandwidth: PositiveFloat
-    devices_per_node: PositiveInt
+    name: Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]
+    memory_bytes: _Bytes
+    peak_flops: dict[Literal["bf16", "fp16", "fp32", "fp64"], _Rate]
+    memory_bandwidth: _Rate
+    devices_per_node: Annotated[int, Field(ge=1, le=2**20)]
     in_node: _Link
     cross_node: _Link
-    host_link_bandwidth: PositiveFloat
-    host_memory_bytes: PositiveInt
-    host_memory_bandwidth: PositiveFloat | None = None
-    price_per_hour: PositiveFloat | None = None
-    launch: PositiveFloat = 4e-6
+    host_link_bandwidth: _Rate
+    host_memory_bytes: _Bytes
+    host_memory_bandwidth: _Rate | None = None
+    price_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    launch: _Seconds = 4e-6
     reached: _Reached = _Reached()
 
 
@@ -80,21 +86,30 @@ def machine_of(name_or_path: str) -> Machine:
     if name_or_path in MACHINES:
         return MACHINES[name_or_path]
     path = Path(name_or_path)
-    if not path.is_file():
+    if not _exists(path):
         known = ", ".join(MACHINES)
         what = f"no machine and no file of that name; known are {known}"
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
-        values = YAML(typ="safe", pure=True).load(path)
-        read = _MachineFile.model_validate(values)
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise UserError(117, f"not readable: {str(error).splitlines()[0]}", "mend the file", where=path.name) from None
+        read = _MachineFile.model_validate(parse_yaml(read_file(path, MOST_BYTES).decode()))
+    except OSError as error:
+        raise UserError(117, f"not readable: {error.strerror}", "give a regular file", where=path.name) from None
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"])) or "the file"
         what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
         raise UserError(117, what, "docs/planning.md shows a file", where=path.name) from None
+    except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
+        what = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(117, f"not readable: {what}", "mend the file", where=path.name) from None
     return _machine(read)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it
+        return False
 
 
 def _machine(read: _MachineFile) -> Machine:

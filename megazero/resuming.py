@@ -9,14 +9,16 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megazero.checkpoint.choose import load_newest
-from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest, step_of
 from megazero.checkpoint.save import Holding
-from megazero.checkpoint.store import Store, step_of
+from megazero.checkpoint.store import Store
 from megazero.errors import UserError
+from megazero.observe.jsonl import drop_rows_after
 from megazero.parallel.agreement import agree
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Axis
@@ -101,9 +103,45 @@ def _asked_for(folder: Path) -> str | None:
 
 
 def share(job: Job | None, world: Axis, device: torch.device) -> Job:
-    """Rank 0's job, on all ranks."""
-    text = gather_bytes(json.dumps(asdict(job)).encode() if job else b"", world, "agree", device)[0]
-    return Job(**json.loads(text))
+    """Return rank 0's job on all ranks."""
+    return Job(**from_first(asdict(job) if job else None, world, device))
+
+
+def from_first(value: Any, world: Axis, device: torch.device) -> Any:
+    """Return rank 0's value, of JSON's types, on all ranks; what the others give is not used."""
+    text = json.dumps(value).encode() if world.rank == 0 else b""
+    return json.loads(gather_bytes(text, world, "agree", device)[0])
+
+
+def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: bool) -> dict[str, Any] | None:
+    """Cut metrics.jsonl behind the step to go on from, and return that step's row where the file lacks it.
+
+    A job that was killed between the commit of a step and its row has left the row in the step's manifest only; one
+    that was stopped has had no time to validate the step.
+
+    Args:
+        found: of the step to go on from; None: the run begins.
+        own: the step is this run's.
+        validates: that step is to be validated.
+
+    Raises:
+        UserError: 406, metrics.jsonl is damaged; 401, it cannot be read or replaced.
+    """
+    step, progress = (found.step, found.progress) if found and own else (0, None)
+    row = progress.row if progress else None
+    try:
+        last = drop_rows_after(metrics, step)
+        if row is None or last is None or last["step"] != step:
+            return row
+        if not validates or "valid_loss" in last:
+            return None
+        drop_rows_after(metrics, step - 1)
+        return row
+    except ValueError as error:
+        raise UserError(406, f"is damaged: {error}", "mend or remove the line, or the file", where=metrics) from None
+    except OSError as error:
+        what = f"cannot go on from step {step}: {error.strerror}"
+        raise UserError(401, what, "mend or remove the file", where=metrics) from None
 
 
 def resume(

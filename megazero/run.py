@@ -3,11 +3,13 @@
 import contextlib
 import json
 import logging
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import xxhash
@@ -21,10 +23,9 @@ from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError
 from megazero.expectation import Expectation
-from megazero.files import replace_file
+from megazero.ledger_file import write_ledger
 from megazero.observe.console import clock_text
-from megazero.observe.jsonl import drop_rows_after, read_rows
-from megazero.observe.metrics import reserved_peak_bytes
+from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.out_of_memory import told
@@ -38,7 +39,7 @@ from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED
 from megazero.parallel.spawn import run_local
 from megazero.pipelining import model_shape
-from megazero.resuming import Job, find_job, resume, share
+from megazero.resuming import Job, find_job, from_first, owed_row, resume, share
 from megazero.run_folder import RunFolder
 from megazero.run_lock import RunLock
 from megazero.schedule_report import report, summary
@@ -151,16 +152,17 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         if first:
             folder.release()
         raise
-    if trainer.first < done:  # that of a run that has been finished before stays
-        _write_ledger(folder, grid, device)
-    elif first and done >= config.run.steps:
-        _say(f"nothing to do: {folder.checkpoints} has step {done}, run.steps is {config.run.steps}")
+    trained = trainer.first < done
+    # A job that was killed behind its last save has left some of this undone.
+    lacking = from_first(first and not os.path.exists(folder.ledger), grid.world, device)
+    if trained or lacking:
+        write_ledger(folder, grid, device)
     stopped = trainer.reason if done < config.run.steps else None
     if first:
-        try:
-            draw_loss(read_rows(folder.metrics), folder.loss_plot)
-        except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk: the weights are safe
-            warn(f"no loss curve: {error or 'out of memory'}")
+        drawn = (trained or folder.picture_is_old()) and _draw(folder)
+        if not trained and done >= config.run.steps:
+            did = "finished what an earlier job left" if trainer.score or lacking or drawn else "nothing to do"
+            _say(f"{did}: {folder.checkpoints} has step {done}, run.steps is {config.run.steps}")
         if stopped is None:
             _last_words(trainer, folder, time.monotonic() - began)
         else:
@@ -190,7 +192,15 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
         device=device,
         warn=warn,
     )
-    agree(grid.world, device, lambda: _begin_files(config, folder, about, found) if first else None)
+    owed = from_first(
+        agree(
+            grid.world,
+            device,
+            lambda: _begin_files(config, site, about, found, trainer.validates) if first else None,
+        ),
+        grid.world,
+        device,
+    )
     if first:
         Expectation(config, grid, device, ops).write(folder.plan)
     parameters = model_shape(config).parameters()
@@ -206,22 +216,31 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
             _say(summary(report(config, grid.data.size)[0]))
     try:
         if found is not None:
-            trainer.go_on(found, own=site.job.own)
+            trainer.go_on(found, own=site.job.own, owed=owed)
         with told(config, grid, device):
             return trainer, trainer.run()
     finally:
         trainer.close()
 
 
-def _begin_files(config: Config, folder: RunFolder, about: About, found: Manifest | None) -> None:
-    """What an earlier job has written beyond the step to go on from is not true any more."""
-    check_space(config, about, folder.checkpoints)
+def _begin_files(
+    config: Config, site: Site, about: About, found: Manifest | None, validates: Callable[[int], bool]
+) -> dict[str, Any] | None:
+    """Remove what an earlier job has written beyond the step to go on from, and return the row that it owes."""
+    check_space(config, about, site.folder.checkpoints)
+    dump(config, site.folder.config)
+    due = found is not None and validates(found.step)
+    return owed_row(site.folder.metrics, found, own=site.job.own, validates=due)
+
+
+def _draw(folder: RunFolder) -> bool:
+    """Draw the loss curve; False, and a warning, where that fails: the weights are safe."""
     try:
-        dump(config, folder.config)
-        drop_rows_after(folder.metrics, found.step if found else 0)
-    except (OSError, ValueError) as error:
-        what = f"cannot go on from step {found.step if found else 0}: {error}"
-        raise UserError(401, what, "mend or remove the file", where=folder.metrics) from None
+        draw_loss(read_rows(folder.metrics), folder.loss_plot)
+    except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk
+        warn(f"no loss curve: {error or 'out of memory'}")
+        return False
+    return True
 
 
 def _going_on(found: Manifest, config: Config, job: Job) -> str:
@@ -291,24 +310,6 @@ def _devices(grid: Grid, device: torch.device) -> str:
         return str(device)
     axes = ((a.name, a.size) for a in (grid.tensor, grid.pipeline, grid.data) if a.size > 1)
     return f"{grid.world.size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"
-
-
-def _write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
-    """ledger.json: what every rank has sent, what it has held, and how long it took."""
-    ledger = grid.world.wire.ledger
-    mine = {
-        "rank": grid.world.rank,
-        "bytes": ledger.bytes_as_dict(),
-        "traffic": ledger.traffic_as_dict(),
-        "seconds": ledger.seconds,
-        "reserved_peak_bytes": reserved_peak_bytes(device),
-    }
-    rows = gather_bytes(json.dumps(mine).encode(), grid.world, "agree", device)
-    if grid.world.rank == 0:
-        try:
-            replace_file(folder.ledger, json.dumps([json.loads(row) for row in rows], indent=1).encode() + b"\n")
-        except OSError as error:
-            warn(f"no ledger: {error}")
 
 
 class _LogFile(logging.FileHandler):

@@ -5,6 +5,7 @@ lock  STOP
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 from megazero.errors import UserError
@@ -60,6 +61,21 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if self.metrics.stat().st_size == 0 and not any(self.checkpoints.glob("step_*")):
                 self.metrics.unlink()
+
+    def fault(self) -> str | None:
+        """Return why a running job can save nothing here any more; None: it can."""
+        if not self.path.is_dir():
+            return "the run's folder was deleted or moved while it trained"
+        if not os.access(self.checkpoints if self.checkpoints.is_dir() else self.path, os.W_OK | os.X_OK):
+            return "the run's folder was made read-only while it trained"
+        return None
+
+    def picture_is_old(self) -> bool:
+        """True if the loss curve is missing, or rows have been written since it was drawn."""
+        try:
+            return self.loss_plot.stat().st_mtime_ns < self.metrics.stat().st_mtime_ns
+        except OSError:
+            return True
 
     @property
     def config(self) -> Path:

@@ -17,16 +17,27 @@ import socket
 import threading
 import time
 import uuid
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from megazero.errors import UserError
 from megazero.files import temporary_name
+from megazero.reading import UnexpectedFileError, parse_object, read_file
 
 _TOUCH = 2.0  # seconds
 _WATCH = 8.0  # seconds without a touch: the owner is dead
 _LOOKS = 20
-_KEYS = {"word", "host", "kernel", "pid", "born", "since", "job"}
+_KEYS = {"word": str, "host": str, "kernel": str, "pid": int, "born": str, "since": str, "job": str}
+_LOCK_BYTES = 4096
+
+
+class State(Enum):
+    """Whose a lock is."""
+
+    OURS = "ours"
+    ANOTHERS = "another's"
+    GONE = "gone"
 
 
 class RunLock:
@@ -84,15 +95,21 @@ class RunLock:
 
     @property
     def held(self) -> bool:
-        """It is still this job's, as far as can be seen: a disk that does not answer has not shown another's."""
+        """True if it is still this job's, as far as can be seen."""
+        return self.state is State.OURS
+
+    @property
+    def state(self) -> "State":
+        """Whose it is now; a disk that does not answer has not shown another's."""
         try:
-            text = self._path.read_text()
+            owner = _parsed(read_file(self._path, _LOCK_BYTES))
         except FileNotFoundError:
-            return False
+            return State.GONE
+        except UnexpectedFileError:
+            return State.ANOTHERS
         except OSError:
-            return True
-        owner = _parsed(text)
-        return owner is not None and owner["word"] == self.word
+            return State.OURS
+        return State.OURS if owner is not None and owner["word"] == self.word else State.ANOTHERS
 
     def release(self) -> None:
         """The directory is free; nothing is said if it is another's by now."""
@@ -158,17 +175,20 @@ def _who(owner: dict[str, Any]) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return _parsed(path.read_text())
+        return _parsed(read_file(path, _LOCK_BYTES))
     except OSError:
         return None
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """The owner that a lock names; None if it is no lock of ours."""
     try:
-        found = json.loads(text)
+        found = parse_object(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found.keys() == _KEYS else None
+    if found.keys() != _KEYS.keys() or any(type(found[key]) is not kind for key, kind in _KEYS.items()):
+        return None
+    return found if 0 < found["pid"] < 2**31 else None
 
 
 def _kernel() -> str:

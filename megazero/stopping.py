@@ -50,6 +50,7 @@ class Stopping:
         file: that ends the run when it exists; looked for by rank 0.
         time_limit: seconds from now on, for rank 0's clock; None: none.
         clock: seconds that only go forward.
+        look: what rank 0 does once a step beside that.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Stopping:
         file: Path,
         time_limit: float | None,
         clock: Callable[[], float] = time.monotonic,
+        look: Callable[[], object] = lambda: None,
     ):
         self._world, self._device, self._signals, self._file, self._clock = world, device, signals, file, clock
+        self._look = look
         self._end = None if time_limit is None else clock() + time_limit
         self._last: float | None = None
         self._longest = 0.0
@@ -95,6 +98,7 @@ class Stopping:
         if self._signals.first is not None:
             yield BY_SIGNAL[self._signals.first]
         if self._world.rank == 0:
+            self._look()
             # One more step is issued before this is acted upon.
             if self._end is not None and now + 2 * self._longest + 1.5 * saving >= self._end:
                 yield TIME

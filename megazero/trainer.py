@@ -13,7 +13,7 @@ A step that was not finite has changed nothing. Before the run ends, every rank 
 others, so that the error names the rank and the parameter with which it began.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,8 @@ from megazero.checkpoint.manifest import Manifest, Progress
 from megazero.data.loader import BatchLoader, MicroBatch
 from megazero.errors import UserError
 from megazero.learning_rate import LearningRate
+from megazero.observe.jsonl import finite
+from megazero.observe.metrics import Value
 from megazero.observe.recorder import Numbers, Recorder
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Feed
@@ -87,6 +89,8 @@ class Trainer:
         pace: when to do what.
         checkpoints: saves, the last step before the last validation or anything else can fail.
         stopping: whether to end before that.
+        summarise: writes what is known of the whole run; called by all ranks before the last step is saved, so that a
+            kill behind that loses nothing.
         now: told the step (from 1) and what is being done.
         blame: finds the rank whose own part of a step was at fault first; given what is wrong with this rank's, and
             how to say it, returns the error to raise.
@@ -103,24 +107,27 @@ class Trainer:
         pace: Pace,
         checkpoints: Checkpoints,
         stopping: Stopping,
+        summarise: Callable[[], object],
         now: Callable[[int, str], object],
         blame: Blame,
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
         self.validation, self.recorder, self.pace, self.now = validation, recorder, pace, now
-        self.checkpoints, self.stopping = checkpoints, stopping
+        self.checkpoints, self.stopping, self.summarise = checkpoints, stopping, summarise
         self.blame = blame
         self.first = self.skipped = self.overflows = 0
         self.reason: Reason | None = None
         self.score: Score | None = None
         self._pending: _Pending | None = None
         self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
+        self._owed: Mapping[str, Value] | None = None
 
-    def go_on(self, manifest: Manifest, *, own: bool) -> None:
-        """What comes first is the step behind this one, whose tensors have been loaded.
+    def go_on(self, manifest: Manifest, *, own: bool, owed: Mapping[str, Value] | None = None) -> None:
+        """Begin with the step behind this one, whose tensors have been loaded.
 
         Args:
             own: it lies in the run's own folder.
+            owed: its row of metrics, which an earlier job did not come to write; with its validation if it has one.
         """
         progress = manifest.progress
         if progress is None:  # weights alone
@@ -130,6 +137,7 @@ class Trainer:
         self.checkpoints.saved = manifest.step if own else None
         self.skipped, self.overflows = progress.skipped, progress.overflows
         self.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
+        self._owed = owed
 
     def run(self) -> int:
         """Trains; returns the number of steps done. The last validation's result is `score`; why it ended before the
@@ -142,6 +150,8 @@ class Trainer:
         self.recorder.start()
         self.stopping.ask(failed=False, saving=0.0)
         self.reason, done = self.stopping.answer(), self.first
+        if self._owed is not None and self.reason is None:
+            self.recorder.write(self._owed, self._validate(done) if self.validates(done) else None)
         while self.reason is None and done < self.pace.steps:
             with self.recorder.step(done + 1):
                 self._step(done)
@@ -204,19 +214,29 @@ class Trainer:
         self.reason = self.reason or self.stopping.answer()
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
+        row = self._row(pending) if self.validates(done) or self.pace.logs(pending.step) else None
         last = done == self.pace.steps or self.reason is not None
         if complete and (last or self.checkpoints.due(done)):
-            self._save(done)
+            if last:
+                self.summarise()
+            self._save(done, row)
         stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
-        valid_loss = self._validate(done) if self.pace.validates(pending.step) and not stops else None
-        if valid_loss is not None or self.pace.logs(pending.step):
-            result = pending.result
-            numbers = Numbers(
-                result.loss.item(), result.grad_norm.item(), pending.lr, result.loss_scale.item(), self.skipped
-            )
-            self.recorder.record(done, numbers, valid_loss)
+        if row is not None and (self.pace.logs(pending.step) or not stops):
+            self.recorder.write(row, self._validate(done) if self.validates(done) and not stops else None)
 
-    def _save(self, done: int) -> None:
+    def validates(self, done: int) -> bool:
+        """Return whether there is a validation behind step `done`, counted from 1."""
+        return self.validation is not None and self.pace.validates(done - 1)
+
+    def _row(self, pending: _Pending) -> dict[str, Value]:
+        """Return the row of a step, without a validation."""
+        result = pending.result
+        numbers = Numbers(
+            result.loss.item(), result.grad_norm.item(), pending.lr, result.loss_scale.item(), self.skipped
+        )
+        return self.recorder.row(pending.step + 1, numbers)
+
+    def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         self.now(done, "save")
         self.engine.catch_up()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
@@ -230,12 +250,12 @@ class Trainer:
                     next_sample=samples,
                     loss_scale=scale.scale.item() if scale.dynamic else None,
                     good_steps=int(scale.good.item()) if scale.dynamic else 0,
+                    row=None if row is None else finite(row),
                 ),
             )
 
-    def _validate(self, done: int) -> float | None:
-        if self.validation is None:
-            return None
+    def _validate(self, done: int) -> float:
+        assert self.validation is not None, "see `validates`"
         self.now(done, "validation")
         with self.recorder.aside(), torch.no_grad():
             self.score = self.validation.score()

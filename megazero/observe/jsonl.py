@@ -9,22 +9,29 @@ go on writing into a deleted file without a word. A row that does not fit on the
 never holds half a line that a later row would run into.
 """
 
-import contextlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megazero.files import replace_file
 from megazero.observe.metrics import Value
+from megazero.reading import MIB, open_regular, parse_object
+
+_LINE_BYTES = 64 << 10
+
+
+def finite(row: Mapping[str, Value]) -> dict[str, Value]:
+    """Return a row with None for what is not finite."""
+    return {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
 
 
 def encode(row: Mapping[str, Value]) -> bytes:
-    """One line of metrics.jsonl, newline included."""
-    finite = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
-    return (json.dumps(finite, allow_nan=False) + "\n").encode("ascii")
+    """Return one line of metrics.jsonl, newline included."""
+    return (json.dumps(finite(row), allow_nan=False) + "\n").encode("ascii")
 
 
 class JsonlSink:
@@ -56,25 +63,73 @@ class JsonlSink:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl. A torn last line (the run was killed while writing it) is left out.
+    """Return all rows of a metrics.jsonl. A torn last line (the run was killed while writing it) is left out.
 
     Raises:
-        ValueError: a line other than the last is not JSON.
+        ValueError: a line other than the last is no row, or steps do not rise.
+        OSError: the file cannot be read, or is no regular file.
     """
-    lines = path.read_bytes().split(b"\n")
-    rows = [json.loads(line) for line in lines[:-1] if line]
-    with contextlib.suppress(ValueError):
-        rows += [json.loads(lines[-1])] if lines[-1] else []
-    return rows
+    return [row for row, _ in _rows(path)]
 
 
-def drop_rows_after(path: Path, step: int) -> None:
+def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """Remove the rows beyond `step`, and a torn last line, in one atomic replacement: what a resumed run starts from.
 
+    A file that has nothing to remove is not touched. Returns the last row that stays, None if there is none.
+
     Raises:
-        ValueError: a line other than the last is not JSON.
+        ValueError: a line up to the first row beyond `step` is no row, or steps do not rise.
+        OSError: the file cannot be read or replaced.
     """
     if not path.exists():
-        return
-    keep = b"".join(encode(row) for row in read_rows(path) if row["step"] <= step)
-    replace_file(path, keep)
+        return None
+    last, end = None, 0
+    for row, row_end in _rows(path):
+        if row["step"] > step:
+            break
+        last, end = row, row_end
+    if end != path.stat().st_size:
+        with path.open("rb") as file:
+            replace_file(path, iter(lambda: file.read(min(MIB, end - file.tell())), b""))
+    return last
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Give each row, and where in the file its line ends; one line at a time, for files of any size."""
+    with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        before, end = 0, 0
+        for number in itertools.count(1):
+            line = file.readline(_LINE_BYTES + 1)
+            if not line.endswith(b"\n") and len(line) <= _LINE_BYTES:
+                return  # the end, or a torn line
+            end += len(line)
+            if line.isspace():
+                continue
+            try:
+                row = _checked(line, before)
+            except ValueError as error:
+                raise ValueError(f"line {number:,}: {error}") from None
+            before = row["step"]
+            yield row, end
+
+
+def _checked(line: bytes, before: int) -> dict[str, Any]:
+    """Return the row of a line; raises ValueError if it is none, or its step is not beyond `before`."""
+    if len(line) > _LINE_BYTES:
+        raise ValueError(f"expected at most {_LINE_BYTES:,} bytes, got more")
+    row = parse_object(line.rstrip(b"\n"))
+    step = row.get("step")
+    if type(step) is not int or not before < step < 2**31:
+        raise ValueError(f"expected a step beyond {before}, got {step!r:.40}")
+    for key, value in row.items():
+        values = value.values() if isinstance(value, dict) else (value,)
+        if not all(map(_is_number, values)):
+            raise ValueError(f"{key!r:.40} is no number: {value!r:.40}")
+    return row
+
+
+def _is_number(value: object) -> bool:
+    """True for what a row may hold: None, a finite number (JSON's 1e999 is none), an integer of 64 bits."""
+    if type(value) is int:
+        return abs(value) < 2**63
+    return value is None or (type(value) is float and math.isfinite(value))

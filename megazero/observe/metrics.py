@@ -15,9 +15,9 @@ interval's seconds are the device's too. docs/metrics.md has every key with its 
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -36,7 +36,6 @@ class Row:
     step: int
     tokens: int
     loss: float
-    valid_loss: float | None = None
     grad_norm: float
     lr: float
     loss_scale: float
@@ -48,12 +47,14 @@ class Row:
     memory_peak_bytes: int
     comm_bytes: int
 
-    def as_dict(self) -> dict[str, Value]:
-        """The row by key, in order; `valid_loss` only when this step was validated."""
-        row = {field.name: getattr(self, field.name) for field in fields(self)}
-        if self.valid_loss is None:
-            del row["valid_loss"]
-        return row
+
+def validated(row: Mapping[str, Value], valid_loss: float | None) -> dict[str, Value]:
+    """Return a row with its validation loss, which stands behind the training loss; None: it was not validated."""
+    if valid_loss is None:
+        return dict(row)
+    at = list(row).index("loss") + 1
+    items = list(row.items())
+    return dict([*items[:at], ("valid_loss", valid_loss), *items[at:]])
 
 
 @dataclass(frozen=True)

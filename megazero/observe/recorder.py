@@ -1,13 +1,13 @@
 """From the numbers of a step to a row in every sink: rates over the interval, memory, the profile around steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from megazero.observe.allocations import Allocations
-from megazero.observe.metrics import Interval, Row, memory_peak_bytes
+from megazero.observe.metrics import Interval, Row, Value, memory_peak_bytes, validated
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 from megazero.parallel.ledger import Ledger
@@ -46,7 +46,7 @@ class Numbers:
 
 
 class Recorder:
-    """Observes a run: one `step` context per step, one `record` per logged step.
+    """Observes a run: one `step` context per step, one `row` and `write` per logged step.
 
     Args:
         sinks: where rows go.
@@ -92,15 +92,14 @@ class Recorder:
         """Around what is not training: its seconds do not count."""
         return self._interval.excluded()
 
-    def record(self, done: int, numbers: Numbers, valid_loss: float | None) -> None:
-        """Writes the row of step number `done` and begins a new interval."""
+    def row(self, done: int, numbers: Numbers) -> dict[str, Value]:
+        """Return the row of step number `done`, with the rates of the interval that it ends."""
         work = self._work
         rates = self._interval.rates(work.flops_per_token, work.num_devices, work.peak_flops)
         row = Row(
             step=done,
             tokens=done * work.tokens_per_step,
             loss=numbers.loss,
-            valid_loss=valid_loss,
             grad_norm=numbers.grad_norm,
             lr=numbers.lr,
             loss_scale=numbers.loss_scale,
@@ -112,7 +111,11 @@ class Recorder:
             memory_peak_bytes=memory_peak_bytes(work.device),
             comm_bytes=self._sent,
         )
-        self._sinks.row(row.as_dict())
+        return asdict(row)
+
+    def write(self, row: Mapping[str, Value], valid_loss: float | None) -> None:
+        """Give a row to the sinks, with the validation loss where its step was validated, and begin a new interval."""
+        self._sinks.row(validated(row, valid_loss))
         self._interval.restart()
 
     def close(self) -> None:

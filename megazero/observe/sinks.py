@@ -10,9 +10,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from megazero.errors import one_line
 from megazero.observe.metrics import Value
-
-LINE_LIMIT = 300  # characters of a line on stderr
 
 
 class Sink(Protocol):
@@ -58,9 +57,7 @@ def warn(text: str) -> None:
 
 def say(text: str) -> None:
     """One line on stderr, if there is one; a closed stderr is not worth a run either."""
-    line = " ".join(text.split())
-    if len(line) > LINE_LIMIT:
-        line = line[: LINE_LIMIT - 3] + "..."
+    line = one_line(text)
     try:
         if sys.stderr is not None:
             print(line, file=sys.stderr, flush=True)

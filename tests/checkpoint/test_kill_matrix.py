@@ -2,10 +2,13 @@
 if nothing had happened, bit for bit.
 """
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from megazero.checkpoint import save, shard
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
+from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.pipeline.stage import Stage
 from megazero.run import launch
 from megazero.run_folder import RunFolder
@@ -23,6 +27,7 @@ from megazero.zero.engine import Engine
 from megazero.zero.optimizer import AdamW
 from megazero.zero.presence import Presence
 from megazero.zero.reduction import Reduction
+from tests.test_run import EXACT
 from tests.tiny_run import TinyData
 
 STEPS = 6
@@ -48,11 +53,18 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "write the manifest": (Store, "commit", 2),
     "rename the folder": ("megazero.checkpoint.store", "flush_folder", 2),
     "delete an old step": (Store, "delete", 1),
+    "write a row": (JsonlSink, "row", 3),
+    "write the last row": (JsonlSink, "row", 6),
+    "validate the last step": (Validation, "score", 2),
+    "write the ledger before the last save": ("megazero.build_run", "write_ledger", 1),
+    "write the ledger": ("megazero.run", "write_ledger", 1),
+    "draw the loss": ("megazero.run", "draw_loss", 1),
     "read a manifest": ("megazero.checkpoint.choose", "read_manifest", 1),
     "load tensors": ("megazero.checkpoint.choose", "load_tensors", 1),
     "publish what was loaded": (Engine, "restore", 1),
 }
-FIRST_ONLY = ("write the manifest", "rename the folder", "delete an old step")
+FIRST_ONLY = ("write the manifest", "rename the folder", "delete an old step", "write a row", "write the last row")
+FIRST_ONLY += ("draw the loss",)
 IN_LOADING = ("read a manifest", "load tensors", "publish what was loaded")
 LAYOUTS = {
     "data": ("zero.stage=2",),
@@ -65,7 +77,9 @@ CASES = [
     for point in POINTS
     for rank in ((0,) if point in FIRST_ONLY else (0, 1))
 ]
-COVER = [case for number, case in enumerate(CASES) if number % 11 == 0]
+# Behind the commit of the last step, where there is nothing left to train.
+LAST = ("write the last row", "validate the last step", "draw the loss")
+COVER = [case for number, case in enumerate(CASES) if number % 11 == 0 or case[::2] in product(["data"], LAST)]
 
 
 def job(config: Any, point: str | None, rank: int) -> int:
@@ -107,20 +121,32 @@ def _rank_of(parent: int) -> int:
     return sorted(map(int, children)).index(os.getpid())
 
 
-def shards(folder: Path) -> dict[str, bytes]:
-    step = Store(RunFolder(folder).checkpoints).path(STEPS)
-    return {path.name: path.read_bytes() for path in step.glob("shard_*")}
+@dataclass(frozen=True)
+class Left:
+    """What a run leaves that must not depend on who was killed when."""
+
+    shards: dict[str, bytes]
+    rows: list[dict[str, Any]]
+
+
+def left(folder: Path) -> Left:
+    run = RunFolder(folder)
+    step = Store(run.checkpoints).path(STEPS)
+    rows = [{key: row.get(key) for key in (*EXACT, "valid_loss")} for row in read_rows(run.metrics)]
+    assert len(json.loads(run.ledger.read_text())) == 2
+    assert run.loss_plot.stat().st_mtime_ns >= run.metrics.stat().st_mtime_ns
+    return Left({path.name: path.read_bytes() for path in step.glob("shard_*")}, rows)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory):
-    found: dict[str, dict[str, bytes]] = {}
+    found: dict[str, Left] = {}
 
-    def of(layout: str) -> dict[str, bytes]:
+    def of(layout: str) -> Left:
         if layout not in found:
             folder = tmp_path_factory.mktemp(layout) / "run"
             assert job(tiny_data.load(folder, *OPTIONS, *LAYOUTS[layout], "data.valid=0.1"), None, 0) == 0
-            found[layout] = shards(folder)
+            found[layout] = left(folder)
         return found[layout]
 
     return of
@@ -140,5 +166,5 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(
         assert job(tiny_data.load(tmp_path / "run", *options, "checkpoint.async=false"), "validate", rank) == 1
     assert job(again if point in IN_LOADING else config, point, rank) == 1, "it was killed"
     assert job(again, None, 0) == 0
-    assert shards(tmp_path / "run") == undisturbed(layout)
+    assert left(tmp_path / "run") == undisturbed(layout)
     assert not list((tmp_path / "run/checkpoints").glob(".step_*"))

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from megazero.errors import LINE_LIMIT
 from megazero.observe.jsonl import JsonlSink, read_rows
-from megazero.observe.sinks import LINE_LIMIT, Sinks, warn
+from megazero.observe.sinks import Sinks, warn
 
 
 class Broken:

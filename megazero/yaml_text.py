@@ -1,0 +1,40 @@
+"""YAML from outside: bounded before it is parsed.
+
+A text of a few hundred bytes can name itself over and over (`&a [*b, *b]`, a merge `<<`) and stand for 2^40 values, and
+2,000 brackets keep the parser busy for seconds. So a text may have so many bytes, brackets inside one another and
+aliases, and not more: with 20 aliases the worst expands 1,500 times. No configuration comes near any of these.
+"""
+
+import re
+from typing import Any
+
+from ruamel.yaml import YAML
+
+MOST_BYTES = 32 << 10
+_DEEPEST = 20
+_MOST_ALIASES = 20
+_ALIAS = re.compile(r"(?:^|[\s\[,{:?-])\*[^\s,\]}]", re.MULTILINE)
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
+    """Return the value of a YAML 1.2 text.
+
+    Args:
+        keeps_places: mappings know the line of each key, as ruamel's round-trip mode gives them.
+
+    Raises:
+        ValueError: it is beyond a bound.
+        ruamel.yaml.error.MarkedYAMLError, and Python's own errors (a 13th month): it is no YAML.
+    """
+    if (size := len(text.encode(errors="surrogatepass"))) > MOST_BYTES:
+        raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got {size:,}")
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > _DEEPEST:
+        raise ValueError(f"expected at most {_DEEPEST} brackets inside one another, got {deepest}")
+    if (aliases := len(_ALIAS.findall(text))) > _MOST_ALIASES:
+        raise ValueError(f"expected at most {_MOST_ALIASES} aliases, got {aliases}")
+    return YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
