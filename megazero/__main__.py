@@ -29,6 +29,8 @@ from typing import Any
 from megazero import capability
 from megazero.errors import UserError
 
+_MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code."""
@@ -262,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train = _with_config(verbs, _train, "train", "train a config")
-    train.add_argument("--nproc", type=_at_least(1, int), help="local ranks to start")
+    train.add_argument("--nproc", type=_at_least(1, int, _MOST_LOCAL), help="local ranks to start")
     share = "more ranks than GPUs: they take turns and talk through the host's memory; slow, to try layouts out"
     train.add_argument("--share-gpus", action="store_true", help=share)
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
@@ -271,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
     certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
-    certify.add_argument("--max-ranks", type=_at_least(1, int), default=8, help="ranks of the largest layout")
+    certify.add_argument("--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout")
     layouts = "a sample of as many, or of all that must be there to have every two values together"
     certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
     steps = "training steps to compare"
@@ -286,24 +288,27 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(verbs: Any) -> None:
     """What tells something before anything is trained."""
+    ranks = _at_least(1, int, _MOST_GPUS)
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what every rank of a pipeline does in a step")
-    schedule.add_argument("--nproc", type=_at_least(1, int), help="ranks of the run; decides the data axis")
+    schedule.add_argument("--nproc", type=ranks, help="ranks of the run; decides the data axis")
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
     plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
-    plan.add_argument("--gpus", type=_at_least(1, int), required=True, help="devices of the job")
+    plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
     plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
     plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
     simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
-    simulate.add_argument("--gpus", type=_at_least(1, int), required=True, help="ranks of the run")
+    simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
     simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")
     simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what they run on")
     simulate.add_argument("--draw", type=Path, metavar="FILE", help="its memory over the steps, as .svg or .png")
     doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
-    doctor.add_argument("--nproc", type=_at_least(1, int), help="ranks that measure at once; one per GPU, else two")
+    doctor.add_argument(
+        "--nproc", type=_at_least(1, int, _MOST_LOCAL), help="ranks that measure at once; one per GPU, else two"
+    )
     doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
     doctor.set_defaults(run=_doctor)
     for parser in (schedule, plan, simulate, doctor):
@@ -343,13 +348,13 @@ def _with_config(verbs: Any, run: Callable[[argparse.Namespace], int], name: str
     return parser
 
 
-def _at_least(bound: float, kind: type):
-    """An argparse type: a number of `kind` that is >= `bound`, and not beyond 64 bits."""
+def _at_least(bound: float, kind: type, most: int = 2**63 - 1):
+    """Return an argparse type: a number of `kind` that is >= `bound` and <= `most`."""
 
     def parse(text: str):
-        value = kind(text)
-        if not bound <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"expected a number >= {bound} and < 2^63, got {text}")
+        value = kind(text) if len(text) < 100 else None  # Python refuses to read thousands of digits
+        if value is None or not bound <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a number from {bound} to {most:,}, got {text:.40}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it in "invalid float value"

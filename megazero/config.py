@@ -19,7 +19,13 @@ from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
-Text = Annotated[str, Field(pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
+# Bounds of what is looped over or laid out in memory, far beyond what anybody trains: a slip of the keyboard is a line
+# at once, not a machine that is busy for hours.
+Layers = Annotated[int, Field(ge=1, le=4096)]
+Ranks = Annotated[int, Field(ge=1, le=16_384)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
 
 
 class Section(BaseModel):
@@ -36,7 +42,7 @@ class Run(Section):
 
 
 class Model(Section):
-    layers: Positive = Field(default=12, description="Transformer blocks, L.")
+    layers: Layers = Field(default=12, description="Transformer blocks, L.")
     hidden: Positive = Field(default=768, description="Hidden size, h.")
     heads: Positive = Field(default=12, description="Query heads, a.")
     kv_heads: Positive | None = Field(default=None, description="Key-value heads (grouped queries); null: heads.")
@@ -45,7 +51,7 @@ class Model(Section):
         description="Feed-forward size; null: 4 hidden (gelu), 8/3 hidden rounded up to a multiple of 256 (swiglu).",
     )
     vocab: Positive = Field(default=50257, description="Vocabulary size, V.")
-    seq_len: Positive = Field(default=1024, description="Sequence length in tokens, s.")
+    seq_len: Tokens = Field(default=1024, description="Sequence length in tokens, s.")
     position: Literal["learned", "rotary"] = Field(default="learned", description="Position embedding.")
     norm: Literal["layernorm", "rmsnorm"] = Field(
         default="layernorm",
@@ -65,8 +71,8 @@ class Model(Section):
 
 
 class Parallel(Section):
-    tensor: Positive = Field(default=1, description="Ranks that each matrix is split over, t.")
-    pipeline: Positive = Field(
+    tensor: Ranks = Field(default=1, description="Ranks that each matrix is split over, t.")
+    pipeline: Ranks = Field(
         default=1, description="Ranks that the blocks are split over, p. The rest is data parallel."
     )
     sequence: bool = Field(
@@ -101,7 +107,7 @@ class Zero(Section):
     grad_dtype: Literal["param", "fp32"] = Field(
         default="fp32", description="Gradients in the parameter's dtype or fp32."
     )
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+    bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = Field(
         default=64.0,
         description="Memory for what an operation receives through sockets, and to widen 16-bit gradients, MiB.",
     )
@@ -124,7 +130,7 @@ class Pipeline(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
         default="1f1b", description="Pipeline schedule."
     )
-    chunks: Positive | None = Field(
+    chunks: Layers | None = Field(
         default=None, description="Model chunks per rank; null: 2 for interleaved and zb-v, else 1."
     )
 
@@ -161,8 +167,8 @@ class Schedule(Section):
 
 
 class Batch(Section):
-    global_: Positive = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
-    micro: Positive = Field(default=1, description="Sequences in one forward pass of one data rank.")
+    global_: Sequences = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
+    micro: Sequences = Field(default=1, description="Sequences in one forward pass of one data rank.")
 
 
 class Data(Section):

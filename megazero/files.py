@@ -6,10 +6,12 @@ part, so that two writers never share a temporary file, and is opened exclusivel
 (umask).
 """
 
+import errno
 import os
+import shutil
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,6 +37,31 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to fill, which becomes `target` when all went well; otherwise nothing is left, nor its parents.
+
+    Raises:
+        FileExistsError: the target exists.
+        OSError: the disk does not take it.
+    """
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(errno.EEXIST, "exists already", str(target))
+    missing = [folder for folder in target.parents if not folder.exists()]  # the nearest first
+    staging = temporary_name(target)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        staging.rename(target)
+        flush_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        for folder in missing:
+            with suppress(OSError):  # somebody else has put something there
+                folder.rmdir()
+        raise
 
 
 def flush(file: BinaryIO) -> None:

@@ -2,15 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from megazero.build import DTYPES
-from megazero.checkpoint.interop import export, import_weights
+from pydantic import ValidationError
+
+from megazero.build import DTYPES, build_model
+from megazero.capability import broken_relations
+from megazero.checkpoint.interop import Theirs, export, import_weights, read_config
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole
 from megazero.config import Config, Model, resolved
-from megazero.config_file import dump, load
+from megazero.config_file import dump, flatten, load
 from megazero.errors import UserError
+from megazero.files import new_folder
+from megazero.pipelining import model_shape
 from megazero.run_folder import RunFolder
 
 
@@ -40,16 +46,46 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
 
 
 def import_run(source: Path, folder: RunFolder) -> str:
-    """Makes a folder that can be trained on: config.yaml with the model, and the weights as its step 0.
+    """Make a folder that can be trained on: config.yaml with the model, and the weights as its step 0.
+
+    Everything is looked at before anything is written, and the folder appears whole or not at all.
 
     Raises:
-        UserError: 110, the folder holds a run; and those of `import_weights`.
+        UserError: 110, the folder holds something; 403, it cannot be written; 414, the weights cannot be read, or are
+            not those of that config.json; 415, a model that is none of ours, or that nobody could train.
     """
-    if folder.config.exists() or Store(folder.checkpoints).steps():
-        raise UserError(110, "holds a run already", "give another --out", where=folder.path)
-    model = import_weights(source, Store(folder.checkpoints))
-    config = resolved(Config(model=Model(**model)))
-    dump(config, folder.config)
+    model = read_config(source)
+    config = _trainable(model, source / "config.json")
+    theirs = Theirs(source, model)
+    described = model_shape(config).parameters()
+    if theirs.numel != described:
+        what = f"config.json describes {described:,} parameters, the files hold {theirs.numel:,}"
+        raise UserError(414, what, "is it a whole model of that config.json?", where=source)
+    theirs.check({name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()})
+    try:
+        with new_folder(folder.path) as staging:
+            import_weights(theirs, model, Store(RunFolder(staging).checkpoints))
+            dump(config, RunFolder(staging).config)
+    except FileExistsError:
+        what = "holds a run already" if folder.config.exists() else "exists already"
+        raise UserError(110, what, "give another --out", where=folder.path) from None
+    except OSError as error:
+        raise UserError(403, f"not imported: {error.strerror}", "give another --out", where=folder.path) from None
     return f"{folder.path}: {config.model.layers} layers, step 0; train on it with " + (
         f"--config {folder.config} checkpoint.resume={folder.path}, data.train and a run.dir of its own"
     )
+
+
+def _trainable(model: dict[str, Any], where: Path) -> Config:
+    """Return a config of the model. Raises UserError 415: values that no model of ours can have together."""
+    try:
+        config = resolved(Config(model=Model(**model)))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        what = f"model.{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r:.40}"
+        raise UserError(415, what, "nobody could train this model: give another", where=where) from None
+    values = flatten(config)
+    if broken := next(iter(broken_relations(values)), None):
+        what = f"{broken.equation} is broken: {broken.got(values)}"
+        raise UserError(415, what, "nobody could train this model: give another", where=where)
+    return config

@@ -103,7 +103,7 @@ def test_all_faults_of_a_config_are_printed(capsys):
 
 def test_nproc(refused, tiny_data: TinyData, tmp_path: Path):
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "--nproc"]
-    assert "expected a number >= 1" in refused(2, 100, *arguments, 0)
+    assert "expected a number from 1 to 1,024, got 0" in refused(2, 100, *arguments, 0)
     assert "batch.global % (batch.micro * data ranks) == 0, got 4 % (2 * 3)" in refused(
         2, 106, *arguments, 3, "zero.stage=0"
     )

@@ -8,11 +8,13 @@ apart. A tied head has no tensor of its own on either side.
 Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_llama.py.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from megazero.errors import UserError
@@ -192,65 +194,122 @@ _FIXED = {
 }
 
 
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class _Theirs(BaseModel):
+    """What is read of a config.json, by their names; the rest is left alone."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Gpt2(_Theirs):
+    n_layer: Size
+    n_embd: Size
+    n_head: Size
+    n_inner: Size | None = None
+    vocab_size: Size
+    n_positions: Size
+    resid_pdrop: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    tie_word_embeddings: bool = True
+    layer_norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+
+
+class _Rope(_Theirs):
+    rope_type: Literal["default"] = "default"
+    rope_theta: Annotated[float, Field(ge=1)] = 10000.0
+
+
+class _Llama(_Theirs):
+    num_hidden_layers: Size
+    hidden_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    intermediate_size: Size
+    vocab_size: Size
+    max_position_embeddings: Size
+    tie_word_embeddings: bool = False
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rope_theta: Annotated[float, Field(ge=1)] | None = None
+    rope_parameters: _Rope | None = None
+
+
 def config_from_theirs(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our model section of their config.json.
+    """Return our model section of their config.json.
 
     Raises:
-        UserError: 415, a model or an option of a model that is none of ours.
+        UserError: 415, a model or an option of a model that is none of ours, or a value that is none.
     """
     kind = theirs.get("model_type")
-    if kind not in _FIXED:
-        raise UserError(415, f"model_type {kind}", "gpt2 and llama can be imported")
+    if not isinstance(kind, str) or kind not in _FIXED:
+        raise UserError(415, f"model_type {kind!r:.40}", "gpt2 and llama can be imported")
     if theirs.get("quantization_config"):
         raise UserError(415, "quantised weights", "give the model before that")
     for option, allowed in _FIXED[kind].items():
         if theirs.get(option) not in allowed:
-            raise UserError(415, f"{option} {theirs[option]}: our models have {allowed[0]}", "nothing to be done")
+            got = f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}"
+            raise UserError(415, got, "this model is another function: it cannot be imported")
     try:
-        return _gpt2_section(theirs) if kind == "gpt2" else _llama_section(theirs)
-    except KeyError as error:
-        raise UserError(415, f"{error.args[0]} is missing", "give a config.json as transformers writes it") from None
+        return _gpt2_section(_Gpt2(**theirs)) if kind == "gpt2" else _llama_section(_Llama(**theirs))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+        what += "" if fault["type"] == "missing" else f", got {fault['input']!r:.40}"
+        raise UserError(415, what, "give a config.json as transformers writes it") from None
 
 
-def _gpt2_section(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2_section(theirs: _Gpt2) -> dict[str, Any]:
     return {
-        "layers": theirs["n_layer"],
-        "hidden": theirs["n_embd"],
-        "heads": theirs["n_head"],
-        "kv_heads": theirs["n_head"],
-        "ffn": theirs.get("n_inner") or 4 * theirs["n_embd"],
-        "vocab": theirs["vocab_size"],
-        "seq_len": theirs["n_positions"],
+        "layers": theirs.n_layer,
+        "hidden": theirs.n_embd,
+        "heads": theirs.n_head,
+        "kv_heads": theirs.n_head,
+        "ffn": theirs.n_inner or 4 * theirs.n_embd,
+        "vocab": theirs.vocab_size,
+        "seq_len": theirs.n_positions,
         "position": "learned",
         "norm": "layernorm",
         "activation": "gelu",
-        "dropout": theirs.get("resid_pdrop", 0.1),
-        "tie_embeddings": theirs.get("tie_word_embeddings", True),
-        "norm_eps": theirs.get("layer_norm_epsilon", 1e-5),
+        "dropout": theirs.resid_pdrop,
+        "tie_embeddings": theirs.tie_word_embeddings,
+        "norm_eps": theirs.layer_norm_epsilon,
         "rope_theta": 10000.0,  # of no use to it
     }
 
 
-def _llama_section(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    rope = theirs.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(415, f"rope_type {rope['rope_type']}: our models have default", "nothing to be done")
-    head_dim = theirs.get("head_dim")
-    if head_dim and head_dim * theirs["num_attention_heads"] != theirs["hidden_size"]:
-        raise UserError(415, f"head_dim {head_dim}: expected hidden / heads", "nothing to be done")
+def _llama_section(theirs: _Llama) -> dict[str, Any]:
+    heads = theirs.num_attention_heads
+    if theirs.head_dim is not None and theirs.head_dim * heads != theirs.hidden_size:
+        what = f"head_dim {theirs.head_dim}: our models have hidden / heads, {theirs.hidden_size} / {heads}"
+        raise UserError(415, what, "this model is another function: it cannot be imported")
+    rope = theirs.rope_parameters or _Rope()
     return {
-        "layers": theirs["num_hidden_layers"],
-        "hidden": theirs["hidden_size"],
-        "heads": theirs["num_attention_heads"],
-        "kv_heads": theirs.get("num_key_value_heads") or theirs["num_attention_heads"],
-        "ffn": theirs["intermediate_size"],
-        "vocab": theirs["vocab_size"],
-        "seq_len": theirs["max_position_embeddings"],
+        "layers": theirs.num_hidden_layers,
+        "hidden": theirs.hidden_size,
+        "heads": heads,
+        "kv_heads": theirs.num_key_value_heads or heads,
+        "ffn": theirs.intermediate_size,
+        "vocab": theirs.vocab_size,
+        "seq_len": theirs.max_position_embeddings,
         "position": "rotary",
         "norm": "rmsnorm",
         "activation": "swiglu",
         "dropout": 0.0,
-        "tie_embeddings": theirs.get("tie_word_embeddings", False),
-        "norm_eps": theirs.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(theirs.get("rope_theta") or rope.get("rope_theta", 10000.0)),
+        "tie_embeddings": theirs.tie_word_embeddings,
+        "norm_eps": theirs.rms_norm_eps,
+        "rope_theta": float(theirs.rope_theta or rope.rope_theta),
     }
+
+
+# What files of theirs hold beside the parameters: masks and angles that the model makes itself, and a tied head.
+_NO_PARAMETERS = {
+    "gpt2": re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),
+    "llama": re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+}
+
+
+def is_no_parameter(name: str, model: Mapping[str, Any]) -> bool:
+    """Return whether a tensor of theirs can be left where it is without changing what the model computes."""
+    tied_head = model["tie_embeddings"] and name == "lm_head.weight"
+    return tied_head or _NO_PARAMETERS[flavour_of(model)].fullmatch(name) is not None

@@ -1,10 +1,13 @@
 """Weights to transformers and from it: safetensors on both sides, a part at a time, so that no model has to fit."""
 
 import json
+import math
+import os
 import platform
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero import __version__
-from megazero.checkpoint.hugging_face import Link, config_from_theirs, config_to_theirs, links
+from megazero.checkpoint.hugging_face import Link, config_from_theirs, config_to_theirs, is_no_parameter, links
 from megazero.checkpoint.manifest import FORMAT, File, Logical, Manifest, shard_name
-from megazero.checkpoint.shard import BLOCK, NAMES, plan_shard, write_shard
+from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.errors import UserError
-from megazero.files import flush_file, flush_folder, replace_file, temporary_name
+from megazero.files import flush_file, new_folder, replace_file
+from megazero.reading import UnexpectedFileError, open_regular, parse_object, read_file
 
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
+_CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 8 << 20
 
 
 def export(
@@ -44,56 +49,130 @@ def export(
     config = config_to_theirs(model, str(dtype).removeprefix("torch."))
     groups = list(_groups(links(model), {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
     names = [_ONE] if len(groups) == 1 else [_name(i, len(groups)) for i in range(1, len(groups) + 1)]
-    if target.exists():
-        raise UserError(403, "exists already", "give another --out", where=target)
-    staging = temporary_name(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging.mkdir()
-        weight_map: dict[str, str] = {}
-        for name, group in zip(names, groups, strict=True):
-            theirs = dict(_theirs(source, manifest, group, dtype))
-            (staging / name).touch()  # as readable as the user's other files; the library's own are private
-            mode = (staging / name).stat().st_mode
-            save_file(theirs, staging / name, metadata={"format": "pt"})
-            (staging / name).chmod(mode)
-            flush_file(staging / name)
-            weight_map |= dict.fromkeys(theirs, name)
-        if len(groups) > 1:
-            total = sum((staging / name).stat().st_size for name in names)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
-        replace_file(staging / "config.json", json.dumps(config, indent=1).encode())
-        staging.rename(target)
-        flush_folder(target.parent)
+        with new_folder(target) as staging:
+            weight_map: dict[str, str] = {}
+            for name, group in zip(names, groups, strict=True):
+                theirs = dict(_theirs(source, manifest, group, dtype))
+                (staging / name).touch()  # as readable as the user's other files; the library's own are private
+                mode = (staging / name).stat().st_mode
+                save_file(theirs, staging / name, metadata={"format": "pt"})
+                (staging / name).chmod(mode)
+                flush_file(staging / name)
+                weight_map |= dict.fromkeys(theirs, name)
+            if len(groups) > 1:
+                total = sum((staging / name).stat().st_size for name in names)
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
+            replace_file(staging / "config.json", json.dumps(config, indent=1).encode())
+    except FileExistsError:
+        raise UserError(403, "exists already", "give another --out", where=target) from None
     except (OSError, SafetensorError) as error:
         raise UserError(403, f"not exported: {error}", "free space there", where=target) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return [target / name for name in names]
 
 
-def import_weights(source: Path, store: Store) -> dict[str, Any]:
-    """Writes the weights of a transformers folder as a checkpoint without a run (step 0); returns the model section.
+def read_config(source: Path) -> dict[str, Any]:
+    """Return our model section of a transformers folder.
 
     Raises:
-        UserError: 414, the folder cannot be read or lacks tensors; 415, a model that is none of ours; 403, the
-            checkpoint cannot be written.
+        UserError: 414, its config.json cannot be read; 415, a model that is none of ours.
     """
-    model = config_from_theirs(_json(source / "config.json"))
-    files = _files(source)
-    wanted = links(model)
-    where = {name: _find(name, files, source) for link in wanted for name in link.theirs}
-    sizes = {link.ours: sum(_numel(*where[name]) for name in link.theirs) * 4 for link in wanted}
-    staging = store.staging(0)
-    if store.path(0).exists():
-        raise UserError(403, "holds a checkpoint of step 0 already", "give another --out", where=store.folder)
+    return config_from_theirs(_json(source / "config.json", _CONFIG_BYTES))
+
+
+class Theirs:
+    """The tensors of a transformers folder, which are looked at before anything is made of them.
+
+    Args:
+        source: the folder.
+        model: our model section, of values that go together.
+
+    Attributes:
+        numel: elements of all tensors that the model's parameters are made of.
+
+    Raises:
+        UserError: 414, a file cannot be read, or is no safetensors; a tensor is missing, or belongs to another model.
+    """
+
+    def __init__(self, source: Path, model: Mapping[str, Any]):
+        self._source = source
+        self._slots = _slots(source)
+        if model["layers"] > len(self._slots):  # before a loop over the layers
+            what = f"config.json has {model['layers']:,} layers, the files have {len(self._slots):,} tensors"
+            raise UserError(414, what, "is it a whole model of that config.json?", where=source)
+        self.links = links(model)
+        self._keys = {name: self._find(name) for link in self.links for name in link.theirs}
+        unused = sorted(self._slots.keys() - set(self._keys.values()))
+        if odd := next((name for name in unused if not is_no_parameter(name, model)), None):
+            what = f"{odd:.80} is in the files, and nothing of ours: leaving it out would be another function"
+            raise UserError(414, what, "give a model that has only what its config.json says", where=source)
+        self.numel = sum(math.prod(self.shape(name)) for name in self._keys)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
+
+        Raises:
+            UserError: 414, another shape; 415, quantised.
+        """
+        for link in self.links:
+            for name in link.theirs:
+                slot = self._slot(name)
+                if slot.dtype not in DTYPES:
+                    what, do = f"{name} is {slot.dtype}: quantised weights", "give the model before that"
+                    raise UserError(415, what, do, where=slot.path)
+            ours = torch.empty(tuple(shapes[link.ours]), device="meta")
+            for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
+                if self.shape(name) != tuple(expected.shape):
+                    what = f"{name}: expected shape {tuple(expected.shape)}, got {self.shape(name)}"
+                    raise UserError(414, what, "is it the model of that config.json?", where=self._source)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of theirs."""
+        return self._slot(name).shape
+
+    def read(self, link: Link) -> Tensor:
+        """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
+        theirs = []
+        for name in link.theirs:
+            slot = self._slot(name)
+            with _refused(slot.path), safe_open(slot.path, framework="pt") as file:
+                values = file.get_tensor(self._keys[name]).to(torch.float32)
+            if not bool(torch.isfinite(values).all()):
+                raise UserError(414, f"{name} is not finite in fp32", "give a model that is whole", where=slot.path)
+            theirs.append(values)
+        return link.to_ours(theirs).contiguous()
+
+    def _slot(self, name: str) -> "_Slot":
+        return self._slots[self._keys[name]]
+
+    def _find(self, name: str) -> str:
+        """Return under which key a tensor is: published GPT-2 models leave the prefix out."""
+        for key in (name, name.removeprefix("transformer.")):
+            if key in self._slots:
+                return key
+        raise UserError(414, f"{name} is not there", "is it a whole model of that config.json?", where=self._source)
+
+
+def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> None:
+    """Write the weights of a transformers folder as a checkpoint without a run (step 0).
+
+    Args:
+        theirs: checked.
+        model: our model section.
+        store: of a folder that exists and holds no steps.
+
+    Raises:
+        UserError: 414, weights that are not finite; 403, the checkpoint cannot be written.
+    """
+    sizes = {link.ours: sum(math.prod(theirs.shape(name)) for name in link.theirs) * 4 for link in theirs.links}
     tensors: dict[str, Logical] = {}
     shards: list[File] = []
     try:
+        staging = store.staging(0)
         staging.mkdir(parents=True)
-        for index, group in enumerate(_groups(wanted, sizes, _PART)):
-            ours = [(link.ours, _ours(link, where)) for link in group]
+        for index, group in enumerate(_groups(theirs.links, sizes, _PART)):
+            ours = [(link.ours, theirs.read(link)) for link in group]
             keys = [(f"weight/{name}[0:{values.numel()}]", values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
             flat = [values.reshape(-1) for _, values in ours]
@@ -104,9 +183,6 @@ def import_weights(source: Path, store: Store) -> dict[str, Any]:
         store.commit(0, _manifest(model, tensors, shards).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
-    finally:
-        store.abandon(0)
-    return model
 
 
 def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
@@ -151,57 +227,57 @@ def _theirs(
             yield name, value.to(dtype).contiguous()
 
 
-def _ours(link: Link, where: Mapping[str, tuple[Path, str]]) -> Tensor:
-    theirs = []
-    for name in link.theirs:
-        path, key = where[name]
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor of theirs lies, and what the file's header says of it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _slots(source: Path) -> dict[str, _Slot]:
+    """Return every tensor of a transformers folder by its key."""
+    if not (source / _INDEX).exists():
+        return _slots_of(source / _ONE)
+    names = _json(source / _INDEX, _INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(414, "has no weight_map of file names", "give another folder", where=source / _INDEX)
+    if odd := [name for name in names.values() if Path(name).name != name]:
+        raise UserError(414, f"names a file elsewhere: {odd[0]!r:.60}", "give another folder", where=source / _INDEX)
+    held = {file: _slots_of(source / file) for file in sorted(set(names.values()))}
+    if lost := next((key for key, file in names.items() if key not in held[file]), None):
+        raise UserError(414, f"{lost:.80} is not in {names[lost]}", "give a whole folder", where=source / _INDEX)
+    return {key: slot for slots in held.values() for key, slot in slots.items()}
+
+
+def _slots_of(path: Path) -> dict[str, _Slot]:
+    """Return the tensors of one safetensors file, once its kind and the size of its header are known."""
+    with _refused(path):
+        with open_regular(path) as descriptor:
+            header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if header > _HEADER_BYTES:
+            raise UnexpectedFileError(f"expected a header of at most {_HEADER_BYTES:,} bytes, got {header:,}", path)
         with safe_open(path, framework="pt") as file:
-            tensor = file.get_tensor(key)
-        if tensor.dtype not in NAMES:
-            raise UserError(
-                415, f"{key} is {tensor.dtype}: quantised weights", "give the model before that", where=path
-            )
-        theirs.append(tensor.to(torch.float32))
-    return link.to_ours(theirs).contiguous()
+            slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
+            return {key: _Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
 
 
-def _files(source: Path) -> dict[str, Path]:
-    """The file of each tensor of a transformers folder."""
-    if (source / _INDEX).exists():
-        names = _json(source / _INDEX).get("weight_map", {})
-        if odd := [name for name in names.values() if Path(name).name != name]:
-            raise UserError(414, f"names a file elsewhere: {odd[0]}", "give another folder", where=source / _INDEX)
-        return {key: source / name for key, name in names.items()}
-    path = source / _ONE
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turn what is wrong with a file into a UserError 414."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return dict.fromkeys(file.keys(), path)
-    except (OSError, SafetensorError) as error:
+        yield
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise UserError(414, f"cannot be read: {what}", "a folder of safetensors is needed", where=path) from None
+    except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(414, f"cannot be read: {error}", "a folder of safetensors is needed", where=path) from None
 
 
-def _find(name: str, files: Mapping[str, Path], source: Path) -> tuple[Path, str]:
-    """Where a tensor is, and under which name: published GPT-2 models leave the prefix out."""
-    for key in (name, name.removeprefix("transformer.")):
-        if key in files:
-            return files[key], key
-    raise UserError(414, f"{name} is not there", "is it a whole model of that config.json?", where=source)
-
-
-def _numel(path: Path, key: str) -> int:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return torch.Size(file.get_slice(key).get_shape()).numel()
-    except (OSError, SafetensorError) as error:
-        raise UserError(414, f"cannot be read: {error}", "give another folder", where=path) from None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError) as error:
-        raise UserError(414, f"cannot be read: {error}", "give a folder of transformers", where=path) from None
+def _json(path: Path, limit: int) -> dict[str, Any]:
+    with _refused(path):
+        return parse_object(read_file(path, limit))
 
 
 def _name(number: int, of: int) -> str:

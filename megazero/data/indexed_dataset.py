@@ -106,7 +106,7 @@ class IndexedDataset:
         """
         assert 0 <= start <= stop <= self.num_tokens
         tokens = np.empty(stop - start, self.dtype)
-        rest, at = memoryview(tokens.view(np.uint8)), start * self.dtype.itemsize
+        rest, at = tokens.view(np.uint8).data, start * self.dtype.itemsize
         while rest:
             try:
                 got = os.preadv(self._bin, [rest], at)

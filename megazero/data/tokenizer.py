@@ -16,7 +16,9 @@ import sentencepiece
 import xxhash
 
 from megazero.errors import UserError
+from megazero.reading import read_file
 
+_MODEL_BYTES = 64 << 20
 SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
 _PROBE = "  a\r\n\tB  \u2581 \u00e9\u4e2d\U0001f600\x00 "  # everything that a lossy model is known to change
 
@@ -38,7 +40,7 @@ class Tokenizer:
         self.path = Path(path)
         make = "run `make data`" if "data/quickstart" in self.path.as_posix() else "run data_tools/train_tokenizer.py"
         try:
-            content = self.path.read_bytes()
+            content = read_file(self.path, _MODEL_BYTES)
         except OSError as error:
             raise UserError(209, f"no tokenizer: {error.strerror}", make, where=path) from error
         try:
@@ -51,11 +53,22 @@ class Tokenizer:
         self.eod: int = self._model.eos_id()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content)
         self._mark_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        try:
+            self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
+            lossless = self.decode(self.encode(_PROBE)) == _PROBE
+        except (
+            ValueError,
+            RuntimeError,
+            IndexError,
+        ) as error:  # a piece that is no UTF-8, a table of the library's own
+            raise UserError(
+                209, f"expected a SentencePiece model, got a damaged one: {error}", make, where=path
+            ) from None
         byte_pieces = sum(self._model.is_byte(i) for i in range(self.vocab_size))
         if byte_pieces != 256 or self.eod < 0:
             what = f"expected 256 byte pieces and a </s>, got {byte_pieces} and id {self.eod}"
             raise UserError(210, what, make, where=path)
-        if self.decode(self.encode(_PROBE)) != _PROBE:
+        if not lossless:
             what = "does not give back the text it encodes (dummy prefix, normalisation or removed spaces)"
             raise UserError(210, what, make, where=path)
 
@@ -83,7 +96,7 @@ class Tokenizer:
         token_bytes()[encode(text)].sum() == len(text.encode()), so the mean loss of a text in bits per byte is
         sum(loss in nats) / ln 2 / sum(token_bytes of its targets).
         """
-        return np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
+        return self._sizes
 
     def _piece_bytes(self, i: int) -> int:
         if self._model.is_control(i) or self._model.is_unknown(i):

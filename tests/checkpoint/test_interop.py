@@ -1,6 +1,9 @@
 """transformers' models in and out: equal logits both ways, equal bits round the circle."""
 
 import json
+import math
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from megazero.__main__ import main
 from megazero.build import build_model
+from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config_file import load
 from megazero.generate import load_newest_weights
@@ -170,10 +174,23 @@ def refused(capsys, code: int, *line: object) -> str:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"model_type": "bert"}, "model_type bert"),
+        ({"model_type": "bert"}, "model_type 'bert'"),
+        ({"model_type": ["gpt2"]}, "model_type ['gpt2']"),
         ({"activation_function": "relu"}, "activation_function relu: our models have gelu_new"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-        ({"n_layer": None}, "n_layer is missing"),
+        ({"n_layer": None}, "n_layer: Field required"),
+        ({"n_layer": 0}, "n_layer: Input should be greater than or equal to 1, got 0"),
+        ({"n_layer": 2.0}, "n_layer: Input should be a valid integer, got 2.0"),
+        ({"n_layer": 10**30}, "n_layer: Input should be less than 2147483648"),
+        ({"n_layer": True}, "n_layer: Input should be a valid integer, got True"),
+        ({"n_embd": "40"}, "n_embd: Input should be a valid integer, got '40'"),
+        ({"n_head": [4]}, "n_head: Input should be a valid integer, got [4]"),
+        ({"n_head": 3}, "model.hidden % model.heads == 0 is broken"),
+        ({"n_inner": -1}, "n_inner: Input should be greater than or equal to 1"),
+        ({"resid_pdrop": 1.0}, "resid_pdrop: Input should be less than 1"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon: Input should be greater than 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: Input should be a valid boolean"),
+        ({"add_cross_attention": {}}, "add_cross_attention {}: our models have False"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
     ],
 )
@@ -203,6 +220,116 @@ def test_folders_that_cannot_be_read(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "what"),
+    [
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.full((40,), math.nan)}, 414, "is not finite in fp32"),
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.full((40,), math.inf)}, 414, "is not finite in fp32"),
+        (
+            lambda t: t | {"transformer.h.0.ln_1.weight": torch.full((40,), 1e300, dtype=torch.float64)},
+            414,
+            "is not finite",
+        ),
+        (lambda t: t | {"transformer.wpe.weight": torch.ones(40, 32)}, 414, "expected shape (32, 40), got (40, 32)"),
+        (lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(120, 40)}, 414, "expected shape (40, 120)"),
+        (lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(4800)}, 414, "got (4800,)"),
+        (lambda t: t | {"transformer.wte.weight": torch.ones(401, 40)}, 414, "config.json describes 56,800 parameters"),
+        (lambda t: t | {"transformer.h.0.adapter.weight": torch.ones(4)}, 414, "adapter.weight is in the files, and"),
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.ones(40, dtype=torch.int8)}, 415, "quantised weights"),
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.ones(40).to(torch.float8_e4m3fn)}, 415, "quantised"),
+        (lambda t: {k: v for k, v in t.items() if "ln_f.bias" not in k}, 414, "transformer.ln_f.bias is not there"),
+        (lambda t: {}, 414, "config.json has 2 layers, the files have 0 tensors"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model(tmp_path: Path, capsys, change: Any, code: int, what: str) -> None:
+    """Refused before anything is written, or taken away again, with the folders above that were made for it."""
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    save_file({name: value.contiguous() for name, value in change(load_file(path)).items()}, path)
+    out = tmp_path / "new/deep/run"
+    found = refused(capsys, code, "import", "--from", "hf", "--model", tmp_path / "theirs", "--out", out)
+    assert what in found, found
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("config.json", b"", "not JSON"),
+        ("config.json", b"[]", "expected a JSON object, got list"),
+        ("config.json", b"\xff\xfe", "not JSON"),
+        ("config.json", b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        ("config.json", b'{"model_type": "gpt2", "n_layer": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        ("config.json", b'{"model_type": "gpt2", "resid_pdrop": NaN}', "NaN is not a number of JSON"),
+        ("config.json", b" " * (1 << 20) + b"{}", "expected at most 1,048,576 bytes"),
+        ("model.safetensors", b"", "cannot be read"),
+        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "expected a header of at most 8,388,608 bytes"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "cannot be read"),
+        ("model.safetensors.index.json", b"{}", "has no weight_map of file names"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "has no weight_map of file names"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": ".."}}', "names a file elsewhere|cannot be read"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model.safetensors"}}',
+            "a is not in model.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_none_of_theirs(tmp_path: Path, capsys, file: str, content: bytes, what: str) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / file).write_bytes(content)
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert re.search(what, refused(capsys, 414, *line))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_fifo_or_a_folder_in_the_place_of_a_file(tmp_path: Path, capsys, file: str) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / file
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    for make, kind in ((os.mkfifo, "a FIFO"), (Path.mkdir, "a folder")):
+        path.unlink()
+        make(path)
+        assert f"expected a regular file, got {kind}" in refused(capsys, 414, *line)
+        path.rmdir() if path.is_dir() else None
+        path.touch()
+
+
+def test_absurd_numbers_of_layers_are_refused_at_once(tmp_path: Path, capsys) -> None:
+    llama().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    for layers, code, what in (
+        (10**9, 415, "model.layers: Input should be less than or equal to 4096, got 1000000000"),
+        (4096, 414, "config.json has 4,096 layers, the files have 21 tensors"),
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": layers}))
+        assert what in refused(capsys, code, *line)
+
+
+def test_a_folder_that_is_there_is_not_imported_into(tmp_path: Path, capsys) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes").write_text("mine")
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert "exists already" in refused(capsys, 110, *line)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
+
+
+def older_step(run: RunFolder, into: RunFolder) -> Path:
+    """The step of another run as an older one of this run: whole, and under its own number."""
+    source = Store(run.checkpoints).path(4)
+    manifest = read_manifest(source)
+    assert manifest.progress is not None
+    progress = manifest.progress.model_copy(update={"updates": 3, "next_sample": 12, "row": None})
+    target = Store(into.checkpoints).path(3)
+    shutil.copytree(source, target)
+    changed = manifest.model_copy(update={"step": 3, "progress": progress})
+    (target / "manifest.json").write_bytes(changed.to_bytes())
+    return target
+
+
 def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_path: Path, capsys) -> None:
     run = RunFolder(shutil.copytree(finished.path, tmp_path / "run"))
     line = ("export", "--to", "hf", "--run", run.path, "--out", tmp_path / "out")
@@ -216,14 +343,13 @@ def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_pat
     shard = Store(run.checkpoints).path(4) / "shard_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     assert "expected" in refused(capsys, 410, *line)
-    shutil.copytree(Store(finished.checkpoints).path(4), Store(run.checkpoints).path(3))  # an older one that is whole
+    older = older_step(finished, run)
     assert main([str(word) for word in line]) == 0
     said = capsys.readouterr()
-    assert "; taking an older step" in said.err and str(Store(run.checkpoints).path(3)) in said.out
+    assert "; taking an older step" in said.err and str(older) in said.out
     written = tmp_path / "out/model.safetensors"
     assert written.stat().st_mode == (tmp_path / "out/config.json").stat().st_mode
     shutil.rmtree(tmp_path / "out")
-    shutil.rmtree(Store(run.checkpoints).path(3))
     shutil.rmtree(run.checkpoints)
     assert "no checkpoint" in refused(capsys, 402, *line)
     assert "not a run's folder" in refused(

@@ -64,7 +64,17 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "recomputing": {"config", "memory", "model", "parallel", "schedules"},
     "explain": {"config", "config_file", "capability", "plan"},
     "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "observe", "run_folder"},
-    "transformers_files": {"build", "checkpoint", "config", "config_file", "run_folder"},
+    "transformers_files": {
+        "build",
+        "capability",
+        "checkpoint",
+        "config",
+        "config_file",
+        "model",
+        "parallel",
+        "pipelining",
+        "run_folder",
+    },
     "run": {
         "ledger_file",
         "build",
