@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megazero.build import DTYPES
+from megazero.build_run import open_tokenizer
+from megazero.checkpoint.hugging_face import SpecialTokens
 from megazero.checkpoint.interop import export, import_weights
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
@@ -18,7 +20,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     """Exports the newest whole checkpoint of a run; says what was written.
 
     Args:
-        warn: told of each newer step that is damaged.
+        warn: told of each newer step that is damaged, and of a tokenizer that cannot be read.
 
     Raises:
         UserError: 113, the folder is no run; 402, it has no checkpoint; 410, the last one tried is damaged; and those
@@ -33,10 +35,23 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         read_manifest(source),
         config.model.model_dump(),
         target,
-        DTYPES[config.precision.dtype],
-        part_mb << 20,
+        dtype=DTYPES[config.precision.dtype],
+        part=part_mb << 20,
+        tokens=_special_tokens(config, warn),
     )
     return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}"
+
+
+def _special_tokens(config: Config, warn: Callable[[str], object]) -> SpecialTokens:
+    """Those of the run's tokenizer; an export of weights does not fail for want of it."""
+    if config.data.tokenizer is None:
+        return SpecialTokens(None, None)
+    try:
+        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
+    except UserError as error:
+        warn(f"{error}; config.json names no eos and no bos token")
+        return SpecialTokens(None, None)
+    return SpecialTokens(tokenizer.bos, tokenizer.eod)
 
 
 def import_run(source: Path, folder: RunFolder) -> str:

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "recomputing": {"config", "memory", "model", "parallel", "schedules"},
     "explain": {"config", "config_file", "capability", "plan"},
     "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "observe", "run_folder"},
-    "transformers_files": {"build", "checkpoint", "config", "config_file", "run_folder"},
+    "transformers_files": {"build", "build_run", "checkpoint", "config", "config_file", "run_folder"},
     "run": {
         "build",
         "build_run",
