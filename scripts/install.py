@@ -1,0 +1,101 @@
+"""Installs what the project needs into the environment of the Python that runs this; `make setup` calls it.
+
+Every package comes from the lock of this platform and Python, where it has one version and the hashes of the files that
+may be installed as it; pip refuses a file with another hash. Nothing is resolved, so nothing comes that no lock names,
+and `pip check` shows at the end that nothing is missing. The locks (written by scripts/lock.py), in the folder locks:
+
+    PLATFORM-pyVERSION.txt          the project, its tests, setuptools to install it with, and torch
+    PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for beside that; a torch for the CPU does not
+    PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
+
+Only the standard library is there when this runs.
+"""
+
+import argparse
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "locks"
+LOCKED = "locked"  # the value of --torch that takes torch from the lock
+
+
+def this_machine() -> str:
+    """Return what the names of this machine's locks begin with."""
+    system = {"Darwin": "macos"}.get(platform.system(), platform.system().lower())
+    return f"{system}-{platform.machine()}-py{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def lines_of(lock: Path) -> dict[str, str]:
+    """Return the line of each package of a lock, by the package's normalised name."""
+    lines = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    return {line.partition("==")[0]: line for line in lines}
+
+
+def asks_for_any(package: str, names: Sequence[str]) -> bool:
+    """Return whether the installed package depends on one of these packages."""
+    required = [re.match(r"[\w.-]+", line) for line in metadata.requires(package) or ()]
+    return not {re.sub(r"[-_.]+", "-", name[0]).lower() for name in required if name}.isdisjoint(names)
+
+
+def pip(*options: str | Path) -> None:
+    """Run pip; this process ends where pip fails, which has said why."""
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, options)], check=False)
+    if done.returncode:
+        sys.exit(f"pip {options[0]} failed")
+
+
+def install_locked(lock: Path, *options: str) -> None:
+    """Install exactly the packages of a lock."""
+    pip("install", "--quiet", "--require-hashes", "--no-deps", *options, "-r", lock)
+
+
+def install(torch: str, extras: Sequence[str]) -> None:
+    """Install the project for this machine.
+
+    Args:
+        torch: LOCKED, or what pip installs as torch instead (a requirement, and options of pip).
+        extras: of pyproject.toml, beside `test`, each with a lock of its own.
+    """
+    machine = this_machine()
+    base, cuda, *others = [LOCKS / f"{machine}{extra}.txt" for extra in ("", "-cuda", *(f"-{name}" for name in extras))]
+    for lock in (base, *others):
+        if not lock.exists():
+            there = ", ".join(sorted(path.stem for path in LOCKS.glob("*.txt") if not path.stem.endswith("-cuda")))
+            sys.exit(f"no lock {lock.stem}; there are {there}. Another Python: make setup PYTHON=python3.12")
+    if torch == LOCKED:
+        install_locked(base, "--only-binary=:all:")
+        if cuda.exists() and asks_for_any("torch", list(lines_of(cuda))):
+            install_locked(cuda, "--only-binary=:all:")
+    else:
+        print(f"not locked, at your request: {torch} and what it brings; the other packages are", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            rest = Path(folder) / base.name
+            rest.write_text("\n".join(line for name, line in lines_of(base).items() if name != "torch"))
+            install_locked(rest, "--only-binary=:all:")
+        pip("install", "--quiet", *shlex.split(torch))
+    for lock in others:
+        # DeepSpeed is there as source only: built with the packages of this environment, which are locked too.
+        install_locked(lock, "--no-build-isolation")
+    pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    pip("check")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Installs what the project needs into this Python's environment.")
+    parser.add_argument("--torch", default=LOCKED, help='"locked", or a requirement and options for pip')
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="what else to install: bench")
+    options = parser.parse_args()
+    install(options.torch, options.extras)
+
+
+if __name__ == "__main__":
+    main()
