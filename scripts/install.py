@@ -6,6 +6,7 @@ and `pip check` shows at the end that nothing is missing. The locks (written by 
 
     PLATFORM-pyVERSION.txt          the project, its tests, setuptools to install it with, and torch
     PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for beside that; a torch for the CPU does not
+    PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, taken instead where pip is configured to find it
     PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
 
 Only the standard library is there when this runs.
@@ -57,6 +58,18 @@ def install_locked(lock: Path, *options: str) -> None:
     pip("install", "--quiet", "--require-hashes", "--no-deps", *options, "-r", lock)
 
 
+def is_found(lock: Path) -> bool:
+    """Return whether pip finds the packages of a lock where it is configured to look; a wrong hash ends this process.
+
+    One lock with both builds of a version would not do: pip prefers a file whose hash its index tells to one in a folder.
+    """
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--require-hashes", "--no-deps", "-r"]
+    done = subprocess.run([*command, str(lock)], capture_output=True, text=True, check=False)
+    if done.returncode and "No matching distribution" not in done.stderr:
+        sys.exit(done.stderr)
+    return done.returncode == 0
+
+
 def install(torch: str, extras: Sequence[str]) -> None:
     """Install the project for this machine.
 
@@ -65,22 +78,28 @@ def install(torch: str, extras: Sequence[str]) -> None:
         extras: of pyproject.toml, beside `test`, each with a lock of its own.
     """
     machine = this_machine()
-    base, cuda, *others = [LOCKS / f"{machine}{extra}.txt" for extra in ("", "-cuda", *(f"-{name}" for name in extras))]
+    names = ("", "-cuda", "-cpu", *(f"-{name}" for name in extras))
+    base, cuda, cpu, *others = [LOCKS / f"{machine}{name}.txt" for name in names]
     for lock in (base, *others):
         if not lock.exists():
-            there = ", ".join(sorted(path.stem for path in LOCKS.glob("*.txt") if not path.stem.endswith("-cuda")))
+            there = ", ".join(
+                sorted(path.stem for path in LOCKS.glob("*.txt") if not path.stem.endswith(("-cuda", "-cpu")))
+            )
             sys.exit(f"no lock {lock.stem}; there are {there}. Another Python: make setup PYTHON=python3.12")
-    if torch == LOCKED:
-        install_locked(base, "--only-binary=:all:")
-        if cuda.exists() and asks_for_any("torch", list(lines_of(cuda))):
-            install_locked(cuda, "--only-binary=:all:")
-    else:
+    lines = lines_of(base)
+    if torch != LOCKED:
         print(f"not locked, at your request: {torch} and what it brings; the other packages are", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            rest = Path(folder) / base.name
-            rest.write_text("\n".join(line for name, line in lines_of(base).items() if name != "torch"))
-            install_locked(rest, "--only-binary=:all:")
+        del lines["torch"]
+    elif cpu.exists() and is_found(cpu):
+        lines |= lines_of(cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = Path(folder) / base.name
+        chosen.write_text("\n".join(lines.values()))
+        install_locked(chosen, "--only-binary=:all:")
+    if torch != LOCKED:
         pip("install", "--quiet", *shlex.split(torch))
+    elif cuda.exists() and asks_for_any("torch", list(lines_of(cuda))):
+        install_locked(cuda, "--only-binary=:all:")
     for lock in others:
         # DeepSpeed is there as source only: built with the packages of this environment, which are locked too.
         install_locked(lock, "--no-build-isolation")

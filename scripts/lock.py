@@ -3,11 +3,11 @@
     python scripts/lock.py                      after a change of pyproject.toml: versions stay where they can
     python scripts/lock.py --upgrade            takes the newest of everything
     python scripts/lock.py --upgrade numpy      takes the newest of some
-    python scripts/lock.py --wheels FOLDER      admits wheels of one's own builds of the locked versions too
+    python scripts/lock.py --wheels FOLDER      locks the CPU builds of torch (2.13.0+cpu) that are in a folder too
 
 uv (`pip install uv`) resolves pyproject.toml for each platform and Python from the package index; here every package's
-hashes are written down. Source archives are admitted only of packages that have no wheel. A hash that has been admitted
-stays as long as its version does, so those of --wheels have to be given once a version.
+hashes are written down. Source archives are admitted only of packages that have no wheel. Without --wheels the locks of
+CPU builds stay as they are while torch's version does, and go when it changes.
 """
 
 import sys
@@ -67,63 +67,69 @@ def hashes(package: Package) -> set[str]:
     return {file["hashes"]["sha256"] for file in package.get("wheels") or [package["sdist"]]}
 
 
-def own_wheels(folder: Path | None, platform: str, python: str) -> list[tuple[str, str, str]]:
-    """Return name, public version and sha256 of the wheels of a folder that fit a platform and a Python."""
-    found, machine = [], platform.partition("-")[2]
-    for path in sorted(folder.glob("*.whl")) if folder else ():
+def cpu_builds(folder: Path, platform: str, python: str) -> dict[str, str]:
+    """Return the lines, by name, of the builds of torch for the CPU in a folder that fit a platform and a Python."""
+    machine, interpreter = platform.partition("-")[2], f"cp{python.replace('.', '')}"
+    found = {}
+    for path in sorted(folder.glob("torch-*+cpu-*.whl")):
         name, version, _, tags = parse_wheel_filename(path.name)
-        interpreters = {f"cp{python.replace('.', '')}", "py3"}
-        system = "macosx" if platform.startswith("macos") else "manylinux"
         if any(
-            tag.interpreter in interpreters
-            and (tag.platform == "any" or (tag.platform.startswith(system) and tag.platform.endswith(machine)))
-            for tag in tags
+            tag.interpreter == interpreter and re.fullmatch(rf"manylinux.*_{machine}", tag.platform) for tag in tags
         ):
-            found.append((name, version.public, hashlib.sha256(path.read_bytes()).hexdigest()))
+            found[name] = f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
     return found
 
 
-def write(lock: Path, packages: Mapping[str, Package], own: Iterable[tuple[str, str, str]]) -> None:
+def write(lock: Path, lines: Mapping[str, str]) -> None:
     """Write a lock; no file where there are no packages."""
-    admitted = {}
-    for line in lines_of(lock).values() if lock.exists() else ():
-        pinned, *options = line.split(" --hash=sha256:")
-        admitted[pinned] = set(options)
-    lines = ["# Written by scripts/lock.py, installed by `make setup` (scripts/install.py)."]
-    for name, package in sorted(packages.items()):
-        pinned = f"{name}=={package['version']}"
-        digests = hashes(package) | admitted.get(pinned, set())
-        digests |= {digest for *pin, digest in own if "==".join(pin) == pinned}
-        lines.append(" ".join([pinned, *(f"--hash=sha256:{digest}" for digest in sorted(digests))]))
-    if packages:
-        lock.write_text("\n".join(lines) + "\n")
+    lock.unlink(missing_ok=True)
+    if lines:
+        comment = "# Written by scripts/lock.py, installed by `make setup` (scripts/install.py)."
+        lock.write_text("\n".join([comment, *(lines[name] for name in sorted(lines))]) + "\n")
+
+
+def lines(packages: Mapping[str, Package]) -> dict[str, str]:
+    """Return the line of each package."""
+    return {
+        name: " ".join([f"{name}=={package['version']}", *(f"--hash=sha256:{d}" for d in sorted(hashes(package)))])
+        for name, package in packages.items()
+    }
 
 
 def main() -> None:
     """Write every lock, each with the versions of those before it."""
     parser = argparse.ArgumentParser(description="Writes the locks that `make setup` installs from.")
     parser.add_argument("--upgrade", nargs="*", metavar="NAME", help="the newest version of these, or of all")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of one's own to admit too")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where CPU builds of torch are")
     options = parser.parse_args()
     pins: dict[str, str] = {}
     if options.upgrade != []:
         for path in LOCKS.glob("*.txt"):
-            pins |= {name: line.split(" ")[0].partition("==")[2] for name, line in lines_of(path).items()}
+            pins |= {name: re.split("==|[+ ]", line)[1] for name, line in lines_of(path).items()}
     for name in options.upgrade or ():
         pins.pop(canonicalize_name(name), None)
     LOCKS.mkdir(exist_ok=True)
     for platform in PLATFORMS:
         for python in PYTHONS:
-            own = own_wheels(options.wheels, platform, python)
             base = resolve(platform, python, ["test"], pins)
             pins |= {name: str(package["version"]) for name, package in base.items()}
             more = resolve(platform, python, ["test", "bench"], pins)
             pins |= {name: str(package["version"]) for name, package in more.items()}
             stem = f"{platform}-py{python}"
             cuda = {name: package for name, package in base.items() if CUDA.match(name)}
-            write(LOCKS / f"{stem}.txt", {name: base[name] for name in base.keys() - cuda.keys()}, own)
-            write(LOCKS / f"{stem}-cuda.txt", cuda, own)
-            write(LOCKS / f"{stem}-bench.txt", {name: more[name] for name in more.keys() - base.keys()}, own)
+            write(LOCKS / f"{stem}.txt", lines({name: base[name] for name in base.keys() - cuda.keys()}))
+            write(LOCKS / f"{stem}-cuda.txt", lines(cuda))
+            write(LOCKS / f"{stem}-bench.txt", lines({name: more[name] for name in more.keys() - base.keys()}))
+            cpu = LOCKS / f"{stem}-cpu.txt"
+            builds = (
+                cpu_builds(options.wheels, platform, python)
+                if options.wheels
+                else lines_of(cpu)
+                if cpu.exists()
+                else {}
+            )
+            of_torch = f"torch=={base['torch']['version']}+cpu "
+            write(cpu, {name: line for name, line in builds.items() if line.startswith(of_torch)})
             print(f"{stem}: {len(more)} packages", flush=True)
 
 

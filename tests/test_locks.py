@@ -18,7 +18,7 @@ from tests.tiny_run import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OPTIONAL = PROJECT["project"]["optional-dependencies"]
 BASES = [f"{platform}-py{python}" for platform in PLATFORMS for python in PYTHONS]
-LINE = re.compile(r"[a-z0-9-]+==[a-z0-9.]+( --hash=sha256:[0-9a-f]{64})+")
+LINE = re.compile(r"[a-z0-9-]+==[a-z0-9.]+(\+cpu)?( --hash=sha256:[0-9a-f]{64})+")
 
 
 def missing(requirements: list[str], locked: dict[str, str]) -> list[str]:
@@ -50,7 +50,7 @@ def test_what_is_missing_is_found() -> None:
 
 def test_every_line_is_a_version_with_hashes_and_nothing_else() -> None:
     paths = sorted(LOCKS.iterdir())
-    extras = ("", "-cuda", "-bench")
+    extras = ("", "-cuda", "-cpu", "-bench")
     assert {path.name for path in paths} <= {f"{stem}{extra}.txt" for stem in BASES for extra in extras}
     for path in paths:
         comment, *lines = path.read_text().splitlines()
@@ -63,13 +63,14 @@ def test_one_version_everywhere() -> None:
     versions: dict[str, set[str]] = {}
     for path in LOCKS.iterdir():
         for name, line in lines_of(path).items():
-            versions.setdefault(name, set()).add(line.split(" ")[0])
+            versions.setdefault(name, set()).add(line.split(" ")[0].removesuffix("+cpu"))
     assert {name: found for name, found in versions.items() if len(found) > 1} == {}
 
 
 def test_nothing_is_locked_twice_for_one_machine() -> None:
     for stem in BASES:
-        names = [name for path in LOCKS.glob(f"{stem}*.txt") for name in lines_of(path)]
+        paths = [path for path in LOCKS.glob(f"{stem}*.txt") if not path.stem.endswith("-cpu")]
+        names = [name for path in paths for name in lines_of(path)]
         assert len(names) == len(set(names)), stem
 
 
