@@ -61,7 +61,7 @@ def install_locked(lock: Path, *options: str) -> None:
 def is_found(lock: Path) -> bool:
     """Return whether pip finds the packages of a lock where it is configured to look; a wrong hash ends this process.
 
-    One lock with both builds of a version would not do: pip prefers a file whose hash its index tells to one in a folder.
+    One lock with both builds of a version would not do: pip prefers a file of which an index tells the hash.
     """
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--require-hashes", "--no-deps", "-r"]
     done = subprocess.run([*command, str(lock)], capture_output=True, text=True, check=False)
