@@ -1,11 +1,12 @@
-# make setup       .venv with the package, its tests' needs, and torch (TORCH="torch==..." for another build,
+# make setup       .venv with the package, its tests' needs, and torch: the versions and hashes of locks/
+#                  (TORCH="torch==..." for another build, not locked; TORCH=locked goes back;
 #                  EXTRAS=bench for the peers that the benchmarks compare with)
 # make data        the quickstart's corpus, tokenizer and token files, in data/quickstart
 # make quickstart  all of the above, then trains a GPT of 10M parameters and shows a sample
 # make test        the tests; make test-all: with the full matrices; make check: ruff and pyright
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= locked
 EXTRAS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,17 +20,15 @@ setup: $(VENV)/.ready
 REQUEST := $(if $(filter command environment,$(origin TORCH) $(origin EXTRAS)),$(strip $(TORCH) $(EXTRAS)))
 INSTALLED := $(strip $(shell cat $(VENV)/.ready 2>/dev/null))
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(if $(REQUEST),$(if $(filter-out $(INSTALLED),$(REQUEST)),FORCE))
+$(VENV)/.ready: pyproject.toml scripts/install.py $(wildcard locks/*.txt) $(if $(REQUEST),$(if $(filter-out $(INSTALLED),$(REQUEST)),FORCE))
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	@echo "installing $(TORCH) and what the project needs: a minute or more, without further output"
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt $(TORCH)
-	$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[test$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	@echo "installing torch and what the project needs: a minute or more, without further output"
+	$(if $(filter-out locked bench,$(INSTALLED)),$(BIN)/pip uninstall --quiet --yes torch)
+	$(BIN)/python scripts/install.py --torch '$(TORCH)' $(EXTRAS)
 	echo '$(strip $(TORCH) $(EXTRAS))' > $@
 
 FORCE:
-comma := ,
 
 data: setup
 	$(BIN)/python scripts/quickstart_data.py

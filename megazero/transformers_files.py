@@ -7,11 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.build import DTYPES, build_model
+from megazero.build_run import open_tokenizer
 from megazero.capability import broken_relations
+from megazero.checkpoint.hugging_face import SpecialTokens, flavour_of
 from megazero.checkpoint.interop import Theirs, export, import_weights, read_config
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import newest_whole
+from megazero.checkpoint.weights import newest_whole, require_shapes
 from megazero.config import Config, Model, resolved
 from megazero.config_file import dump, flatten, load
 from megazero.errors import UserError
@@ -24,25 +26,41 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     """Exports the newest whole checkpoint of a run; says what was written.
 
     Args:
-        warn: told of each newer step that is damaged.
+        warn: told of each newer step that is damaged, and of a tokenizer that cannot be read.
 
     Raises:
-        UserError: 113, the folder is no run; 402, it has no checkpoint; 410, the last one tried is damaged; and those
+        UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410, the last one tried is damaged; and those
             of `export`.
     """
     if not folder.config.is_file():
         raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
     config = load(str(folder.config))
     source = newest_whole(Store(folder.checkpoints), warn)
+    manifest, model = read_manifest(source), config.model.model_dump()
+    flavour_of(model)  # a model that transformers does not have is said before shapes that differ for it
+    require_shapes(manifest, _shapes(config), source)
     written = export(
         source,
-        read_manifest(source),
-        config.model.model_dump(),
+        manifest,
+        model,
         target,
-        DTYPES[config.precision.dtype],
-        part_mb << 20,
+        dtype=DTYPES[config.precision.dtype],
+        part=part_mb << 20,
+        tokens=_special_tokens(config, warn),
     )
     return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}"
+
+
+def _special_tokens(config: Config, warn: Callable[[str], object]) -> SpecialTokens:
+    """Those of the run's tokenizer; an export of weights does not fail for want of it."""
+    if config.data.tokenizer is None:
+        return SpecialTokens(None, None)
+    try:
+        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
+    except UserError as error:
+        warn(f"{error}; config.json names no eos and no bos token")
+        return SpecialTokens(None, None)
+    return SpecialTokens(tokenizer.bos, tokenizer.eod)
 
 
 def import_run(source: Path, folder: RunFolder) -> str:
@@ -61,7 +79,7 @@ def import_run(source: Path, folder: RunFolder) -> str:
     if theirs.numel != described:
         what = f"config.json describes {described:,} parameters, the files hold {theirs.numel:,}"
         raise UserError(414, what, "is it a whole model of that config.json?", where=source)
-    theirs.check({name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()})
+    theirs.check(_shapes(config))
     try:
         with new_folder(folder.path) as staging:
             import_weights(theirs, model, Store(RunFolder(staging).checkpoints))
@@ -74,6 +92,10 @@ def import_run(source: Path, folder: RunFolder) -> str:
     return f"{folder.path}: {config.model.layers} layers, step 0; train on it with " + (
         f"--config {folder.config} checkpoint.resume={folder.path}, data.train and a run.dir of its own"
     )
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()}
 
 
 def _trainable(model: dict[str, Any], where: Path) -> Config:

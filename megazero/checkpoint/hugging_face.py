@@ -141,9 +141,22 @@ def _llama(layers: int, heads: Heads) -> Iterator[Link]:
         yield _turned(f"{new}mlp.down.weight", f"{old}mlp.down_proj.weight")
 
 
-def config_to_theirs(model: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids that transformers has to know: what begins a text, what ends it. None: no tokenizer is known.
+
+    They are always written, None as null: what transformers takes otherwise are ids of published vocabularies (50256 of
+    GPT-2, 1 and 2 of Llama), which mean something else in another vocabulary, or nothing.
+    """
+
+    begin: int | None
+    end: int | None
+
+
+def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
     """Their config.json of a model section."""
     common = {"vocab_size": model["vocab"], "tie_word_embeddings": model["tie_embeddings"], "torch_dtype": dtype}
+    common |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end}
     if flavour_of(model) == "gpt2":
         return common | {
             "model_type": "gpt2",

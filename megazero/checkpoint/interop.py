@@ -17,7 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero import __version__
-from megazero.checkpoint.hugging_face import Link, config_from_theirs, config_to_theirs, is_no_parameter, links
+from megazero.checkpoint.hugging_face import (
+    Link,
+    SpecialTokens,
+    config_from_theirs,
+    config_to_theirs,
+    is_no_parameter,
+    links,
+)
 from megazero.checkpoint.manifest import FORMAT, File, Logical, Manifest, shard_name
 from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, plan_shard, write_shard
 from megazero.checkpoint.store import Store
@@ -32,7 +39,14 @@ _CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 8 << 20
 
 
 def export(
-    source: Path, manifest: Manifest, model: Mapping[str, Any], target: Path, dtype: torch.dtype, part: int
+    source: Path,
+    manifest: Manifest,
+    model: Mapping[str, Any],
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    part: int,
+    tokens: SpecialTokens,
 ) -> list[Path]:
     """Writes a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
 
@@ -42,11 +56,12 @@ def export(
         target: a folder that does not exist yet; it appears with everything in it.
         dtype: of the tensors written.
         part: bytes of a file, about.
+        tokens: that config.json names.
 
     Raises:
         UserError: 410, the checkpoint is damaged; 415, transformers has no such model; 403, it cannot be written.
     """
-    config = config_to_theirs(model, str(dtype).removeprefix("torch."))
+    config = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
     groups = list(_groups(links(model), {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
     names = [_ONE] if len(groups) == 1 else [_name(i, len(groups)) for i in range(1, len(groups) + 1)]
     try:

@@ -34,14 +34,19 @@ def newest_weights(
 
     def read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
         manifest = read_manifest(folder)
-        theirs = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
-        if theirs != shapes:
-            odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
-            what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
-            raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
+        require_shapes(manifest, shapes, folder)
         return manifest, read_weights(folder, manifest, manifest.tensors)
 
     return _newest(store, read, warn)
+
+
+def require_shapes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Refuse a checkpoint that is another model's. Raises UserError 404 with the first parameter that differs."""
+    theirs = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
+    if theirs != shapes:
+        odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
+        what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
+        raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
 
 
 def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:

@@ -30,6 +30,7 @@ class Tokenizer:
         path: the model file.
         vocab_size: number of ids.
         eod: the id that ends a document (</s>).
+        bos: the id that begins a text (<s>); eod in a model without one.
         fingerprint: xxh3-64 of the model file, 16 hex digits; equal fingerprints mean equal ids.
 
     Raises:
@@ -51,6 +52,7 @@ class Tokenizer:
             raise UserError(209, "expected a SentencePiece model, cannot parse it", make, where=path) from error
         self.vocab_size: int = self._model.vocab_size()
         self.eod: int = self._model.eos_id()
+        self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
         self.fingerprint = xxhash.xxh3_64_hexdigest(content)
         self._mark_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         try:

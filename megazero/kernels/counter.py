@@ -11,7 +11,9 @@ words with a bias near the sampling floor, it is exact in integers (so the same 
 are all it costs. One hash of `key ^ counter` alone would give two names with nearby keys the same numbers in another
 order; every counter is therefore hashed with one key, then again with a second one.
 
-Tensors of counters are int32: torch multiplies them modulo 2^32, and the sign bit is just the 32nd bit.
+Tensors of counters are int32: torch multiplies them modulo 2^32, and the sign bit is just the 32nd bit. Where a hash
+becomes a number it is read as such a signed word, plus 2^31: that is the unsigned word with its top bit inverted.
+Everything is written out for another implementation, with test vectors, in docs/numerics.md.
 """
 
 import math
@@ -70,8 +72,8 @@ def derive_key(*words: int) -> int:
 def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
     """Standard normal values of the flat indices [start, stop) of the parameter `name`: fp64, shape [stop - start].
 
-    Each is sqrt(2) erfinv(2u - 1) with u = (h + 1/2) / 2^32 and h the hash of the index, so values lie within 6.3
-    standard deviations and value i is the same whatever interval it is asked in.
+    Each is sqrt(2) erfinv(2u - 1) with u = ((h xor 2^31) + 1/2) / 2^32 and h the hash of the index as an unsigned word,
+    so values lie within 6.3 standard deviations and value i is the same whatever interval it is asked in.
     """
     digest = xxhash.xxh64_intdigest(name.encode())
     pieces = []
@@ -83,6 +85,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
         x = torch.arange(_BLOCK, dtype=torch.int32)
         x += _signed((low + first) & _MASK)
         x = mix_(mix_(x) ^ _signed(second))
+        # A signed word plus 2^31 is the unsigned one with its top bit inverted.
         uniform = (x.to(torch.float64) + (2.0**31 + 0.5)).mul_(2.0**-32)
         values = torch.erfinv(uniform.mul_(2.0).sub_(1.0)).mul_(math.sqrt(2.0))
         pieces.append(values[max(start - base, 0) : min(stop - base, _BLOCK)])
@@ -97,7 +100,8 @@ def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Ten
         sample_ids_B: int64 global sample ids.
         positions_S: int64 positions in the sequence (of this rank's part of it).
         channels: int64 [D], the hidden channels.
-        drop: the probability to drop; an element is kept when its hash, as an unsigned word, is >= drop x 2^32.
+        drop: the probability to drop; an element is kept when h xor 2^31, with h its hash as an unsigned word, is at
+            least drop x 2^32, rounded (half to even) and at most 2^32 - 1.
     """
     second = derive_key(key, 1)
     ids = (sample_ids_B ^ (sample_ids_B >> 32) * _GOLDEN).to(torch.int32)
@@ -105,5 +109,5 @@ def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Ten
     rows_SB = mix_(rows_B[None, :] ^ positions_S.to(torch.int32)[:, None])
     words = rows_SB[:, :, None] + channels.to(torch.int32) * _signed(_GOLDEN)
     words ^= _signed(second)
-    # Compared as signed words: shifting both sides by 2^31 leaves the order and the probability as they are.
+    # Signed words order as the unsigned ones with their top bit inverted do; the threshold is less by 2^31 for it.
     return mix_(words) >= min(round(drop * 2**32) - 2**31, 2**31 - 1)

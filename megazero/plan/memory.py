@@ -2,8 +2,7 @@
 
     parameters, gradients, optimizer    model states (`states.py`)
     pool          whole buffers of what rests sharded over the data axis: gathered parameters (stage 3) and gradients
-                  on their way to a shard (stages 2 and 3): two of a block (one in use, one coming or going), one of
-                  each end
+                  on their way to a shard (stages 2 and 3), one in use and one coming or going (`pool.py`)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
                   with Pa+cpu; where they have to be put together again two whole ones more
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
@@ -13,7 +12,6 @@ What is offloaded has `host_` before its category. With stage 1 to 3 on the host
 gradients too; parameters of stage 3.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +19,7 @@ from megazero.plan.activations import Micro, kept_by_block, logits
 from megazero.plan.layout import Layout
 from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.peak import peak
+from megazero.plan.pool import pool
 from megazero.plan.states import UnitSize, states, units
 
 
@@ -50,37 +49,11 @@ def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
     stages = layout.layers.of_rank(rank)
     sizes = units(layout.shape, layout.tensor, list(stages.values()))
     held = states(sizes, layout.data, layout.stage, layout.bytes)
-    held["pool"] = _pool([units(layout.shape, layout.tensor, [parts]) for parts in stages.values()], sizes, layout)
+    held["pool"] = pool(layout, stages.values())
     live = liveness(layout.schedule, layout.pipeline, layout.micro_batches, layout.chunks, rank)
     held |= _inputs(layout, stages, live)
     held["activations"], cause = _activations(layout, rank, stages, live, fused)
     return RankMemory(_offloaded(layout, sizes, held), cause)
-
-
-def _pool(of_stages: list[list[UnitSize]], sizes: list[UnitSize], layout: Layout) -> int:
-    """Whole parameters and gradients of what does not rest whole on the device; beside an update on the host the
-    reduced gradients on their way there, and those of a weight that two stages share.
-
-    Args:
-        of_stages: the units of each stage; of those of one size two are there at once, one in use and one on its way,
-            and units of different stages never are.
-    """
-    stage, data, item = layout.stage, layout.data, layout.bytes
-    each: dict[int, int] = {}
-    for own in of_stages:
-        count = Counter(unit.padded(data) for unit in own)
-        each |= {numel: min(2, max(there, each.get(numel, 0))) for numel, there in count.items()}
-    whole = sum(numel * count for numel, count in each.items())
-    pooled = 0
-    if stage == 3 and (data > 1 or layout.offload_parameters):
-        pooled += whole * item.parameter
-    if stage >= 2 and (data > 1 or layout.offload_optimizer):
-        pooled += whole * item.gradient
-    if stage >= 2 and data > 1 and layout.offload_optimizer:
-        pooled += whole // data * item.gradient
-    if stage == 1 and layout.offload_optimizer and layout.pipeline > 1:
-        pooled += sum(unit.padded(data) for unit in sizes if unit.name == "tied") // data * item.gradient
-    return pooled
 
 
 def _inputs(layout: Layout, stages: dict[int, range], live: Liveness) -> dict[str, int]:

@@ -18,7 +18,8 @@ from megazero.__main__ import main
 from megazero.build import build_model
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
-from megazero.config_file import load
+from megazero.config_file import dump, load
+from megazero.data.tokenizer import Tokenizer
 from megazero.generate import load_newest_weights
 from megazero.model.step import Step
 from megazero.observe.jsonl import read_rows
@@ -111,8 +112,6 @@ def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Layout, capsys) -
     run = RunFolder(tmp_path / "run")
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     run_ranks(layout.size, save_after, layout, flavour, Precision(), run.path, 2, **axes)
-    from megazero.config_file import dump
-
     dump(layout.config(SHAPES[flavour], Precision()), run.config)
     assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(tmp_path / "out")]) == 0
     tokens_BS = TOKENS_BS[:, : SHAPES[flavour].seq_len] % SHAPES[flavour].vocab
@@ -359,3 +358,65 @@ def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_pat
         capsys, 100, "export", "--to", "onnx", "--run", run.path, "--out", tmp_path / "o"
     )
     assert not (tmp_path / "out").exists()
+
+
+def exported(run: RunFolder, out: Path) -> dict[str, Any]:
+    """The config.json of an export."""
+    assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(out)]) == 0
+    return json.loads((out / "config.json").read_text())
+
+
+def with_tokenizer(run: RunFolder, tokenizer: Path | None) -> RunFolder:
+    """The same run, with another tokenizer in its config."""
+    config = load(str(run.config))
+    run.config.unlink()
+    dump(
+        config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer and str(tokenizer)})}),
+        run.config,
+    )
+    return run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation_stops_at_the_tokenizers_end(tiny_data: TinyData, tmp_path: Path, name: str, capsys) -> None:
+    """transformers' own defaults are ids of other vocabularies: GPT-2's is 50256, of 400."""
+    model = MODELS[name]()
+    ends = Tokenizer(tiny_data.tokenizer)
+    model.save_pretrained(tmp_path / "theirs")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    run = with_tokenizer(RunFolder(tmp_path / "run"), tiny_data.tokenizer)
+    config = exported(run, tmp_path / "out")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ends.bos, ends.eod)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, local_files_only=True).eval()
+    assert (again.generation_config.bos_token_id, again.generation_config.eos_token_id) == (ends.bos, ends.eod)
+
+    def generated() -> list[int]:
+        prompt = torch.tensor([[17, 18, 19]])
+        mask = torch.ones_like(prompt)
+        made = again.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return made[0, 3:].tolist()
+
+    assert len(generated()) == 8
+    head = again.get_output_embeddings()  # from now on the end is by far the likeliest token
+    head.register_forward_hook(lambda _module, _inputs, y: y.index_fill(-1, torch.tensor(ends.eod), 1e3))
+    assert generated() == [ends.eod]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
+    """Neither an id outside the vocabulary nor one that means something else in it."""
+    MODELS[name]().save_pretrained(tmp_path / "theirs")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    run = with_tokenizer(RunFolder(tmp_path / "run"), None)
+    capsys.readouterr()  # what transformers has said
+    config = exported(run, tmp_path / "out")
+    assert capsys.readouterr().err == ""
+    assert {"bos_token_id", "eos_token_id"} <= config.keys()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    for part in (again.config, again.generation_config):
+        assert part.bos_token_id is None and part.eos_token_id is None
+    capsys.readouterr()
+    run = with_tokenizer(run, tmp_path / "gone.model")
+    config = exported(run, tmp_path / "again")
+    assert config["bos_token_id"] is config["eos_token_id"] is None
+    assert "no tokenizer" in (said := capsys.readouterr().err) and "no eos and no bos" in said and said.count("\n") == 1

@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "observe", "run_folder"},
     "transformers_files": {
         "build",
+        "build_run",
         "capability",
         "checkpoint",
         "config",

@@ -1,0 +1,80 @@
+"""Buffers of the pools: whole parameters and whole gradients of what does not rest whole, and shards on their way.
+
+A buffer is kept for the next unit of its size, whatever that is (`parallel/pool.py`). So the pool of parameters and the
+pool of gradients each hold, of every size, as many buffers as were ever in use at once. Which units are in use at once
+depends on their kind (embedding, block, head, tied weight) and not on their size:
+
+    parameters   the units of a part of the model's path and those of the part after it, which are on their way
+    gradients    the unit that backward delivers to (two at the head: a tied weight waits for the norm); the unit
+                 reduced before it, which is on its way; and a tied weight of which both uses are on this rank, from the
+                 head's backward to the embedding's
+    shards       with the update on the host: of a unit that is reduced, and of the one before it
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from megazero.plan.layout import Layout
+from megazero.plan.states import UnitSize, units
+
+Part = Sequence[UnitSize]
+
+
+def pool(layout: Layout, stages: Iterable[range]) -> int:
+    """Return the bytes of both pools on a rank of the pipeline axis.
+
+    Args:
+        stages: of this rank, each as its parts of the model's path.
+    """
+    stage, data, item = layout.stage, layout.data, layout.bytes
+    paths = [_path(layout, parts) for parts in stages]
+    ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
+    whole, gradients = Counter[int](), Counter[int]()
+    if stage == 3 and (data > 1 or layout.offload_parameters):
+        for there in (moment for path in paths for moment in _gathered(path)):
+            whole |= Counter(unit.padded(data) for unit in there)
+    if stage >= 2 and (data > 1 or layout.offload_optimizer):
+        shards = data > 1 and layout.offload_optimizer
+        for there, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
+            of_shards = Counter(unit.padded(data) // data for unit in on_their_way if shards)
+            gradients |= of_shards + Counter(unit.padded(data) for unit in there)
+    if stage == 1 and layout.offload_optimizer and layout.pipeline > 1 and len(ties) == 1:
+        gradients[ties[0].padded(data) // data] = 1  # summed over the ends of the pipeline
+    return item.parameter * _elements(whole) + item.gradient * _elements(gradients)
+
+
+def _path(layout: Layout, parts: range) -> list[Part]:
+    """The units of each part; the first two of the blocks stand for any number of them."""
+    ends = (0, layout.shape.layers + 1)
+    blocks = [i for i in parts if i not in ends]
+    kept = [i for i in parts if i in ends or i in blocks[:2]]
+    return [units(layout.shape, layout.tensor, [range(i, i + 1)]) for i in kept]
+
+
+def _gathered(path: Sequence[Part]) -> Iterator[set[UnitSize]]:
+    """Units whose parameters are there at once."""
+    for part, following in pairwise([*path, ()]):
+        yield {*part, *following}
+
+
+def _reduced(path: Sequence[Part], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
+    """Units whose gradients are there at once, and those of them whose reduction has begun.
+
+    Args:
+        ties: the tied weight, once for each of its uses on this rank.
+    """
+    lasting = set(ties) if len(ties) == 2 else set()
+    before: set[UnitSize] = set()
+    for part in reversed(path):
+        at_head = any(unit.name == "head" for unit in part)
+        due = [unit for unit in reversed(part) if not (at_head and unit in lasting)]  # reduced in this order
+        for i, unit in enumerate(due):
+            # The head's product delivers to the tied weight before its norm is complete, which is reduced first; the
+            # embedding's positions are complete before its lookup delivers anything.
+            yield {*(due[i:] if at_head else [unit]), *before, *lasting}, {unit, *before}
+            before = {unit}
+
+
+def _elements(buffers: Counter[int]) -> int:
+    return sum(numel * count for numel, count in buffers.items())

@@ -1,0 +1,120 @@
+"""Installs what the project needs into the environment of the Python that runs this; `make setup` calls it.
+
+Every package comes from the lock of this platform and Python, where it has one version and the hashes of the files that
+may be installed as it; pip refuses a file with another hash. Nothing is resolved, so nothing comes that no lock names,
+and `pip check` shows at the end that nothing is missing. The locks (written by scripts/lock.py), in the folder locks:
+
+    PLATFORM-pyVERSION.txt          the project, its tests, setuptools to install it with, and torch
+    PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for beside that; a torch for the CPU does not
+    PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, taken instead where pip is configured to find it
+    PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
+
+Only the standard library is there when this runs.
+"""
+
+import argparse
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "locks"
+LOCKED = "locked"  # the value of --torch that takes torch from the lock
+
+
+def this_machine() -> str:
+    """Return what the names of this machine's locks begin with."""
+    system = {"Darwin": "macos"}.get(platform.system(), platform.system().lower())
+    return f"{system}-{platform.machine()}-py{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def lines_of(lock: Path) -> dict[str, str]:
+    """Return the line of each package of a lock, by the package's normalised name."""
+    lines = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    return {line.partition("==")[0]: line for line in lines}
+
+
+def asks_for_any(package: str, names: Sequence[str]) -> bool:
+    """Return whether the installed package depends on one of these packages."""
+    required = [re.match(r"[\w.-]+", line) for line in metadata.requires(package) or ()]
+    return not {re.sub(r"[-_.]+", "-", name[0]).lower() for name in required if name}.isdisjoint(names)
+
+
+def pip(*options: str | Path) -> None:
+    """Run pip; this process ends where pip fails, which has said why."""
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, options)], check=False)
+    if done.returncode:
+        sys.exit(f"pip {options[0]} failed")
+
+
+def install_locked(lock: Path, *options: str) -> None:
+    """Install exactly the packages of a lock."""
+    pip("install", "--quiet", "--require-hashes", "--no-deps", *options, "-r", lock)
+
+
+def is_found(lock: Path) -> bool:
+    """Return whether pip finds the packages of a lock where it is configured to look; a wrong hash ends this process.
+
+    One lock with both builds of a version would not do: pip prefers a file of which an index tells the hash.
+    """
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--require-hashes", "--no-deps", "-r"]
+    done = subprocess.run([*command, str(lock)], capture_output=True, text=True, check=False)
+    if done.returncode and "No matching distribution" not in done.stderr:
+        sys.exit(done.stderr)
+    return done.returncode == 0
+
+
+def install(torch: str, extras: Sequence[str]) -> None:
+    """Install the project for this machine.
+
+    Args:
+        torch: LOCKED, or what pip installs as torch instead (a requirement, and options of pip).
+        extras: of pyproject.toml, beside `test`, each with a lock of its own.
+    """
+    machine = this_machine()
+    names = ("", "-cuda", "-cpu", *(f"-{name}" for name in extras))
+    base, cuda, cpu, *others = [LOCKS / f"{machine}{name}.txt" for name in names]
+    for lock in (base, *others):
+        if not lock.exists():
+            there = ", ".join(
+                sorted(path.stem for path in LOCKS.glob("*.txt") if not path.stem.endswith(("-cuda", "-cpu")))
+            )
+            sys.exit(f"no lock {lock.stem}; there are {there}. Another Python: make setup PYTHON=python3.12")
+    lines = lines_of(base)
+    if torch != LOCKED:
+        print(f"not locked, at your request: {torch} and what it brings; the other packages are", flush=True)
+        del lines["torch"]
+    elif cpu.exists() and is_found(cpu):
+        lines |= lines_of(cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = Path(folder) / base.name
+        chosen.write_text("\n".join(lines.values()))
+        install_locked(chosen, "--only-binary=:all:")
+    if torch != LOCKED:
+        pip("install", "--quiet", *shlex.split(torch))
+    elif cuda.exists() and asks_for_any("torch", list(lines_of(cuda))):
+        install_locked(cuda, "--only-binary=:all:")
+    for lock in others:
+        # DeepSpeed is there as source only: built with the packages of this environment, which are locked too.
+        install_locked(lock, "--no-build-isolation")
+    pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    pip("check")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Installs what the project needs into this Python's environment.")
+    parser.add_argument("--torch", default=LOCKED, help='"locked", or a requirement and options for pip')
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="what else to install: bench")
+    options = parser.parse_args()
+    install(options.torch, options.extras)
+
+
+if __name__ == "__main__":
+    main()
