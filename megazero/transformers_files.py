@@ -29,8 +29,8 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         warn: told of each newer step that is damaged, and of a tokenizer that cannot be read.
 
     Raises:
-        UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410, the last one tried is damaged; and those
-            of `export`.
+        UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
+            the last one tried is damaged; and those of `export`.
     """
     if not folder.config.is_file():
         raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
