@@ -61,7 +61,8 @@ def _walk(folder: Path) -> Iterator[Path]:
         raise _unreadable(Path(error.filename), error) from error
 
     for parent, _, names in os.walk(folder, onerror=refuse):
-        yield from (Path(parent, name) for name in names if name.endswith(TEXT_SUFFIXES))
+        paths = (Path(parent, name) for name in names if name.endswith(TEXT_SUFFIXES))
+        yield from (path for path in paths if path.is_file())  # a FIFO would block for ever
 
 
 def read_pieces(files: Sequence[Path], key: str) -> Iterator[Piece]:

@@ -76,7 +76,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     first = grid.world.rank == 0
     wire, folder = grid.world.wire, site.folder
     expected = Expectation(config, grid, device, ops)
-    about = about_run(config, built, grid, site, Identity.of(train, name))
+    about = about_run(config, built, grid, site, Identity.of(train, tokenizer))
     trainer = Trainer(
         engine,
         pipeline,

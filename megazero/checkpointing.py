@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from megazero import __version__
 from megazero.build import Built
@@ -27,6 +26,7 @@ from megazero.checkpoint.store import Store
 from megazero.config import Config
 from megazero.config_file import flatten
 from megazero.data.loader import WindowDataset
+from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.files import flush_file
 from megazero.model.parameter import declaration_of
@@ -86,10 +86,10 @@ class Identity:
     tokenizer: str | None
 
     @classmethod
-    def of(cls, train: WindowDataset, tokenizer: str | None) -> "Identity":
-        """Of the windows' place in the files, not of every token; `tokenizer` is its file, which has been read."""
+    def of(cls, train: WindowDataset, tokenizer: Tokenizer | None) -> "Identity":
+        """Return that of the windows' place in the files, not of every token, and of the tokenizer's file."""
         data = f"{train.num_windows} windows, xxh3 {train.stream.digest()}"
-        return cls(data, tokenizer and xxhash.xxh3_64_hexdigest(Path(tokenizer).read_bytes()))
+        return cls(data, tokenizer.fingerprint if tokenizer is not None else None)
 
 
 @dataclass(frozen=True)
@@ -194,12 +194,12 @@ def _require_ours(site: Site, step: int) -> None:
     """Refuse to commit into a folder that is gone, or is not this job's any more.
 
     Raises:
-        UserError: 422, the folder was deleted, moved or made read-only; 421, it is another job's.
+        UserError: 423, the folder was deleted, moved or made read-only; 421, it is another job's.
     """
     path = site.folder.path
     if (fault := site.folder.fault()) is not None:
         do = "mend that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
-        raise UserError(422, f"checkpoint not saved: {fault}", do, where=path, step=step)
+        raise UserError(423, f"checkpoint not saved: {fault}", do, where=path, step=step)
     state = site.lock.state
     if state is State.GONE:
         what = "the lock was removed while this job trained: by hand, or another job has come and gone"

@@ -9,6 +9,7 @@ line. Does not import torch.
 """
 
 import difflib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from megazero import capability
 from megazero.config import Config, resolved
 from megazero.errors import FaultList, UserError
+from megazero.files import replace_file
 from megazero.reading import read_file
 from megazero.yaml_text import MOST_BYTES, parse_yaml
 
@@ -148,9 +150,10 @@ def dump(config: Config, path: Path) -> None:
     yaml.width = 120
     plain = config.model_dump(by_alias=True)
     plain["optimizer"]["betas"] = list(plain["optimizer"]["betas"])
+    text = io.BytesIO()
+    yaml.dump(plain, text)
     try:
-        with path.open("w", encoding="utf-8") as file:
-            yaml.dump(plain, file)
+        replace_file(path, text.getvalue())
     except OSError as error:
         raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
 

@@ -39,6 +39,7 @@ from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED
 from megazero.parallel.spawn import run_local
 from megazero.pipelining import model_shape
+from megazero.reading import open_regular
 from megazero.resuming import Job, find_job, from_first, owed_row, resume, share
 from megazero.run_folder import RunFolder
 from megazero.run_lock import RunLock
@@ -323,7 +324,10 @@ def _log(folder: RunFolder, rank: int) -> logging.Logger:
     for handler in list(log.handlers):  # of an earlier run in this process
         log.removeHandler(handler)
         handler.close()
-    handler = _LogFile(folder.log(rank), encoding="utf-8")
+    path = folder.log(rank)
+    path.touch()
+    with open_regular(path):  # a FIFO in its place would block for ever
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     return log

@@ -1,5 +1,6 @@
 """A run's folder belongs to one run, from its start."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from megazero.errors import UserError
 from megazero.run_folder import RunFolder
 from megazero.run_lock import RunLock
+from tests.tiny_run import TinyData, command
 
 
 def test_a_second_run_is_refused_from_the_first_s_start(tmp_path: Path) -> None:
@@ -47,3 +49,18 @@ def test_a_run_that_ended_before_its_first_row_gives_the_folder_back(tmp_path: P
     assert folder.metrics.exists()
     with pytest.raises(UserError, match="MZ-110"):
         create(folder.path, resume=False)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/rank_00.log", "config.yaml"])
+def test_a_fifo_in_the_place_of_a_file_of_the_run(tiny_data: TinyData, tmp_path: Path, name: str) -> None:
+    """It would block whoever opens it, for ever; a file that is replaced as a whole is a file again."""
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    os.mkfifo(run / name)
+    options = ("run.steps=1", "data.valid=null", "checkpoint.resume=auto")
+    done = command("train.py", "--config", tiny_data.config, f"run.dir={run}", *options)
+    if name == "config.yaml":
+        assert done.returncode == 0 and (run / name).is_file()
+    else:
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert "MZ-401" in done.stderr and "expected a regular file, got a FIFO" in done.stderr

@@ -8,6 +8,7 @@ the reader hands out no byte of a block before its hash is the one that the mani
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +101,17 @@ class ShardReader:
         self.path, self._shard = folder / shard.name, shard
         self.bytes_read = 0
         try:
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # A FIFO in its place would block for ever, and a link leads out of the checkpoint.
+            self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
                 raise self._unreadable(error) from None
             raise self._damaged(f"cannot be opened: {error.strerror}") from None
-        size = os.fstat(self._handle).st_size
-        if size != shard.size:
+        status = os.fstat(self._handle)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise self._damaged("is no regular file")
+        if (size := status.st_size) != shard.size:
             self.close()
             raise self._damaged(f"expected {shard.size:,} bytes, got {size:,}")
         self._buffer = bytearray(min(BLOCK, size))

@@ -1,5 +1,6 @@
 """Whatever happens to the files of a checkpoint is found before the first step, and an older one takes its place."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from megazero.checkpoint import shard as shard_module
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import FILE_NAME, read_manifest
+from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.checkpointing import holdings_to_load
 from megazero.errors import UserError
@@ -89,7 +91,7 @@ def test_a_hundred_random_corruptions(written, tmp_path: Path, monkeypatch: pyte
     holdings = holdings_to_load(rank.built, rank.grid)
     load_tensors(one, read_manifest(one), holdings, rank=0, size=1)
     for number in range(100):
-        folder = Path(shutil.copytree(one, tmp_path / f"step_{number:08d}"))
+        folder = Path(shutil.copytree(one, tmp_path / f"copy_{number}"))
         name = spoil(folder, other, chance)
         with pytest.raises(UserError, match="MZ-410") as caught:
             load_tensors(folder, read_manifest(folder), holdings, rank=0, size=1)
@@ -213,3 +215,20 @@ def test_with_none_left_nothing_is_trained(tiny_data: TinyData, tmp_path: Path, 
     step = tmp_path / "run/checkpoints/step_00000002"
     with pytest.raises(UserError, match="MZ-402"):
         launch(tiny_data.load(tmp_path / "new", *options, f"checkpoint.resume={step}"), "small", 1)
+
+
+@pytest.mark.parametrize("kind", ["a link", "a FIFO", "a folder", "a device"])
+@pytest.mark.parametrize("name", ["manifest.json", "shard_00000.safetensors"])
+def test_what_is_no_file_of_a_checkpoint(finished: RunFolder, tmp_path: Path, name: str, kind: str) -> None:
+    """Nothing blocks, and nothing outside the folder is read."""
+    folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
+    path = folder / name
+    path.rename(tmp_path / "elsewhere")
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "a device" else tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"MZ-410 .*{name}: (cannot be read: expected|is no|cannot be opened)"):
+        verify(folder)
