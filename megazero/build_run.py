@@ -86,7 +86,9 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
         Recorder(_sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
-        Stopping(grid.world, device, site.signals, folder.stop, config.run.time_limit),
+        Stopping(
+            grid.world, device, site.signals, folder.stop, config.run.time_limit, first_step=folder.early_stops.forget
+        ),
         wire.seat.now,
         lambda own, say: _blame(own, say, grid, device),
     )

@@ -18,7 +18,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "files": set(),
     "learning_rate": set(),
     "run_lock": set(),
-    "run_folder": {"run_lock"},
+    "early_stops": set(),
+    "run_folder": {"run_lock", "early_stops"},
     # ground floor
     "capability": set(),
     "parallel": set(),
@@ -71,6 +72,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "out_of_memory",
         "pipelining",
         "schedule_report",
+        "stopping",
         "trainer",
         "checkpoint",
         "observe",
