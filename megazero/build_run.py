@@ -94,6 +94,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
             site.signals,
             folder.stop,
             config.run.time_limit,
+            first_step=folder.early_stops.forget,
             look=FolderWatch(folder, warn).look,
         ),
         lambda: write_ledger(folder, grid, device),

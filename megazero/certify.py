@@ -11,8 +11,6 @@ Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what mu
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from megazero.comparison import Compared, compare
 from megazero.config import Config, Memory, Recompute
 from megazero.config_file import flatten
 from megazero.errors import UserError
+from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.spawn import run_local
 from megazero.tolerances import tolerance_of
 
@@ -169,8 +168,7 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
 def _results(config: Config, layout: Layout, steps: int) -> tuple[list[Results], str | None]:
     """What each rank computed; or why it did not."""
     lines: list[str] = []
-    with TemporaryDirectory(prefix="megazero-certify-") as name:
-        folder = Path(name)
+    with scratch_folder("certify") as folder:
         of_layout = layout.of(config)
         code = run_local(
             layout.size,

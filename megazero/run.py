@@ -34,6 +34,7 @@ from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
 from megazero.parallel.launch import Place, World, check_gpus, job_id, local_size, world_from_environment
+from megazero.parallel.lobby import together
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED
@@ -44,6 +45,7 @@ from megazero.resuming import Job, find_job, from_first, owed_row, resume, share
 from megazero.run_folder import RunFolder
 from megazero.run_lock import RunLock
 from megazero.schedule_report import report, summary
+from megazero.stopping import REQUEUE
 from megazero.trainer import Trainer
 from megazero.zero.resting import resting_table
 
@@ -86,6 +88,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
         return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
     finally:
         place.signals.restore()
+        place.stacks.close()
 
 
 def _one_of_many(config: Config, name: str, place: Place) -> int:
@@ -119,9 +122,10 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
     """Has the folder, and the lock on it, around everything that is done there."""
     folder, first = _folder(config, name), place.world.rank == 0
     lock = RunLock(folder.lock, job_id())
-    dead = agree(
-        grid.world, place.world.device, lambda: folder.create(lock, resume=_resumes(config)) if first else None
-    )
+    with together(grid.world.wire.lobby, "run folder"):  # whose board does not tell yet who is missing
+        dead = agree(
+            grid.world, place.world.device, lambda: folder.create(lock, resume=_resumes(config)) if first else None
+        )
     if dead:
         warn(f"{folder.path}: taken over from a job that has died ({dead})")
     try:
@@ -134,13 +138,15 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
 def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
     place.seat.now(0, BUILD)
-    log = agree(grid.world, device, lambda: _settle_in(folder, place))
+    with together(grid.world.wire.lobby, "logs"):
+        log = agree(grid.world, device, lambda: _settle_in(folder, place))
     if place.world.shares_gpus:
         log.info(line := _sharing(place.world, grid))
         if first:
             _say(line)
     try:
         where = config.checkpoint.resume
+        agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
         own = agree(grid.world, device, lambda: find_job(where, folder, lock.word) if first else None)
         job = share(own, grid.world, device)
         if job.stopped:
@@ -159,6 +165,8 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
     if trained or lacking:
         write_ledger(folder, grid, device)
     stopped = trainer.reason if done < config.run.steps else None
+    if stopped is not None and stopped.exit_code == REQUEUE and done == trainer.first:
+        agree(grid.world, device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
         drawn = (trained or folder.picture_is_old()) and _draw(folder)
         if not trained and done >= config.run.steps:
@@ -264,7 +272,9 @@ def _settle_in(folder: RunFolder, place: Place) -> logging.Logger:
     try:
         if place.world.launcher in ("torchrun", "srun"):
             place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
-        return _log(folder, place.world.rank)
+        log = _log(folder, place.world.rank)
+        place.stacks.into(folder.log(place.world.rank))
+        return log
     except OSError as error:
         what = f"rank 0 made the folder, rank {place.world.rank} cannot write to it: {error.strerror}"
         raise UserError(

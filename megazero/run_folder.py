@@ -1,13 +1,14 @@
 """The folder of a run and the names in it (the contract's):
 
 config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
-lock  STOP
+lock  STOP  early_stops
 """
 
 import contextlib
 import os
 from pathlib import Path
 
+from megazero.early_stops import EarlyStops
 from megazero.errors import UserError
 from megazero.run_lock import RunLock
 
@@ -117,6 +118,11 @@ class RunFolder:
     def lock(self) -> Path:
         """Whose the folder is."""
         return self.path / "lock"
+
+    @property
+    def early_stops(self) -> EarlyStops:
+        """How often in a row it was told to stop before its first step."""
+        return EarlyStops(self.path / "early_stops")
 
     @property
     def stop(self) -> Path:

@@ -50,7 +50,8 @@ class Stopping:
         file: that ends the run when it exists; looked for by rank 0.
         time_limit: seconds from now on, for rank 0's clock; None: none.
         clock: seconds that only go forward.
-        look: what rank 0 does once a step beside that.
+        first_step: called on rank 0 when the first step is complete.
+        look: called on rank 0 once a step.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Stopping:
         file: Path,
         time_limit: float | None,
         clock: Callable[[], float] = time.monotonic,
+        first_step: Callable[[], None] = lambda: None,
         look: Callable[[], object] = lambda: None,
     ):
         self._world, self._device, self._signals, self._file, self._clock = world, device, signals, file, clock
@@ -69,6 +71,7 @@ class Stopping:
         self._last: float | None = None
         self._longest = 0.0
         self._said: Tensor | None = None  # by all ranks, on the device
+        self._first_step, self._answers = first_step, 0
 
     def ask(self, *, failed: bool, saving: float) -> None:
         """A step has been issued: says what this rank knows.
@@ -87,6 +90,9 @@ class Stopping:
         if self._said is None:
             return None
         said, self._said = self._said.tolist(), None
+        self._answers += 1
+        if self._answers == 2 and self._world.rank == 0:  # the first one comes before the first step
+            self._first_step()
         return next((reason for reason, count in zip(REASONS, said, strict=True) if count), None)
 
     def _own(self, failed: bool, saving: float) -> Iterator[Reason]:

@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from megazero.config_file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.errors import UserError
 from megazero.observe.jsonl import read_rows
+from megazero.parallel.scratch import scratch_folder
 from megazero.run import launch
 
 KEEP = 3
@@ -88,8 +88,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of whom to kill, and when")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="megazero-chaos-") as folder:
-        tally = storm(Path(folder), options.kills, options.ranks, Chance(options.seed))
+    with scratch_folder("chaos") as folder:
+        tally = storm(folder, options.kills, options.ranks, Chance(options.seed))
     answer = {**vars(tally), "ranks": options.ranks, "seed": options.seed}
     text = (
         f"{tally.kills} kills ({', '.join(f'{n} of {w}' for w, n in sorted(tally.whom.items()))}) of {tally.jobs} jobs"

@@ -13,16 +13,10 @@ import torch
 from megazero.errors import UserError
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
+from megazero.parallel.lobby import FailedElsewhere
 
 T = TypeVar("T")
 _SLICE = 1.0  # seconds
-
-
-class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
-    """Another rank has raised, and says why."""
-
-    def __init__(self, rank: int, code: int):
-        super().__init__(code, f"stopped, because rank {rank} failed")
 
 
 def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:

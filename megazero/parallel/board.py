@@ -7,6 +7,7 @@ last operation it began on each axis. That costs about a microsecond per operati
 no cooperation: whoever is left reads the seats of all (`diagnosis.py`).
 """
 
+import hashlib
 import mmap
 import os
 import socket
@@ -14,19 +15,23 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.parallel.processes import Process, host_id
+
 # Where operations go on: what one rank waits for from one other, and the axes of the grid. "ends" are the first and the
 # last rank of a pipeline.
 P2P = "p2p"
 AXES = (P2P, "world", "pipeline", "data", "tensor", "ends")
 
 _HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
+_IDENTITY, _IDENTITY_AT = struct.Struct("<Q8s"), 128  # start of the process, digest of the host's identity
 _OPERATION = struct.Struct("<QHIII160s")  # number on its axis, how many are open, first rank, stride, size, text
 _OPEN, _OPEN_AT = struct.Struct("<H"), 8
-_OPERATIONS_AT = 128
+_OPERATIONS_AT = 192
 _MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
 _MESSAGE = struct.Struct("<1000s")
 SEAT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
-assert _HEAD.size <= _OPERATIONS_AT and _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
+assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
+assert _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
 
 # Phases before the first step: meeting the others; having a folder.
 START, BUILD = "start", "build"
@@ -59,7 +64,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a seat says. `step` is 0 before the first; `last` is the operation begun last."""
+    """What a seat says. `step` is 0 before the first; `last` is the operation begun last.
+
+    Attributes:
+        process: the rank's, where it is on this host and this process can see it; else None.
+    """
 
     rank: int
     state: int
@@ -70,6 +79,12 @@ class Standing:
     operations: tuple[Operation, ...]
     last: Operation | None
     message: str
+    process: Process | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Its process is known to be held up by a signal, or a debugger."""
+        return self.process is not None and self.process.is_stopped
 
     @property
     def has_said(self) -> bool:
@@ -119,11 +134,16 @@ class Board:
             number, still, first, stride, size, text = _OPERATION.unpack_from(
                 self._memory, at + _OPERATIONS_AT + i * _OPERATION.size
             )
+            size = min(size, self.size)  # whatever a broken file says
             ranks = range(first, first + size * max(stride, 1), max(stride, 1))
             operations.append(Operation(axis, number, still > 0, ranks, _text(text)))
         (message,) = _MESSAGE.unpack_from(self._memory, at + _MESSAGE_AT)
-        last = operations[axis_from_1 - 1] if axis_from_1 else None
-        return Standing(rank, state, pid, step, _text(phase), _text(host), tuple(operations), last, _text(message))
+        last = operations[axis_from_1 - 1] if 0 < axis_from_1 <= len(AXES) else None
+        started, near = _IDENTITY.unpack_from(self._memory, at + _IDENTITY_AT)
+        here = pid > 0 and started > 0 and near == _here()
+        process = Process(pid, started) if here else None
+        texts = _text(phase), _text(host)
+        return Standing(rank, state, pid, step, *texts, tuple(operations), last, _text(message), process)
 
     def read_all(self) -> list[Standing]:
         return [self.read(rank) for rank in range(self.size)]
@@ -146,6 +166,7 @@ class Seat:
         self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
         host = socket.gethostname().encode()[:64]
         _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host)
+        _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
 
     def move(self, board: Board, rank: int) -> None:
         """Goes on on another board, with what stands here."""
@@ -190,6 +211,14 @@ class Seat:
         at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT
         (still,) = _OPEN.unpack_from(self._memory, at)
         _OPEN.pack_into(self._memory, at, still - 1)
+
+
+def _here() -> bytes:
+    """Equal for processes that can see each other; of no process where the system does not tell."""
+    try:
+        return hashlib.sha256(host_id().encode()).digest()[:8]
+    except OSError:
+        return os.urandom(8)
 
 
 def _text(raw: bytes) -> str:

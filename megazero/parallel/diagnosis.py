@@ -2,7 +2,9 @@
 
 The rank that complains is rarely the one to blame. It waits in an operation; whoever of that operation's ranks has not
 begun it either waits somewhere else, and the question moves on to what it waits for, or waits for nobody: there the
-chain ends. Ranks that began different operations under the same number disagree, which no waiting will mend.
+chain ends. If all have begun it, the one that has not given up is held up in it. A process of this host that is
+stopped is to blame wherever the chain ends: the system says so. Ranks that began different operations under the same
+number disagree, which no waiting will mend.
 """
 
 import signal
@@ -11,6 +13,9 @@ from typing import Any
 
 from megazero.errors import UserError
 from megazero.parallel.board import DONE, EMPTY, FAILED, P2P, RUNNING, STUCK, Operation, Standing
+
+SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
+STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
 
 def death(standing: Standing, exit_code: int) -> UserError:
@@ -53,6 +58,10 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
         mine, waiter, culprit = operation, culprit, late[0]
         seen.add(culprit)
         operation = _waits_in(standings[culprit]) if culprit < len(standings) else None
+    if culprit == rank:  # all have begun it: whoever does not give up with the others is held up in it
+        culprit = next((k for k in mine.ranks if k < len(standings) and standings[k].state == RUNNING), rank)
+    if (stopped := _stopped(standings)) and culprit not in stopped:
+        return _halt(standings[stopped[0]], f"rank {rank} waited in {mine}")
     blamed = standings[culprit]
     if culprit == rank:
         hosts = sorted({standings[k].host for k in mine.ranks if k < len(standings)} - {blamed.host})
@@ -61,7 +70,28 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
         return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
     what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(standings, mine, waiter)}"
-    return UserError(311, what, "stopped, slow or cut off? raise parallel.timeout for long operations", **_who(blamed))
+    return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
+
+
+def held_up(standings: Sequence[Standing]) -> UserError | None:
+    """Why ranks did not meet, if one of them is stopped, which the others could not know."""
+    stopped = _stopped(standings)
+    return _halt(standings[stopped[0]], "the others waited for it") if stopped else None
+
+
+def waited_in_vain(failed: Sequence[Standing]) -> bool:
+    """Whether all of these ranks ended because another did not come, none for a reason of its own."""
+    said = [standing for standing in failed if standing.state == STUCK or standing.has_said]
+    quiet = all(standing.state in (STUCK, FAILED) for standing in failed)
+    return quiet and bool(said) and all(s.state == STUCK or s.message.startswith("MZ-320 ") for s in said)
+
+
+def _stopped(standings: Sequence[Standing]) -> list[int]:
+    return [standing.rank for standing in standings if standing.state == RUNNING and standing.is_stopped]
+
+
+def _halt(standing: Standing, waiting: str) -> UserError:
+    return UserError(311, f"did not go on {_where(standing)}, {_doing(standing)}; {waiting}", STOPPED, **_who(standing))
 
 
 def _waits_in(standing: Standing) -> Operation | None:

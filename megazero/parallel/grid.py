@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazero.errors import UserError
+from megazero.parallel.lobby import together
 from megazero.parallel.wire import Wire
 
 
@@ -107,23 +109,43 @@ def joined(grid: Grid, groups: Mapping[str, dist.ProcessGroup | None]) -> Grid:
 
 
 def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Grid:
-    """The grid over the default process group, on torch's device mesh. Every rank calls it.
+    """The grid over the default process group. Every rank calls it.
 
     Raises:
-        UserError: 106, see `data_size`.
+        UserError: 106, see `data_size`; 311, a rank did not come while the groups were made.
     """
     grid = lay_out(dist.get_rank(), dist.get_world_size(), tensor=tensor, pipeline=pipeline, wire=wire)
+    with together(wire.lobby, "axes"):
+        groups = _groups_of_gloo(grid) if wire.backend == "gloo" else _groups_of_mesh(grid, device_type)
+        groups |= {"world": dist.group.WORLD, "ends": _group_of_ends(grid.pipeline, groups["pipeline"])}
+    return joined(grid, groups)
+
+
+def _groups_of_gloo(grid: Grid) -> dict[str, dist.ProcessGroup | None]:
+    """The group of each axis. torch's mesh would give ranks half an hour to come."""
+    world, groups = torch.arange(grid.world.size), {}
+    for axis in (grid.pipeline, grid.data, grid.tensor):
+        groups[axis.name] = None
+        lines = world.view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size)
+        for ranks in lines.tolist() if axis.size > 1 else []:
+            made = dist.new_group(ranks, timeout=axis.wire.timeout) if axis.size < len(world) else dist.group.WORLD
+            if ranks == list(axis.ranks):
+                groups[axis.name] = made
+    return groups
+
+
+def _groups_of_mesh(grid: Grid, device_type: str) -> dict[str, dist.ProcessGroup | None]:
+    """The same from torch's device mesh, which splits NCCL's communicators off that of the world."""
     axes = {axis.name: axis for axis in (grid.pipeline, grid.data, grid.tensor)}
     with warnings.catch_warnings():  # torch notes on CPU-only builds that groups of one rank are not needed
         warnings.simplefilter("ignore", UserWarning)
         sizes = tuple(axis.size for axis in axes.values())
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes))
-    groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
-    for name, axis in axes.items():
-        groups[name] = group = mesh.get_group(name) if axis.size > 1 else None
+    groups = {name: mesh.get_group(name) if axis.size > 1 else None for name, axis in axes.items()}
+    for name, group in groups.items():
         if group is not None:
-            _set_pg_timeout(wire.timeout, group)  # the mesh gives its groups the backend's default, 10 minutes or more
-    return joined(grid, groups | {"ends": _group_of_ends(grid.pipeline, groups["pipeline"])})
+            _set_pg_timeout(axes[name].wire.timeout, group)  # the mesh gives its groups the backend's default
+    return groups
 
 
 def parallel_axes(pipeline: Axis) -> list[range]:

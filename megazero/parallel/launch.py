@@ -17,8 +17,11 @@ from pathlib import Path
 import torch
 
 from megazero.errors import UserError
+from megazero.parallel import addresses
 from megazero.parallel.board import Board, Seat
+from megazero.parallel.job_token import Secret
 from megazero.parallel.signals import Signals
+from megazero.parallel.stacks import Stacks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -63,6 +66,7 @@ class Place:
     seat: Seat
     store: Path | None = None
     signals: Signals = field(default_factory=Signals)
+    stacks: Stacks = field(default_factory=Stacks)
 
     @classmethod
     def of(cls, world: World) -> "Place":
@@ -102,6 +106,8 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
                 continue
             if launcher == "torchrun" and world.size > 1 and lacking:
                 raise UserError(111, f"WORLD_SIZE={world.size}, but {' and '.join(lacking)} not set", DO)
+            if world.size > 1:
+                _check_meeting(environment)
             return world
     given = [name for name in TORCHRUN if name in environment]
     if "WORLD_SIZE" in given or "RANK" in given:
@@ -162,7 +168,7 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
         if not nodes:
             raise UserError(111, "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set", "set MASTER_ADDR to a host name")
         host = first_host(nodes)
-    port = _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
+    port = addresses.port("MASTER_PORT", environment["MASTER_PORT"]) if "MASTER_PORT" in environment else None
     if port is None:
         job, restart, step = (
             _number(environment, name, default)
@@ -203,23 +209,39 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", host)
 
 
+def secret_of_step(environment: Mapping[str, str] = os.environ) -> Secret:
+    """What the ranks of an srun step know and nobody else does, and which step it is."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    step = " ".join(environment.get(name) or "0" for name in names)
+    home = Path(environment.get("XDG_CONFIG_HOME") or "", "megazero")
+    if not home.is_absolute():  # the standard says to ignore it then
+        home = Path(os.path.expanduser("~"), ".config", "megazero")
+    return Secret(environment.get("MEGAZERO_TOKEN"), home, step)
+
+
+def _check_meeting(environment: Mapping[str, str]) -> None:
+    """Refuse values of MASTER_ADDR and MASTER_PORT that no rank can meet at."""
+    if "MASTER_ADDR" in environment:
+        addresses.host("MASTER_ADDR", environment["MASTER_ADDR"])
+    if "MASTER_PORT" in environment:
+        addresses.port("MASTER_PORT", environment["MASTER_PORT"])
+
+
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdecimal():
-        got = "is not set" if text is None else f"is {text}"
-        raise UserError(111, f"{name} {got}, expected a number", "set MASTER_ADDR and MASTER_PORT")
-    return int(text)
+    do = "set MASTER_ADDR and MASTER_PORT"
+    if text is None:
+        raise UserError(111, f"{name} is not set, expected a number", do)
+    return addresses.number(name, text, do)
 
 
 def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher: str) -> World:
-    try:
-        rank, size, local_rank = (int(environment[name]) for name in names)
-        world = World(rank, size, local_rank, launcher)
-    except ValueError:
-        world = None
-    if world is None or not 0 <= world.rank < world.size or world.local_rank < 0:
-        got = ", ".join(f"{name}={environment[name]}" for name in names)
-        raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)
-    return world
+    texts = [environment[name] for name in names]
+    if all(re.fullmatch(r"[0-9]{1,9}", text) for text in texts):
+        rank, size, local_rank = map(int, texts)
+        if rank < size:
+            return World(rank, size, local_rank, launcher)
+    got = ", ".join(f"{name}={addresses.shown(text)}" for name, text in zip(names, texts, strict=True))
+    raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)

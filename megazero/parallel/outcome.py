@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megazero.errors import UserError
 from megazero.parallel.agreement import FailedElsewhere
@@ -17,6 +17,7 @@ from megazero.parallel.board import DONE, FAILED, STUCK, Board, Standing
 from megazero.parallel.collectives import CollectiveError
 from megazero.parallel.diagnosis import stuck
 from megazero.parallel.launch import Place
+from megazero.parallel.stacks import ask_for_stacks
 
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
 
@@ -28,6 +29,7 @@ def outcome(main: Callable[[], int | None], place: Place) -> int:
         code = main()
     except CollectiveError as error:
         seat.set_state(STUCK, error.axis)
+        place.stacks.write(error)
         return 1
     except FailedElsewhere as error:
         seat.set_state(FAILED)
@@ -55,10 +57,17 @@ def say_why(place: Place) -> None:
     assert board is not None
     time.sleep(_GRACE)
     standings = board.read_all()
+    if rank == first_here(standings):
+        ask_for_stacks(standings)
     own = standings[rank]
     line = _line(standings, own)
     if line and all(_line(standings, other) != line for other in standings[:rank]):
         print(line, file=sys.stderr, flush=True)
+
+
+def first_here(standings: Sequence[Standing]) -> int | None:
+    """The first rank of this host that gave up."""
+    return next((s.rank for s in standings if s.state == STUCK and s.process is not None), None)
 
 
 def _line(standings: list[Standing], standing: Standing) -> str:

@@ -1,37 +1,39 @@
 """How ranks find each other: a store, a roll call, a process group.
 
 The store is a file where a local parent started the ranks (nothing listens on any network), torchrun's own under
-torchrun, and otherwise a server of rank 0 that listens on one address only: of the interface that the user named, or
-of the host that all ranks were told to meet at. torch's store would listen on every interface and let anybody write.
+torchrun, and otherwise one of rank 0 (`job_store.py`), which listens on one address only, of the interface that the
+user named or of the host that all ranks were told to meet at, and answers nobody but the ranks of this step. torch's
+store would listen on every interface and let anybody write.
 
 The roll call comes before the process group, so that a rank that does not come is named, and so is one that runs other
 code or another config.
 """
 
 import fcntl
-import json
-import os
 import socket
 import struct
-import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.errors import UserError
-from megazero.parallel.agreement import FailedElsewhere
+from megazero.parallel import addresses
 from megazero.parallel.bounce import bounce_pool
-from megazero.parallel.launch import Meeting, Place, World, meeting_of_step, stay_on
+from megazero.parallel.channel import Refused
+from megazero.parallel.job_store import JobStore, NoAnswer
+from megazero.parallel.launch import Meeting, Place, World, meeting_of_step, secret_of_step, stay_on
 from megazero.parallel.ledger import Ledger
-from megazero.parallel.shared import Box, Mail, host_id, supported
+from megazero.parallel.lobby import FailedElsewhere, Lobby, absent
+from megazero.parallel.presence import NOWHERE, NoPresence, Presence
+from megazero.parallel.processes import Process, host_id
+from megazero.parallel.shared import Box, Mail, supported
+from megazero.parallel.store_server import StoreServer
 from megazero.parallel.wire import BUCKET, Wire
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
-_POLL = 0.05  # seconds between looks at the roll
 
 
 def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> Wire:
@@ -44,7 +46,8 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int =
         bucket: see `Wire`.
 
     Raises:
-        UserError: 320, ranks do not come; 321, one runs something else; 322, the address cannot be listened on.
+        UserError: 311, a rank stopped coming; 320, ranks do not come; 321, one runs something else; 322, the address
+            cannot be listened on; 323, this rank has another token than rank 0.
     """
     world = place.world
     if world.size == 1:
@@ -53,6 +56,11 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int =
         stay_on(_loopback())
     try:
         return _connected(place, timeout, fingerprint, bucket)
+    except NoAnswer as error:
+        if world.rank != 1:
+            raise FailedElsewhere(1, 320) from None
+        what = f"did not answer at the roll call: {error}; rank 1 waited"
+        raise UserError(320, what, "is its process stopped, its host cut off?", rank=0) from None
     except dist.DistError as error:  # rank 0 held the store, and has ended
         if world.rank == 0:
             raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
@@ -64,22 +72,24 @@ def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) 
     device = world.device
     on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
     mail = _mail(world, timeout) if backend == "gloo" and supported() else None
-    roll = _roll_call(store, world, timeout, fingerprint, mail)
+    roll = _roll_call(store, world, timeout, _presence(fingerprint, mail))
+    lobby = Lobby(store, world.rank, roll, timeout.total_seconds())
     if mail is not None:
-        _open_boxes(mail, roll, store, world)
+        _open_boxes(mail, lobby)
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    with lobby.together("process group"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
     ledger = Ledger()
     bounce = bounce_pool(device, ledger) if on_gpu and backend == "gloo" else None
-    wire = Wire(backend, timeout, bucket, ledger, mail, place.seat, bounce=bounce)
+    wire = Wire(backend, timeout, bucket, ledger, mail, place.seat, bounce=bounce, lobby=lobby)
     if mail is not None:
         wire.ledger.hold("staging", Box.size(world.size))
     return wire
@@ -104,37 +114,47 @@ def _store(place: Place, timeout: timedelta) -> Store:
 
 
 def _step_store(world: World, meeting: Meeting, timeout: timedelta) -> Store:
-    """Rank 0 serves, on one address; the others are its clients."""
-    if world.rank == 0:
-        listener = _listen(meeting)
-        handle = listener.detach()  # the store closes it
-        return TCPStore(
-            meeting.host, meeting.port, world.size, True, timeout, wait_for_workers=False, master_listen_fd=handle
-        )
+    """Rank 0 serves, on one address; all ranks are its clients."""
+    addresses.host("the host to meet at", meeting.host)  # also where it came from SLURM's node list
+    key = secret_of_step().key()
+    listener = _listen(meeting) if world.rank == 0 else None
+    host, port = (meeting.host, meeting.port) if listener is None else listener.getsockname()[:2]
+    server = None if listener is None else StoreServer(listener, key)
     try:
-        return TCPStore(meeting.host, meeting.port, world.size, False, timeout)
-    except (dist.DistError, RuntimeError) as error:
+        return JobStore(host, port, key, timeout, server)
+    except Refused as error:
+        what = f"at {host}:{port}: {error}"
+        do = "export one MEGAZERO_TOKEN to all tasks, or give all hosts the same home; is it this job's rank 0?"
+        raise UserError(323, what, do, rank=world.rank) from None
+    except dist.DistError as error:
         reason = str(error).splitlines()[0][:80]
-        what = f"rank 0 cannot be reached at {meeting.host}:{meeting.port} within {timeout.seconds} s ({reason})"
+        what = f"rank 0 cannot be reached at {host}:{port} within {timeout.seconds} s ({reason})"
         raise UserError(320, what, "is it running? set MASTER_ADDR and MASTER_PORT", rank=world.rank) from None
 
 
 def _listen(meeting: Meeting) -> socket.socket:
     where = f"{meeting.host}:{meeting.port}"
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener: socket.socket | None = None
     try:
-        address = address_of(meeting.interface) if meeting.interface else socket.gethostbyname(meeting.host)
+        family, address = _own_address(meeting)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         if meeting.nodes > 1 and address.startswith("127."):
             raise OSError(f"{address} cannot be reached from the other {meeting.nodes - 1} hosts")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, meeting.port))
         listener.listen(1024)
     except OSError as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         what = f"cannot listen on {where}" + (f" ({meeting.interface})" if meeting.interface else "")
         do = "set MASTER_ADDR to this host and MASTER_PORT to a free port"
         raise UserError(322, f"{what}: {error.strerror or error}", do, rank=0) from None
     return listener
+
+
+def _own_address(meeting: Meeting) -> tuple[int, str]:
+    """Family and address of where rank 0 listens. Raises OSError: there is none."""
+    return (socket.AF_INET, address_of(meeting.interface)) if meeting.interface else addresses.resolved(meeting.host)[0]
 
 
 def address_of(interface: str) -> str:
@@ -156,67 +176,72 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-@dataclass(frozen=True)
-class _Present:
-    """What a rank says of itself when it comes."""
-
-    host: str
-    fingerprint: str
-    host_id: str
-    pid: int
-    handle: int  # of its outbox; -1: it shares no memory
+def _presence(fingerprint: str, mail: Mail | None) -> Presence:
+    """What this rank says of itself."""
+    own = Process.own()
+    near, handle = ("", NOWHERE) if mail is None else (host_id(), mail.handle)
+    return Presence(socket.gethostname(), fingerprint, own.pid, own.started, near, handle)
 
 
-def _roll_call(
-    store: Store, world: World, timeout: timedelta, fingerprint: str, mail: Mail | None
-) -> dict[int, _Present]:
+def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -> dict[int, Presence]:
     """Waits until every rank has come, each with the same fingerprint; returns what each said."""
-    near = (host_id(), os.getpid(), mail.handle) if mail is not None else ("", 0, -1)
-    store.set(f"here/{world.rank}", json.dumps([socket.gethostname(), fingerprint, *near]))
+    store.set(f"here/{world.rank}", mine.said())
     _all_have(store, "here", world, timeout)
-    roll = {rank: _Present(*json.loads(store.get(f"here/{rank}"))) for rank in range(world.size)}
-    mine, first = roll[world.rank], roll[0]
-    odd = [rank for rank, present in roll.items() if present.fingerprint != first.fingerprint]
+    roll: dict[int, Presence] = {}
+    odd: dict[int, str] = {}
+    for rank in range(world.size):
+        try:
+            roll[rank] = Presence.heard(store.get(f"here/{rank}"))
+        except NoPresence as error:
+            odd[rank] = f"said what is no presence at the roll call: {error}"
+            continue
+        first = roll[min(roll)]
+        if roll[rank].fingerprint != first.fingerprint:
+            what = f"runs {roll[rank].fingerprint} on {roll[rank].host}, "
+            odd[rank] = what + f"rank {min(roll)} {first.fingerprint} on {first.host}"
     if odd:
-        store.set(f"read/{world.rank}", "")
-        if world.rank == 0:  # which holds the store: without it the others would not know whom to blame
-            _all_have(store, "read", world, timeout)
-    if odd and odd[0] != world.rank:
-        raise FailedElsewhere(odd[0], 321)
-    if odd:
-        what = f"runs {mine.fingerprint} on {mine.host}, rank 0 {first.fingerprint} on {first.host}"
-        raise UserError(
-            321, what, "start all ranks from one folder with one config and the same flags", rank=world.rank
-        )
+        _stop(store, world, timeout, odd, sane=sorted(roll))
     return roll
+
+
+def _stop(store: Store, world: World, timeout: timedelta, odd: dict[int, str], sane: list[int]) -> None:
+    """Stops all ranks because of `odd` ones. The first of these says why, if it is one of the `sane` that can talk."""
+    store.set(f"read/{world.rank}", "")
+    if world.rank == 0:  # which holds the store: without it the others would not know whom to blame
+        _all_have(store, "read", world, timeout)
+    rank, what = next(iter(odd.items()))
+    speaker = rank if rank in sane or not sane else sane[0]
+    if speaker != world.rank:
+        raise FailedElsewhere(speaker, 321)
+    raise UserError(321, what, "start all ranks from one folder with one config and the same flags", rank=rank)
 
 
 def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
     """Waits until every rank has set its `key`."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    missing = list(range(world.size))
-    while missing := [rank for rank in missing if not store.check([f"{key}/{rank}"])]:
-        if time.monotonic() > deadline:
-            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            first = min(set(range(world.size)) - set(missing))
-            if first != world.rank:
-                raise FailedElsewhere(first, 320)
-            what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
-            raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
-        time.sleep(_POLL)
+    missing = absent(store, key, range(world.size), timeout.total_seconds())
+    if not missing:
+        return
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    first = min(set(range(world.size)) - set(missing))
+    if first != world.rank:
+        raise FailedElsewhere(first, 320)
+    what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
+    raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
 
 
-def _open_boxes(mail: Mail, roll: dict[int, _Present], store: Store, world: World) -> None:
+def _open_boxes(mail: Mail, lobby: Lobby) -> None:
     """Maps the outboxes of this host's ranks; they are used where every one of them could open all."""
-    here = [rank for rank, present in roll.items() if present.host_id == roll[world.rank].host_id]
+    store, roll, own = lobby.store, lobby.roll, lobby.rank
+    here = [rank for rank, there in roll.items() if there.host_id == roll[own].host_id]
     try:
         for rank in here:
-            if rank != world.rank:
-                mail.open(rank, roll[rank].pid, roll[rank].handle)
+            if rank != own:
+                mail.open(rank, roll[rank].handle)
         opened = True
-    except OSError:  # a hardened kernel may forbid it; sockets do as well
+    except OSError:  # a hardened kernel may forbid it, or it is not what was told; sockets do as well
         opened = False
-    store.set(f"opened/{world.rank}", str(int(opened)))
-    store.wait([f"opened/{rank}" for rank in here])
-    if all(store.get(f"opened/{rank}") == b"1" for rank in here):
-        mail.reached = frozenset(here)
+    store.set(f"opened/{own}", str(int(opened)))
+    with lobby.together("shared memory"):
+        store.wait([f"opened/{rank}" for rank in here])
+        if all(store.get(f"opened/{rank}") == b"1" for rank in here):
+            mail.reached = frozenset(here)

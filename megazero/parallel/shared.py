@@ -17,17 +17,21 @@ other to be read. A sender that finds none free keeps the message and goes on; a
 it, expected or not, so that nothing holds up what stands behind it.
 
 The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process.
+A rank opens what another told it of only if it is proven to be that: memory of the same user, of the inode that was
+told, of the right size, which nobody can change any more. (Memory cut off under a reader would end it with SIGBUS.)
 """
 
+import errno
+import fcntl
 import mmap
 import os
 import platform
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -44,22 +48,13 @@ _PARCEL_WORDS = 4  # key, key of what was read last, for whom, bytes
 _SPINS = 300  # looks before sleeping between them
 _NAP = 20e-6  # seconds; the kernel makes it some 70e-6
 _SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
+_SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BETWEEN_ROLLS = 0.3  # seconds between looks at whether the others still live
 
 
 def supported() -> bool:
     """Linux has descriptors one can open through /proc; x86 keeps a read before a later write, as readers need."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
-
-
-def host_id() -> str:
-    """Equal for processes that can share memory: same machine since its last start, same user, same view of processes.
-
-    Host names are not enough: containers of one machine have several, and many machines may be called localhost.
-    """
-    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "mnt")]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, str(os.getuid()), *names])
 
 
 class Box:
@@ -125,6 +120,21 @@ class Round(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Handle:
+    """Where an outbox can be found: a file descriptor of a process, and which file that is.
+
+    Attributes:
+        number: of the descriptor.
+        device, inode: of the memory.
+    """
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+
+
 class Mail:
     """This rank's outbox and those of the ranks that it can reach.
 
@@ -135,9 +145,12 @@ class Mail:
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank, self._size, self._timeout = rank, size, timeout.total_seconds()
-        self.handle = os.memfd_create(f"megazero-{rank}")
-        os.ftruncate(self.handle, Box.size(size))
-        self._own = Box(mmap.mmap(self.handle, Box.size(size)), size)
+        handle = os.memfd_create(_name(rank), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(handle, Box.size(size))
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _SEALS)
+        found = os.fstat(handle)
+        self.handle = Handle(os.getpid(), handle, found.st_dev, found.st_ino)
+        self._own = Box(mmap.mmap(handle, Box.size(size)), size)
         self._boxes: dict[int, Box] = {}
         self._pids: dict[int, int] = {}
         self._number = 0
@@ -148,14 +161,23 @@ class Mail:
         self.early: dict[tuple[int, int], Tensor] = {}
         self.reached: frozenset[int] = frozenset((rank,))
 
-    def open(self, rank: int, pid: int, handle: int) -> None:
-        """Maps another rank's outbox. Raises OSError where that is not allowed."""
-        theirs = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
+    def open(self, rank: int, handle: Handle) -> None:
+        """Maps another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
+        path, size = f"/proc/{handle.pid}/fd/{handle.number}", Box.size(self._size)
+        if os.stat(f"/proc/{handle.pid}").st_uid != os.geteuid():
+            raise _not_proven(rank, "the process is another user's")
+        if os.readlink(path) != f"/memfd:{_name(rank)} (deleted)":
+            raise _not_proven(rank, "the descriptor is something else")
+        _prove(rank, os.stat(path), handle, size)  # before it is opened, which may do something to a device
+        theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self._boxes[rank] = Box(mmap.mmap(theirs, Box.size(self._size)), self._size)
+            _prove(rank, os.fstat(theirs), handle, size)  # it may have become another one meanwhile
+            if fcntl.fcntl(theirs, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise _not_proven(rank, "its size can be changed")
+            self._boxes[rank] = Box(mmap.mmap(theirs, size), self._size)
         finally:
             os.close(theirs)
-        self._pids[rank] = pid
+        self._pids[rank] = handle.pid
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
         """Puts contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
@@ -275,3 +297,21 @@ class Mail:
                 if late:
                     raise TimeoutError(f"no answer within {self._timeout:g} s")
         return found
+
+
+def _name(rank: int) -> str:
+    return f"megazero-{rank}"
+
+
+def _prove(rank: int, found: os.stat_result, handle: Handle, size: int) -> None:
+    """Refuse what is not the memory that a rank told of. Raises OSError."""
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise _not_proven(rank, "it is another user's, or no file")
+    if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
+        raise _not_proven(rank, "it is another file")
+    if found.st_size != size:
+        raise _not_proven(rank, f"expected {size} bytes, got {found.st_size}")
+
+
+def _not_proven(rank: int, what: str) -> OSError:
+    return OSError(errno.EPERM, f"not rank {rank}'s outbox: {what}")

@@ -12,20 +12,20 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from megazero.parallel.board import DONE, STUCK, Board, Standing
-from megazero.parallel.diagnosis import death, disagreement, stuck
+from megazero.parallel.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
 from megazero.parallel.launch import Place, World, threads_for
 from megazero.parallel.outcome import outcome
+from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.signals import NOTED, TWICE, noted
+from megazero.parallel.stacks import ask_for_stacks
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
@@ -85,8 +85,8 @@ def run_local(
     sys.stdout.flush()
     sys.stderr.flush()
     board = Board.private(size)
-    with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
-        store = Path(folder) / "store"
+    with scratch_folder() as folder:
+        store = folder / "store"
         ranks = _Ranks({})
         before = {number: signal.signal(number, ranks.pass_on) for number in noted()}
         try:
@@ -179,6 +179,10 @@ def _verdict(ranks: _Ranks, board: Board) -> tuple[int, str]:
     ):
         name = signal.Signals(ranks.signalled).name
         return 128 + ranks.signalled, "interrupted" if ranks.signalled == signal.SIGINT else f"ended by {name}"
+    if waited_in_vain([standings[rank] for rank in failed]):
+        ask_for_stacks(standings)
+        if all(standings[rank].state != STUCK for rank in failed) and (error := held_up(standings)):
+            return error.exit_code, str(error)
     for rank in failed:
         if standings[rank].has_said:
             return ranks.ended[rank], standings[rank].message

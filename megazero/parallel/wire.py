@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megazero.parallel.board import Board, Seat
 from megazero.parallel.ledger import Ledger
+from megazero.parallel.lobby import Lobby
 from megazero.parallel.pool import Pool
 from megazero.parallel.shared import Mail
 
@@ -30,6 +31,7 @@ class Wire:
         split_group: makes communicators of a few ranks each; all ranks of the world call it.
         bounce: the host's memory that tensors of a device go through where the backend sends from there only
             (`bounce.py`); None: they are sent from where they lie.
+        lobby: where the ranks met; None: there is one rank.
         staging: for what comes through sockets.
     """
 
@@ -41,6 +43,7 @@ class Wire:
     seat: Seat = field(default_factory=lambda: Board.private().seat(0))
     split_group: Callable[..., dist.ProcessGroup | None] = dist.split_group
     bounce: Pool | None = None
+    lobby: Lobby | None = None
     staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 

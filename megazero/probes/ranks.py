@@ -9,7 +9,6 @@ the time of one over a single number.
 
 import json
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,6 +22,7 @@ from megazero.parallel.collectives import CollectiveError, all_reduce, start_all
 from megazero.parallel.grid import Axis, make_grid, single
 from megazero.parallel.launch import Place, World
 from megazero.parallel.rendezvous import connect, disconnect
+from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.spawn import run_local
 from megazero.probes.finding import reason
 from megazero.probes.speed import DTYPES, copy_bandwidth, host_bandwidth, matmul_flops, seconds_of, wait
@@ -97,8 +97,7 @@ def measure_gpus(size: int) -> Measured:
 
 def _in_ranks(size: int, main: Callable[[Place, "_Notes"], None]) -> Measured:
     lines: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="megazero-doctor-") as name:
-        folder = Path(name)
+    with scratch_folder("doctor") as folder:
 
         def rank(place: Place) -> None:
             try:

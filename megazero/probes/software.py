@@ -10,11 +10,11 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.parallel.scratch import scratch_folder
 from megazero.probes.finding import Finding
 
 _INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too
@@ -160,8 +160,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _fault_of(compiler: str) -> str:
     """Why a small library cannot be compiled, in one line; "" if it can."""
-    with tempfile.TemporaryDirectory(prefix="megazero-") as name:
-        source, library = Path(name) / "probe.cpp", Path(name) / "probe.so"
+    with scratch_folder("compile") as folder:
+        source, library = folder / "probe.cpp", folder / "probe.so"
         source.write_text(_PROGRAM)
         line = [compiler, "-std=c++20", "-fPIC", "-shared", str(source), "-o", str(library)]
         try:

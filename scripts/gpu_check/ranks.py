@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch
 from megazero.certified_rank import Results, load_results
 from megazero.comparison import Compared, compare
 from megazero.parallel.grid import single
+from megazero.parallel.scratch import scratch_folder
 from megazero.tolerances import Tolerance, tolerance_of
 from scripts.gpu_check.layouts import HEADS, Layout, train
 
@@ -125,8 +125,8 @@ def _row(part: str, layout: Layout, ranks: list[Results] | str, alone: Results |
 def _trained(device: torch.device, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[Results] | str]]:
     """What each rank of each layout, all of one size, computed in each dtype; or why it did not."""
     each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
-    with TemporaryDirectory(prefix="megazero-check-") as name:
-        folder, size = Path(name), layouts[0].size
+    with scratch_folder("check") as folder:
+        size = layouts[0].size
         job = {"size": size, "device": device.type, "layouts": [asdict(layout) for layout in each]}
         (folder / "job.json").write_text(json.dumps(job))
         fault = _run(folder, size, device)

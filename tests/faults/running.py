@@ -77,7 +77,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a rank stopped",
-    "MZ-311 rank=1 step=5: did not answer in … on … (pid …); rank 0 waited; stopped, slow or cut off? …",
+    "MZ-311 rank=1 step=5: did not answer in … on … (pid …); rank 0 waited; it is stopped (SIGSTOP, a debugger?): …",
     SINCE,
 )
 def _(site: Site) -> list[str]:

@@ -19,7 +19,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "reading": set(),
     "learning_rate": set(),
     "run_lock": set(),
-    "run_folder": {"run_lock"},
+    "early_stops": set(),
+    "run_folder": {"run_lock", "early_stops"},
     # ground floor
     "capability": set(),
     "parallel": set(),
@@ -87,6 +88,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "out_of_memory",
         "pipelining",
         "schedule_report",
+        "stopping",
         "trainer",
         "checkpoint",
         "observe",

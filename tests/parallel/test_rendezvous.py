@@ -12,7 +12,7 @@ import pytest
 from tests.parallel.test_faults import assert_gone, listening
 
 ROOT = Path(__file__).parents[2]
-STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "MASTER_ADDR": "127.0.0.1"}
+STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "MASTER_ADDR": "127.0.0.1", "MEGAZERO_TOKEN": "t" * 64}
 MEET = textwrap.dedent(
     """
     import sys, os
@@ -51,9 +51,9 @@ def free_port() -> str:
 
 SLOW = """
 import time
-from megazero.parallel import rendezvous
-present = rendezvous._Present
-rendezvous._Present = lambda *said: time.sleep(1.5) or present(*said)
+from megazero.parallel.presence import Presence
+heard = Presence.heard
+Presence.heard = lambda raw: time.sleep(0.8) or heard(raw)
 """
 
 

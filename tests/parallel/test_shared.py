@@ -10,7 +10,7 @@ import torch
 from megazero.parallel import shared
 from megazero.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from megazero.parallel.grid import Axis, Grid
-from megazero.parallel.shared import Label, Mail
+from megazero.parallel.shared import Handle, Label, Mail
 from tests.parallel.test_collectives import reduce_everything, scatter_and_gather
 from tests.ranks import run_ranks
 
@@ -92,10 +92,10 @@ def test_where_boxes_cannot_be_opened_sockets_are_used(monkeypatch: pytest.Monke
     """On one rank only: the others must know."""
     opened = Mail.open
 
-    def forbidden(self: Mail, rank: int, pid: int, handle: int) -> None:
+    def forbidden(self: Mail, rank: int, handle: Handle) -> None:
         if self.rank == 1:
             raise PermissionError("no")
-        opened(self, rank, pid, handle)
+        opened(self, rank, handle)
 
     monkeypatch.setattr(shared.Mail, "open", forbidden)
     reached = run_ranks(3, lambda grid: (grid.world.wire.mail.reached, reduce_everything(grid)[0].shape))

@@ -1,0 +1,70 @@
+"""A run that is told to stop before its first step, again and again, is not started for ever.
+
+Each such start asks to be started again (exit code 75) and changes nothing, so a queue would go on for ever. So
+they are counted, in a file of the run's folder, which outlives launchers and hosts. The first completed step
+removes it; at the third start in a row the run fails, and fails at once from then on until the file is removed.
+"""
+
+import contextlib
+import os
+import re
+import stat
+from pathlib import Path
+
+from megazero.errors import UserError
+from megazero.files import replace_file
+
+MOST = 3
+_DO = "give it time to build, see who signals it, and remove the file to try again"
+_LONGEST = 200  # bytes of the file
+
+
+class EarlyStops:
+    """
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def refuse(self) -> None:
+        """Refuse to start. Raises UserError: 422, it has been stopped too often, or the file is none of ours."""
+        if self._count() >= MOST:
+            raise UserError(422, f"stopped before its first step {MOST} times in a row", _DO, where=self._path)
+
+    def add(self, reason: str) -> None:
+        """Count one more. Raises UserError: 422, that is too many.
+
+        Args:
+            reason: as one says it: "stopped by SIGTERM".
+        """
+        count = self._count() + 1
+        text = f"{count} start{'s' * (count > 1)} in a row stopped before the first step, the last one {reason}\n"
+        with contextlib.suppress(OSError):  # a disk that is full does not make a save of nothing fail
+            replace_file(self._path, text.encode()[:_LONGEST])
+        if count >= MOST:
+            what = f"{reason} before the first step, {count} times in a row: not started again"
+            raise UserError(422, what, _DO, where=self._path)
+
+    def forget(self) -> None:
+        """A step has been completed."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _count(self) -> int:
+        try:
+            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise UserError(422, f"cannot be read: {error.strerror}", "remove it", where=self._path) from None
+        try:
+            regular = stat.S_ISREG(os.fstat(handle).st_mode)
+            text = os.read(handle, _LONGEST + 1) if regular else b""
+        finally:
+            os.close(handle)
+        match = re.fullmatch(rb"([1-9][0-9]{0,3}) starts? in a row stopped before the first step, [ -~]+\n", text)
+        if match is None or len(text) > _LONGEST:
+            raise UserError(422, "is no count of early stops, or damaged", "remove it", where=self._path)
+        return int(match[1])

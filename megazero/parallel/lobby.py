@@ -1,0 +1,108 @@
+"""Between the roll call and the first operation: what the ranks of a run do together through the store.
+
+torch makes process groups by waiting for one key after the other, and says of a rank that does not come no more than
+that some key was not set. So each rank says here that it got through, or gave up; who says neither is to blame, and the
+roll call has told where that rank is.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from megazero.errors import UserError
+from megazero.parallel.diagnosis import SLOW, STOPPED
+from megazero.parallel.job_store import NoAnswer
+from megazero.parallel.presence import Presence
+from megazero.parallel.processes import Process
+
+_SLACK = 1.0  # seconds that ranks may give up later than the first one
+_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between looks
+
+
+class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
+    """Another rank has raised, and says why."""
+
+    def __init__(self, rank: int, code: int):
+        super().__init__(code, f"stopped, because rank {rank} failed")
+
+
+def together(lobby: "Lobby | None", what: str) -> contextlib.AbstractContextManager[None]:
+    """See `Lobby.together`; of one rank there is nothing to wait for."""
+    return contextlib.nullcontext() if lobby is None else lobby.together(what)
+
+
+@dataclass(frozen=True)
+class Lobby:
+    """
+    Attributes:
+        store: that all ranks reach; kept here as long as torch's groups use it.
+        rank: this one.
+        roll: all ranks.
+        timeout: seconds.
+    """
+
+    store: Store
+    rank: int
+    roll: Mapping[int, Presence]
+    timeout: float
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around something that every rank does and that waits for the others.
+
+        Raises:
+            UserError: 311, a rank did not do it in time; 320, it went wrong though all ranks came.
+            FailedElsewhere: another rank says so.
+        """
+        try:
+            yield
+            self.store.set(f"{what}/{self.rank}", "done")
+        except UserError:
+            raise
+        except RuntimeError as error:  # all of torch's, and CollectiveError
+            reason = " ".join(str(error).split())[:80]
+            missing = [0] if isinstance(error, NoAnswer) else self._missing(what)  # rank 0 holds that store
+            raise self._blamed(what, missing) or self._broken(what, reason) from None
+
+    def _missing(self, what: str) -> list[int]:
+        """Ranks that neither got through nor gave up within a moment."""
+        try:
+            self.store.set(f"{what}/{self.rank}", "late")
+            return absent(self.store, what, [rank for rank in self.roll if rank != self.rank], _SLACK)
+        except NoAnswer:
+            return [0]
+        except dist.DistError:  # rank 0 has ended, and says why
+            return []
+
+    def _blamed(self, what: str, missing: Sequence[int]) -> UserError | None:
+        """The error of this rank if one is missing: one of those that are there says so."""
+        if not missing:
+            return None
+        speaker = min(set(self.roll) - set(missing))
+        if speaker != self.rank:
+            return FailedElsewhere(speaker, 311)
+        there = self.roll[missing[0]]
+        here = there.host_id != "" and there.host_id == self.roll[self.rank].host_id
+        stopped = here and Process(there.pid, there.started).is_stopped
+        line = f"did not answer in the meeting ({what}) in start on {there.host} (pid {there.pid})"
+        return UserError(311, f"{line}; rank {speaker} waited", STOPPED if stopped else SLOW, rank=missing[0])
+
+    def _broken(self, what: str, reason: str) -> UserError:
+        if self.rank:
+            return FailedElsewhere(0, 320)
+        return UserError(320, f"{what}: {reason}", "see the network between the ranks' hosts", rank=0)
+
+
+def absent(store: Store, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
+    """Wait until each of `ranks` has set its `key`; return those that have not in time."""
+    deadline, pause, missing = time.monotonic() + seconds, _POLL, list(ranks)
+    while missing and not store.check([f"{key}/{rank}" for rank in missing]):
+        if time.monotonic() > deadline:
+            return [rank for rank in missing if not store.check([f"{key}/{rank}"])]
+        time.sleep(pause)
+        pause = min(pause * 1.2, _LONGEST_POLL)
+    return []

@@ -1,0 +1,94 @@
+"""Processes of this host, told apart for certain: a number is given again, a number and its start are not.
+
+A process of another user is never looked at nor signalled, nor is one of another host or of another view of processes
+(a container's), where the same numbers mean others.
+"""
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_STARTED, _STATE = 19, 0  # fields of /proc/PID/stat behind the name
+
+
+@dataclass(frozen=True)
+class Process:
+    """
+    Attributes:
+        started: in the kernel's ticks since the host's start.
+    """
+
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> "Process":
+        """Return this one; its start is 0 where the system does not tell."""
+        fields = _stat(os.getpid())
+        return cls(os.getpid(), int(fields[_STARTED]) if fields else 0)
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter: R, S, D, T (stopped), t (traced), Z (dead, and not yet taken away); "": it is gone."""
+        fields = _stat(self.pid)
+        return fields[_STATE] if fields and int(fields[_STARTED]) == self.started else ""
+
+    @property
+    def lives(self) -> bool:
+        return self.state not in ("", "Z", "X", "x")
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    def handles(self, number: int) -> bool:
+        """Whether the process has a handler for a signal."""
+        return _in_mask(self.pid, "SigCgt", number)
+
+    def has_waiting(self, number: int) -> bool:
+        """Whether a signal has been sent to the process that it has not begun to handle."""
+        return _in_mask(self.pid, "ShdPnd", number) or _in_mask(self.pid, "SigPnd", number)
+
+    def send(self, number: int) -> bool:
+        """Send a signal, if the process lives, is this user's and has a handler for it; return whether it was sent."""
+        with contextlib.suppress(OSError):
+            handle = os.pidfd_open(self.pid)  # from here on nobody else can get the number unnoticed
+            try:
+                if self.lives and os.stat(f"/proc/{self.pid}").st_uid == os.geteuid() and self.handles(number):
+                    signal.pidfd_send_signal(handle, number)
+                    return True
+            finally:
+                os.close(handle)
+        return False
+
+
+def boot_id() -> str:
+    """Return the name of this host's last start. Raises OSError: the system does not tell."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: same machine since its last start, same user, same view of processes.
+
+    Host names are not enough: containers of one machine have several, and many machines may be called localhost.
+    """
+    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "mnt")]
+    return " ".join([boot_id(), str(os.getuid()), *names])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may hold anything; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _in_mask(pid: int, name: str, number: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith(f"{name}:"))
