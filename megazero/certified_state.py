@@ -101,16 +101,17 @@ def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
 def not_held_once(ranks: Sequence[Results]) -> str | None:
     """The first element that no rank would save, or more than one."""
     for name, shape in ranks[0].shapes.items():
-        pieces = sorted(
-            (start, stop, number) for number, rank in enumerate(ranks) for n, start, stop in rank.held if n == name
-        )
-        end, before = 0, 0
-        for start, stop, number in [*pieces, (math.prod(shape), math.prod(shape), len(ranks))]:
-            if start > end:
-                return f"element {end} of {name} is held by nobody"
+        held = [(*piece[1:], number) for number, rank in enumerate(ranks) for piece in rank.held if piece[0] == name]
+        end, before, numel = 0, 0, math.prod(shape)
+        for start, stop, number in sorted(held):
             if start < end:
-                return f"element {start} of {name} is held by ranks {before} and {number}, or is not there"
+                return f"element {start} of {name} is held by rank {before} and by rank {number}"
+            if start > end:
+                break
             end, before = stop, number
+        if end != numel:
+            who = "nobody" if end < numel else f"rank {before}"
+            return f"element {min(end, numel)} of {name}, which has {numel}, is held by {who}"
     return None
 
 

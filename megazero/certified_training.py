@@ -117,6 +117,6 @@ def _samples(batch: MicroBatch) -> list[tuple[int, str]]:
     """The number of each sample, and a digest of what is read and scored of it."""
     columns = torch.stack((batch.tokens_SB, batch.targets_SB, batch.valid_SB.to(torch.int64)))
     return [
-        (int(number), xxhash.xxh3_64_hexdigest(columns[:, :, row].contiguous().numpy()))
+        (int(number), xxhash.xxh3_64_hexdigest(columns[:, :, row].contiguous().numpy().tobytes()))
         for row, number in enumerate(batch.sample_ids_B)
     ]

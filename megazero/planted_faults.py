@@ -13,6 +13,7 @@ from megazero.certified_training import Plant, Rig
 from megazero.certify import Layout
 from megazero.checkpoint.save import Holding
 from megazero.data.loader import MicroBatch
+from megazero.model.block import Block
 from megazero.tolerances import DECAY
 from megazero.zero.optimizer import AdamW
 from megazero.zero.unit import Unit
@@ -31,12 +32,14 @@ class Fault:
     Attributes:
         what: is wrong, in a few words.
         layout: that it is planted into.
+        least: how many times its tolerance some measure has to be.
     """
 
     name: str
     what: str
     layout: Layout
     plant: Plant
+    least: float = 1.0
 
 
 def _of_one_rank(plant: Plant) -> Plant:
@@ -197,6 +200,7 @@ def masks_of_another_layer(rig: Rig) -> None:
     if rig.grid.pipeline.rank == 0:
         return
     for block in rig.built.model.blocks:
+        assert isinstance(block, Block)
         for dropout in (block.attention_dropout, block.mlp_dropout):
             seed, layer, site = dropout._name
             dropout._name = seed, layer - 1, site
@@ -246,11 +250,11 @@ def held_by_nobody(rig: Rig) -> None:
 
 
 FAULTS = (
-    Fault("no-decay", "weight decay is dropped", DATA, no_decay),
-    Fault("misplaced-decay", "what should decay does not, all else does", DATA, misplaced_decay),
-    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, loose_clip),
-    Fault("frozen-norms", "norms are never updated", DATA, frozen_norms),
-    Fault("wrong-lr", "the learning rate is 2 % too large", DATA, wrong_lr),
+    Fault("no-decay", "weight decay is dropped", DATA, no_decay, 10),
+    Fault("misplaced-decay", "what should decay does not, all else does", DATA, misplaced_decay, 10),
+    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, loose_clip, 10),
+    Fault("frozen-norms", "norms are never updated", DATA, frozen_norms, 10),
+    Fault("wrong-lr", "the learning rate is 2 % too large", DATA, wrong_lr, 10),
     Fault("bias-correction", "Adam's bias correction counts one update more", DATA, late_bias_correction),
     Fault("swapped-betas", "Adam's betas are swapped", DATA, swapped_betas),
     Fault("no-update", "one rank never updates its part of a block", SHARDED, _of_one_rank(no_update)),

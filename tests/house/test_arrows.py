@@ -123,7 +123,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "parallel",
         "tolerances",
     },
-    "planted_faults": {"build", "certified_training", "certify", "checkpoint", "data", "tolerances", "zero"},
+    "planted_faults": {"build", "certified_training", "certify", "checkpoint", "data", "model", "tolerances", "zero"},
     "planting": {"certify", "config", "parallel", "planted_faults"},
     "build": EVERYTHING,
     "checkpointing": EVERYTHING,
