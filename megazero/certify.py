@@ -38,6 +38,7 @@ RECOMPUTES: tuple[tuple[Recompute, bool, bool], ...] = (
     ("full", True, False),
     ("full", True, True),
 )
+_PAIRED = ("tensor", "pipeline", "data", "stage", "sequence", "schedule", "recompute", "offload", "delayed")
 Offloaded = Literal["none", "optimizer", "parameters", "both"]
 OFFLOADS: tuple[tuple[Offloaded, bool], ...] = (
     ("none", False),
@@ -260,10 +261,8 @@ def admits(config: Config, size: int) -> bool:
 
 
 def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-    memory = f"{layout.recompute} {layout.partition} {layout.inputs_away}"
-    offload = f"{layout.offload} {layout.delayed}"
-    sizes = [(name, getattr(layout, name)) for name in ("tensor", "pipeline", "data", "stage", "sequence", "schedule")]
-    return set(combinations([*sizes, ("memory", memory), ("offload", offload)], 2))
+    values = {name: getattr(layout, name) for name in _PAIRED} | {"inputs": (layout.partition, layout.inputs_away)}
+    return set(combinations(values.items(), 2))
 
 
 def _number(value: float) -> str:

@@ -24,13 +24,37 @@ def config_of(tiny_data: TinyData, tmp_path: Path, *options: str) -> Config:
     return tiny_data.load(tmp_path, *options)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
     """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
     config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
     layouts = sample_of(layouts_of(config, ranks), 1)
     assert len(layouts) >= 5 and {layout.size for layout in layouts} == set(range(2, ranks + 1))
     assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 2) if row.fault] == []
+
+
+FEW = [
+    Layout(tensor=2, sequence=True, recompute="full"),
+    Layout(data=2, stage=2, offload="optimizer"),
+    Layout(pipeline=2, schedule="zb-v", chunks=2, offload="optimizer", delayed=True),
+    Layout(data=2, stage=3, recompute="selective", offload="both", delayed=True),
+    Layout(tensor=2, recompute="full", partition=True, inputs_away=True, offload="optimizer"),
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["fp64", "bf16", *(pytest.param(d, marks=pytest.mark.full) for d in ("fp32", "fp16"))]
+)
+def test_a_few_layouts_are_certified_in_every_precision(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
+    """With what is offloaded and updated late; and not one is compared with nothing."""
+    config = config_of(tiny_data, tmp_path, *SMALL, f"precision.dtype={dtype}")
+    rows = list(certify(config, FEW, 2))
+    assert [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+    measures = {"initial weights", "loss", "gradient norm", "later norms", "first gradients", "weights", "samples"}
+    measures |= {"held once", "replicas", "first moment", "second moment", "update", "size of updates"}
+    assert all(set(row.times) == measures and max(row.times.values()) < 1 for row in rows)
 
 
 GROUPS = 8

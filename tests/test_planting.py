@@ -108,7 +108,7 @@ def test_every_rank_computes_with_what_would_be_saved(rows: tuple[int, int] | No
     """In its own dtype, its own rows of it."""
     weights = {"w": torch.linspace(0, 1, 12)}
     mine = weights["w"].view(4, 3)[slice(1, 3) if rows else slice(None)].bfloat16()
-    mine[-1, -1] += 2**-8 * wrong  # half a unit of its last place, or one
+    mine[-1, -1] += 2**-7 * wrong  # a unit of its last place
     rank = replace(results([]), rows={"w": rows} if rows else {}, stored={"weight/0/w": mine})
     line = "after the last step: weight w of rank 0 is not the one that would be saved"
     assert stale_replica([rank], weights) == (line if wrong else None)
