@@ -19,7 +19,7 @@ length, a few hundred eps at most.
                      bf16, 2^-12 in fp16) and the optimizer's settings below. A gradient has passed through some tens
                      of roundings a layer, forward and back, in all about a thousand, whose errors add up like a root:
                      32 r, of a parameter as a whole (|a - b| / |b|, norms), for its moments and for its update. In the
-                     size of the update of all matrices, or of all vectors, errors of both signs cancel: r.
+                     size of the update of all matrices, or of all vectors, errors of both signs cancel: r / 2.
 
 The certificate trains with settings of its own, so that a wrong one shows ten times over:
 
@@ -30,7 +30,7 @@ The certificate trains with settings of its own, so that a wrong one shows ten t
     DECAY     LR * DECAY is 2.5e-2 of a weight in each step: 50 times WEIGHTS_FP32, and as much of a matrix' update as
               Adam's part. Where it is dropped or misplaced, sizes change by more than a tenth.
     CLIP      a tenth or less of a gradient norm at the beginning: it acts in every step, and the moments show it.
-    LR again  2 % of it are 2 % of every size: 10 times SIZES_BF16, 40 times WEIGHTS_FP32.
+    LR again  2 % of it are 2 % of every size: 20 times SIZES_BF16, 40 times WEIGHTS_FP32.
 """
 
 import math
@@ -48,8 +48,8 @@ WEIGHTS_FP64 = 1e-11
 LOSS_FP32 = 2e-6
 GRADIENT_FP32 = 5e-6
 WEIGHTS_FP32 = 5e-4
-SIZES_BF16, SIZES_FP16 = 2.0**-9, 2.0**-12
-STATES_BF16, STATES_FP16 = 32 * SIZES_BF16, 32 * SIZES_FP16
+SIZES_BF16, SIZES_FP16 = 2.0**-10, 2.0**-13
+STATES_BF16, STATES_FP16 = 2.0**-4, 2.0**-7
 
 LR, DECAY, CLIP, BETAS = 1e-3, 25.0, 0.1, (0.9, 0.95)
 

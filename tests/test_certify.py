@@ -107,7 +107,21 @@ def test_a_doubled_gradient_is_found_and_named(
     good, bad = certify(config, [Layout(pipeline=2), Layout(pipeline=2, data=2)], 2)
     assert good.fault is None and bad.fault is not None
     assert bad.fault.startswith(f"step 1: gradient of {name} of rank 2, ")  # the second stage's first rank
-    code = main(["certify", "--config", str(tiny_data.config), "--max-ranks", "2", "--steps", "2", *SMALL, "--json"])
+    code = main(
+        [
+            "certify",
+            "--config",
+            str(tiny_data.config),
+            "--max-ranks",
+            "2",
+            "--layouts",
+            "1",
+            "--steps",
+            "2",
+            *SMALL,
+            "--json",
+        ]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
     found = {" ".join(row["name"].split()[:2]) for row in rows if row["fault"]}
     assert code == 1 and found == {f"dp2 zero{stage}" for stage in (1, 2, 3)}

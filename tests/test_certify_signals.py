@@ -28,7 +28,7 @@ import os, signal, sys
 from megazero import certify
 def train_rank(place, *job):
     if place.world.size > 1:
-        print("here", os.getpid(), flush=True)
+        os.write(1, b"here %d\\n" % os.getpid())  # in one piece
         signal.pause()
     return honest(place, *job)
 honest, certify.train_rank = certify.train_rank, train_rank

@@ -1,16 +1,12 @@
 """Planted faults are found, each ten times beyond its tolerance, in the precisions of a run."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megazero import planting
 from megazero.__main__ import main
-from megazero.certified_rank import Results
-from megazero.certified_state import not_held_once, stale_replica, wrong_sample
 from megazero.planted_faults import DATA, FAULTS, Fault
 from megazero.planting import DTYPES, NOTHING, SCALES, names, plant, table
 from tests.tiny_run import TinyData
@@ -72,58 +68,3 @@ def test_names_are_distinct_and_in_the_table() -> None:
     assert len(set(names())) == len(names()) == len(FAULTS) + 3
     rows = [planting.Planted(fault.name, fault.what, str(fault.layout), "fp32", "update", 20, True) for fault in FAULTS]
     assert all(f"| {fault.what} | {fault.layout} |  | update, 20 |" in table(rows, 4) for fault in FAULTS)
-
-
-def results(
-    held: list[tuple[str, int, int]], data_rank: int = 0, samples: list[int] | None = None, **shapes: list[int]
-) -> Results:
-    return Results(
-        [0.0], [0.0], {}, {}, held, shapes or {"w": [4, 3]}, data_rank, [[(i, str(i)) for i in samples or []]]
-    )
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "line"),
-    [
-        ([("w", 0, 5)], [("w", 5, 12)], None),
-        ([("w", 5, 12)], [("w", 0, 5)], None),
-        ([("w", 0, 5), ("w", 5, 12)], [], None),
-        ([("w", 0, 5)], [("w", 6, 12)], "element 5 of w, which has 12, is held by nobody"),
-        ([("w", 0, 5)], [("w", 5, 11)], "element 11 of w, which has 12, is held by nobody"),
-        ([("w", 1, 5)], [("w", 5, 12)], "element 0 of w, which has 12, is held by nobody"),
-        ([], [], "element 0 of w, which has 12, is held by nobody"),
-        ([("w", 0, 5)], [("w", 4, 12)], "element 4 of w is held by rank 0 and by rank 1"),
-        ([("w", 0, 12)], [("w", 0, 12)], "element 0 of w is held by rank 0 and by rank 1"),
-        ([("w", 0, 12), ("w", 3, 4)], [], "element 3 of w is held by rank 0 and by rank 0"),
-        ([("w", 0, 5)], [("w", 5, 13)], "element 12 of w, which has 12, is held by rank 1"),
-    ],
-)
-def test_every_element_is_held_once(first: list, second: list, line: str | None) -> None:
-    assert not_held_once([results(first), results(second)]) == line
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("rows", [None, (1, 2)])
-def test_every_rank_computes_with_what_would_be_saved(rows: tuple[int, int] | None, wrong: bool) -> None:
-    """In its own dtype, its own rows of it."""
-    weights = {"w": torch.linspace(0, 1, 12)}
-    mine = weights["w"].view(4, 3)[slice(1, 3) if rows else slice(None)].bfloat16()
-    mine[-1, -1] += 2**-7 * wrong  # a unit of its last place
-    rank = replace(results([]), rows={"w": rows} if rows else {}, stored={"weight/0/w": mine})
-    line = "after the last step: weight w of rank 0 is not the one that would be saved"
-    assert stale_replica([rank], weights) == (line if wrong else None)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "line"),
-    [
-        ([(0, [0, 1]), (1, [2, 3])], None),
-        ([(0, [1, 0]), (0, [0, 1]), (1, [3, 2]), (1, [2, 3])], None),
-        ([(0, [0, 1]), (0, [0, 2]), (1, [2, 3])], "rank 1 has other samples than the first rank of its data rank"),
-        ([(0, [0, 1]), (1, [1, 2])], "samples [0, 1, 1, 2], expected [0, 1, 2, 3]"),
-        ([(0, [0, 1]), (1, [2])], "samples [0, 1, 2], expected [0, 1, 2, 3]"),
-    ],
-)
-def test_samples_are_those_of_one_process(ranks: list, line: str | None) -> None:
-    found = wrong_sample([results([], rank, samples) for rank, samples in ranks], results([], 0, [0, 1, 2, 3]))
-    assert found == (line and f"step 1: {line}")
