@@ -99,27 +99,31 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _certify(options: argparse.Namespace) -> int:
+    interruption = Interruption()
+    with interruption.watched():
+        return _certified(options, interruption)
+
+
+def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     from megazero.config_file import load, refuse_unbuilt
 
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    interruption = Interruption()
-    with interruption.watched():
-        from megazero.certify import as_json, certify, layouts_of, sample_of, table
+    from megazero.certify import as_json, certify, layouts_of, sample_of, table
 
-        interruption.check()
-        if options.plant or options.fault:
-            return _plant(config, options, interruption)
-        layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
-        if not layouts:
-            what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
-            raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
-        rows = []
-        for row in certify(config, layouts, options.steps, interruption):
-            rows.append(row)
-            print(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}", file=sys.stderr, flush=True)
-        answer = as_json(rows, config, options.steps)
-        _answer(json.dumps(answer, indent=1) if options.json else table(rows, config, options.steps))
+    interruption.check()
+    if options.plant or options.fault:
+        return _plant(config, options, interruption)
+    layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
+    if not layouts:
+        what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
+        raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
+    rows = []
+    for row in certify(config, layouts, options.steps, interruption):
+        rows.append(row)
+        print(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}", file=sys.stderr, flush=True)
+    answer = as_json(rows, config, options.steps)
+    _answer(json.dumps(answer, indent=1) if options.json else table(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0
 
 
