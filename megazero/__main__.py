@@ -28,6 +28,7 @@ from typing import Any
 
 from megazero import capability
 from megazero.errors import UserError
+from megazero.parallel.interruption import Interrupted, Interruption
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -46,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        return interrupted.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -97,23 +101,46 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _certify(options: argparse.Namespace) -> int:
+    interruption = Interruption()
+    with interruption.watched():
+        return _certified(options, interruption)
+
+
+def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     from megazero.config_file import load, refuse_unbuilt
 
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
     from megazero.certify import as_json, certify, layouts_of, sample_of, table
 
+    interruption.check()
+    if options.plant or options.fault:
+        return _plant(config, options, interruption)
     layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
     if not layouts:
         what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
         raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
     rows = []
-    for row in certify(config, layouts, options.steps):
+    for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
         print(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}", file=sys.stderr, flush=True)
     answer = as_json(rows, config, options.steps)
     _answer(json.dumps(answer, indent=1) if options.json else table(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0
+
+
+def _plant(config: Any, options: argparse.Namespace, interruption: Interruption) -> int:
+    from megazero.planting import as_json, names, plant, table
+
+    chosen, found = options.fault or names(), []
+    if unknown := set(chosen) - set(names()):
+        raise UserError(100, f"--fault {min(unknown)}: expected one of {', '.join(names())}", where="certify")
+    for each in plant(config, chosen, options.steps, interruption):
+        found.append(each)
+        verdict = "" if each.right else "WRONG, "
+        print(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}", file=sys.stderr, flush=True)
+    _answer(json.dumps(as_json(found, options.steps), indent=1) if options.json else table(found, options.steps))
+    return 0 if all(each.right for each in found) else 1
 
 
 def _schedule(options: argparse.Namespace) -> int:
@@ -278,6 +305,9 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
     steps = "training steps to compare"
     certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
+    plant = "plant faults into layouts and say which of them a certificate finds, in every precision"
+    certify.add_argument("--plant", action="store_true", help=plant)
+    certify.add_argument("--fault", action="append", metavar="NAME", help="plant this one only; may be repeated")
     certify.add_argument("--json", action="store_true")
     _add_planning(verbs)
     _add_run_folders(verbs)

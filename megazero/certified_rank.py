@@ -1,35 +1,18 @@
-"""One rank's part of a certificate: a few steps of training, and a file of all that they computed."""
-
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+"""What one rank computes in a few steps of training, noted for a comparison, and the file that it is kept in."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megazero.build import DTYPES, Built, bucket_of, build, feeds_of, grid_of, loader_of
-from megazero.data.loader import open_datasets
-from megazero.kernels.choice import choose
+from megazero.build import Built
 from megazero.model.parameter import declaration_of
 from megazero.parallel.collectives import all_gather
-from megazero.parallel.grid import Grid
-from megazero.parallel.launch import Place
-from megazero.parallel.rendezvous import connect, disconnect
 from megazero.zero.clip import clip_factor
 from megazero.zero.engine import Engine
-
-if TYPE_CHECKING:
-    from megazero.config import Config
-
-# An element whose gradient is near zero moves by up to the learning rate, whichever sign rounding gives it; among
-# millions of elements there are some. The tolerances of weights are made for at most 1e-3.
-LARGEST_LR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -39,13 +22,22 @@ class Results:
     Attributes:
         losses, norms: of each step.
         rows: of each parameter that is split the first row that this rank has, and how many, padding left out.
-        stored: its parts of all tensors, by "initial/NAME", "gradient/NAME", "weight/STEP/NAME".
+        stored: its parts of all tensors, by "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; and of what it
+            would save at the beginning and after all steps, by "KIND/NUMBER": first, weight, exp_avg, exp_avg_sq.
+        held: (parameter, first element, one past the last) of each NUMBER of these.
+        shapes: the whole shape of every parameter of the model.
+        data_rank: on the data axis.
+        samples: of each step the samples that were computed with, and a digest of the tokens of each.
     """
 
     losses: list[float]
     norms: list[float]
     rows: dict[str, tuple[int, int]]
     stored: dict[str, Tensor]
+    held: list[tuple[str, int, int]] = field(default_factory=list)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    data_rank: int = 0
+    samples: list[list[tuple[int, str]]] = field(default_factory=list)
 
     def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
         """(name, this rank's part) of each of a kind."""
@@ -57,47 +49,22 @@ class Results:
         return ((kind, step, dict(self.tensors(kind))) for kind, step in kinds)
 
 
-def train_rank(place: Place, config: Config, steps: int, folder: Path) -> None:
-    """Trains, and writes this rank's results into the folder."""
-    torch.set_num_threads(1)  # sums do not depend on how many there are
-    wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
-    grid = grid_of(config, wire, place.world)
-    write_results(_train(config, grid, steps), folder, grid.world.rank)
-    disconnect()
-
-
 def load_results(folder: Path, rank: int) -> Results:
     numbers = json.loads((folder / f"{rank}.json").read_text())
-    rows = {name: (first, count) for name, (first, count) in numbers.pop("rows").items()}
-    return Results(**numbers, rows=rows, stored=load_file(folder / f"{rank}.safetensors"))
+    numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
+    numbers["held"] = [(name, start, stop) for name, start, stop in numbers["held"]]
+    numbers["samples"] = [[(number, digest) for number, digest in step] for step in numbers["samples"]]
+    return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
 
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
-    numbers = {name: getattr(results, name) for name in ("losses", "norms", "rows")}
+    numbers = {name: value for name, value in vars(results).items() if name != "stored"}
     save_file(results.stored, folder / f"{rank}.safetensors")
     (folder / f"{rank}.json").write_text(json.dumps(numbers))  # last: where it is, all is there
 
 
-def _train(config: Config, grid: Grid, steps: int) -> Results:
-    device = torch.device("cpu")
-    built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]))
-    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
-    data, model = config.data, config.model
-    train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
-    loader = loader_of(config, train, grid.data)
-    results = record(
-        built,
-        lambda step: built.pipeline.train(loader.step(step), lambda batch: feed(batch, step, True)),
-        steps,
-        min(config.optimizer.lr, LARGEST_LR),
-        config.optimizer.clip,
-    )
-    loader.close()
-    return results
-
-
 def record(built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float) -> Results:
-    """Trains, and notes what this rank computed.
+    """Trains, and notes what this rank computed. After the last step no update is delayed.
 
     Args:
         passes: forward and backward of a step.
@@ -124,7 +91,12 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
         done = engine.finish_step(lr)
         if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
             factor = clip_factor(done.grad_norm, clip)
+            for unit in engine.units:
+                if unit.parked is not None:
+                    unit.parked.wait()  # an update under way changes them
             note("gradient", ((name, value / factor.to(value.device)) for name, value in reduced_gradients(engine)))
+        if step + 1 == steps:
+            engine.catch_up()
         note(f"weight/{step}", engine.named_parameters())
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())

@@ -8,36 +8,55 @@
 Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what must be equal to what, and how exactly.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megazero.build import check_world
 from megazero.capability import broken_exclusions, broken_relations
-from megazero.certified_rank import Results, load_results, train_rank
-from megazero.comparison import Compared, compare
+from megazero.certified_rank import Results, load_results
+from megazero.certified_state import Certified, compare_all
+from megazero.certified_training import Plant, nothing, settings, train_rank
 from megazero.config import Config, Memory, Recompute
 from megazero.config_file import flatten
 from megazero.errors import UserError
+from megazero.parallel.interruption import Interruption
 from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.spawn import run_local
 from megazero.tolerances import tolerance_of
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
-RECOMPUTES: tuple[tuple[Recompute, bool], ...] = (
+RECOMPUTES: tuple[tuple[Recompute, bool, bool], ...] = (
+    ("none", False, False),
+    ("selective", False, False),
+    ("full", False, False),
+    ("full", True, False),
+    ("full", True, True),
+)
+_PAIRED = ("tensor", "pipeline", "data", "stage", "sequence", "schedule", "recompute", "offload", "delayed")
+Offloaded = Literal["none", "optimizer", "parameters", "both"]
+OFFLOADS: tuple[tuple[Offloaded, bool], ...] = (
     ("none", False),
-    ("selective", False),
-    ("full", False),
-    ("full", True),
+    ("optimizer", False),
+    ("optimizer", True),
+    ("parameters", False),
+    ("both", False),
+    ("both", True),
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay a config out."""
+    """One way to lay a config out.
+
+    Attributes:
+        partition, inputs_away: kept block inputs are split over the tensor axis, and rest on the host.
+        offload, delayed: what rests on the host, and whether it updates a step late.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -48,6 +67,9 @@ class Layout:
     chunks: int = 1
     recompute: Recompute = "none"
     partition: bool = False
+    inputs_away: bool = False
+    offload: Offloaded = "none"
+    delayed: bool = False
 
     @property
     def size(self) -> int:
@@ -57,32 +79,37 @@ class Layout:
         words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
         words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
-        words += [f"recompute-{self.recompute}"] * (self.recompute != "none") + ["Pa"] * self.partition
+        words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
+        words += ["Pa+cpu" if self.inputs_away else "Pa"] * self.partition
+        words += [f"offload-{self.offload}"] * (self.offload != "none") + ["delayed"] * self.delayed
         return " ".join(words) or "one process"
 
     def of(self, config: Config) -> Config:
         """The config in this layout."""
         parallel = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
         pipeline = {"schedule": self.schedule, "chunks": self.chunks}
+        there = {what: "cpu" if self.offload in (what, "both") else "none" for what in ("optimizer", "parameters")}
+        offload = config.zero.offload.model_copy(update={**there, "delayed": self.delayed})
         return config.model_copy(
             update={
                 "parallel": config.parallel.model_copy(update=parallel),
                 "pipeline": config.pipeline.model_copy(update=pipeline),
-                "zero": config.zero.model_copy(update={"stage": self.stage}),
-                "memory": Memory(recompute=self.recompute, partition=self.partition),
+                "zero": config.zero.model_copy(update={"stage": self.stage, "offload": offload}),
+                "memory": Memory(recompute=self.recompute, partition=self.partition, offload=self.inputs_away),
             }
         )
 
 
 @dataclass(frozen=True)
-class Row(Compared):
+class Row(Certified):
     """What one layout computed, beside one process."""
 
     layout: Layout = field(kw_only=True)
 
     @property
     def summary(self) -> str:
-        return "bitwise equal" if self.bitwise else f"within its tolerance (weights {self.weights:.1e})"
+        worst, times = max(self.times.items(), key=lambda item: item[1])
+        return "bitwise equal" if self.bitwise else f"at most {times:.2g} of a tolerance ({worst})"
 
 
 def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
@@ -92,14 +119,14 @@ def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
     found = []
     for tensor, pipeline, data in grids:
         stages = range(4) if data > 1 else (1,)  # a stage shares with data ranks
-        choices = product(stages, (False, True), SCHEDULES, RECOMPUTES)
-        for stage, sequence, (schedule, chunks), (recompute, partition) in choices:
+        choices = product(stages, (False, True), SCHEDULES, RECOMPUTES, OFFLOADS)
+        for stage, sequence, (schedule, chunks), memory, offload in choices:
             if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
                 continue
-            if partition and (tensor == 1 or sequence):  # it would change nothing
+            if memory[1] and (tensor == 1 or sequence):  # it would change nothing
                 continue
-            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks, recompute, partition)
-            if _admits(layout.of(config), layout.size):
+            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks, *memory, *offload)
+            if admits(layout.of(config), layout.size):
                 found.append(layout)
     return found
 
@@ -111,34 +138,84 @@ def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
     """
     if len(layouts) <= number:
         return list(layouts)
-    missing = set().union(*map(_pairs, layouts))
+    pairs = {layout: _pairs(layout) for layout in layouts}
+    missing = set().union(*pairs.values())
     chosen: list[Layout] = []
     while missing:
-        best = max(layouts, key=lambda layout: len(_pairs(layout) & missing))
+        best = max(layouts, key=lambda layout: len(pairs[layout] & missing))
         chosen.append(best)
-        missing -= _pairs(best)
-    rest = [layout for layout in layouts if layout not in chosen]
+        missing -= pairs[best]
+    taken = set(chosen)
+    rest = [layout for layout in layouts if layout not in taken]
     more = max(number - len(chosen), 0)
     return chosen + [rest[i * len(rest) // more] for i in range(more)]
 
 
-def certify(config: Config, layouts: Sequence[Layout], steps: int) -> Iterator[Row]:
-    """A row for each layout.
+class Certificate:
+    """Layouts of one config, each held against one process that trains once.
 
-    Raises:
-        UserError: 303, one process does not get through.
+    Args:
+        steps: of training.
+        interruption: of whoever is to be ended by a signal.
     """
-    torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
-    alone, fault = _results(config, Layout(), steps)
-    if fault is not None:
-        raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
-    for layout in layouts:
-        ranks, fault = _results(config, layout, steps)
+
+    def __init__(self, config: Config, steps: int, interruption: Interruption | None = None):
+        self._config, self._steps = settings(config), steps
+        self._interruption = interruption or Interruption()
+        self._alone: dict[bool, Results] = {}
+        torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
+
+    def row(self, layout: Layout, plant: Plant = nothing) -> Row:
+        """What a layout computes beside one process.
+
+        Args:
+            plant: what is changed on its ranks before they begin.
+
+        Raises:
+            UserError: 303, one process does not get through.
+            Interrupted: a signal came.
+        """
+        model = self._config.model
+        assert model.kv_heads is not None, "a resolved config"
+        alone = self._reference(layout.delayed)
+        ranks, fault = self._results(layout, plant)
         if fault:
-            yield Row(layout=layout, fault=fault)
-        else:
-            tolerance = tolerance_of(config.precision.dtype)
-            yield Row(layout=layout, **vars(compare(ranks, alone[0], config.model.heads, _kv_heads(config), tolerance)))
+            return Row(layout=layout, fault=fault)
+        tolerance = tolerance_of(self._config.precision.dtype)
+        return Row(layout=layout, **vars(compare_all(ranks, alone, model.heads, model.kv_heads, tolerance)))
+
+    def _reference(self, delayed: bool) -> Results:
+        """Of one process, which is delayed as the layouts are that are compared with it."""
+        if delayed not in self._alone:
+            layout = Layout(offload="optimizer", delayed=True) if delayed else Layout()
+            ranks, fault = self._results(layout, nothing)
+            if fault is not None:
+                raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
+            self._alone[delayed] = ranks[0]
+        return self._alone[delayed]
+
+    def _results(self, layout: Layout, plant: Plant) -> tuple[list[Results], str | None]:
+        """What each rank computed; or why it did not."""
+        lines: list[str] = []
+        with self._interruption.held(), scratch_folder("certify") as folder:
+            of_layout = layout.of(self._config)
+            code = run_local(
+                layout.size,
+                lambda place: train_rank(place, of_layout, self._steps, folder, plant),
+                lambda standings, line: lines.append(line),
+                signalled=self._interruption.end,
+            )
+            if code:
+                return [], lines[-1] if lines else f"exit code {code}"
+            return [load_results(folder, rank) for rank in range(layout.size)], None
+
+
+def certify(
+    config: Config, layouts: Sequence[Layout], steps: int, interruption: Interruption | None = None
+) -> Iterator[Row]:
+    """A row for each layout; raises what `Certificate.row` raises."""
+    certificate = Certificate(config, steps, interruption)
+    return map(certificate.row, layouts)
 
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
@@ -147,13 +224,15 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
     lines = [
         f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process: relative differences",
         "",
-        "| layout | ranks | bitwise equal | loss | gradient norm | first gradients | weights | beyond its tolerance |",
-        "|---|---|---|---|---|---|---|---|",
+        "| layout | ranks | bitwise equal | loss | gradient norm | first gradients | weights "
+        "| moments | update | its size | beyond its tolerance |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         f"| *tolerance* | | | {tolerance.loss:.0e} | {tolerance.norm:.0e} (first) | {tolerance.gradients:.0e} "
-        f"| {tolerance.weights:.0e} | |",
+        f"| {tolerance.weights:.0e} | {tolerance.states:.0e} | {tolerance.states:.0e} | {tolerance.sizes:.0e} | |",
     ]
     for row in rows:
-        numbers = " | ".join(_number(v) for v in (row.loss, row.norm, row.gradients, row.weights))
+        values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update, row.size)
+        numbers = " | ".join(_number(v) for v in values)
         bitwise = "yes" if row.bitwise else "no" if row.fault is None or row.loss else ""
         lines.append(f"| {row.layout} | {row.layout.size} | {bitwise} | {numbers} | {row.fault or ''} |")
     return "\n".join(lines)
@@ -162,25 +241,13 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
 def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     tolerance = asdict(tolerance_of(config.precision.dtype))
     found = [asdict(row) | {"name": str(row.layout), "ranks": row.layout.size} for row in rows]
+    for row in found:  # JSON has no infinity
+        row["times"] = {measure: times if math.isfinite(times) else None for measure, times in row["times"].items()}
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
 
 
-def _results(config: Config, layout: Layout, steps: int) -> tuple[list[Results], str | None]:
-    """What each rank computed; or why it did not."""
-    lines: list[str] = []
-    with scratch_folder("certify") as folder:
-        of_layout = layout.of(config)
-        code = run_local(
-            layout.size,
-            lambda place: train_rank(place, of_layout, steps, folder),
-            lambda standings, line: lines.append(line),
-        )
-        if code:
-            return [], lines[-1] if lines else f"exit code {code}"
-        return [load_results(folder, rank) for rank in range(layout.size)], None
-
-
-def _admits(config: Config, size: int) -> bool:
+def admits(config: Config, size: int) -> bool:
+    """Whether a config can be trained on so many ranks."""
     values = flatten(config)
     if broken_relations(values) or broken_exclusions(values):
         return False
@@ -192,14 +259,8 @@ def _admits(config: Config, size: int) -> bool:
 
 
 def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-    memory = f"{layout.recompute} {layout.partition}"
-    sizes = [(name, getattr(layout, name)) for name in ("tensor", "pipeline", "data", "stage", "sequence", "schedule")]
-    return set(combinations([*sizes, ("memory", memory)], 2))
-
-
-def _kv_heads(config: Config) -> int:
-    assert config.model.kv_heads is not None, "a resolved config"
-    return config.model.kv_heads
+    values = {name: getattr(layout, name) for name in _PAIRED} | {"inputs": (layout.partition, layout.inputs_away)}
+    return set(combinations(values.items(), 2))
 
 
 def _number(value: float) -> str:

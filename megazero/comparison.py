@@ -1,7 +1,8 @@
 """What the ranks of a layout computed, beside one process, parameter by parameter. The measure is `tolerances.py`'s."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ class Compared:
 
     Attributes:
         bitwise: everything is equal bit for bit.
+        times: of each measure, how many times its tolerance was found; infinite where nothing may differ.
     """
 
     bitwise: bool = False
@@ -23,6 +25,14 @@ class Compared:
     gradients: float = 0.0
     weights: float = 0.0
     fault: str | None = None
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+def times_of(value: float, tolerance: float) -> float:
+    """How many times its tolerance a difference is."""
+    if value <= tolerance:
+        return value / tolerance if tolerance else 0.0
+    return value / tolerance if tolerance and value == value else math.inf
 
 
 def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance) -> Compared:
@@ -57,6 +67,7 @@ def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int,
         worst["gradient"],
         worst["weight"],
         found.first_beyond(limits),
+        {_WORDS[kind]: times_of(worst[kind], limits[kind]) for kind in _WORDS if kind in worst},
     )
 
 
@@ -67,6 +78,16 @@ def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tens
     mine = whole.clone()
     mine[rows[0] : rows[0] + rows[1]] = part
     return mine
+
+
+_WORDS = {
+    "initial": "initial weights",
+    "loss": "loss",
+    "norm": "gradient norm",
+    "later norm": "later norms",
+    "gradient": "first gradients",
+    "weight": "weights",
+}
 
 
 class _Differences:

@@ -15,8 +15,25 @@ length, a few hundred eps at most.
     ..._16_BITS      a run with 16-bit parameters and activations against one in fp32: each number is off by up to half
                      a unit of bf16, 2^-9; a loss is the mean over some 1e2 tokens of errors of both signs, a norm the
                      root of a sum of squares, which the error of the larger ones does not leave.
+    STATES_..., SIZES_... one 16-bit run against another of the same dtype, with r the rounding of one number (2^-9 in
+                     bf16, 2^-12 in fp16) and the optimizer's settings below. A gradient has passed through some tens
+                     of roundings a layer, forward and back, in all about a thousand, whose errors add up like a root:
+                     32 r, of a parameter as a whole (|a - b| / |b|, norms), for its moments and for its update. In the
+                     size of the update of all matrices, or of all vectors, errors of both signs cancel: r / 2.
+
+The certificate trains with settings of its own, so that a wrong one shows ten times over:
+
+    LR        the largest that WEIGHTS is made for: an update is large beside the rounding of the weight it is added to.
+    EPS       Adam's, of the size of a typical gradient, CLIP / sqrt(elements): an element whose gradient is noise
+              around zero moves by noise, not by the learning rate in either direction, and an update differs about as
+              much as the gradients do. An element with a larger gradient moves as ever.
+    DECAY     LR * DECAY is 2.5e-2 of a weight in each step: 50 times WEIGHTS_FP32, and as much of a matrix' update as
+              Adam's part. Where it is dropped or misplaced, sizes change by more than a tenth.
+    CLIP      a tenth or less of a gradient norm at the beginning: it acts in every step, and the moments show it.
+    LR again  2 % of it are 2 % of every size: 20 times SIZES_BF16, 40 times WEIGHTS_FP32.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +48,15 @@ WEIGHTS_FP64 = 1e-11
 LOSS_FP32 = 2e-6
 GRADIENT_FP32 = 5e-6
 WEIGHTS_FP32 = 5e-4
+SIZES_BF16, SIZES_FP16 = 2.0**-10, 2.0**-13
+STATES_BF16, STATES_FP16 = 2.0**-4, 2.0**-7
+
+LR, DECAY, CLIP, BETAS = 1e-3, 25.0, 0.1, (0.9, 0.95)
+
+
+def eps_of(numel: int) -> float:
+    """Adam's in the certificate of a model with so many elements."""
+    return CLIP / math.sqrt(numel)
 
 
 def difference(a: Tensor | Sequence[float], b: Tensor | Sequence[float]) -> float:
@@ -64,20 +90,61 @@ def weight_differences(
     return found
 
 
+def state_distances(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int) -> dict[str, float]:
+    """|a - b| / |b| of each flat moment or update, the key rows of the QKV bias on the scale of the QKV weight."""
+    found = {}
+    for name in b:
+        if not name.endswith("attention.qkv.bias"):
+            found[name] = _distance(a[name], b[name])
+            continue
+        weight = b[name.replace("bias", "weight")]
+        mine, theirs = (tensors[name].view(kv_heads, heads // kv_heads + 2, -1) for tensors in (a, b))
+        typical = weight.norm() * math.sqrt(mine[:, -2].numel() / weight.numel())
+        noise = _ratio((mine[:, -2] - theirs[:, -2]).norm(), typical)
+        others = [index for index in range(mine.shape[1]) if index != mine.shape[1] - 2]
+        found[name] = max(noise, _distance(mine[:, others], theirs[:, others]))
+    return found
+
+
+def size_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Of the norms of all of them together, relative."""
+    mine, theirs = (torch.stack([tensor.norm() for tensor in tensors]).norm() for tensors in (a, b))
+    return _ratio((mine - theirs).abs(), theirs)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape, f"{tuple(a.shape)} against {tuple(b.shape)}"
+    return _ratio((a - b).norm(), b.norm())
+
+
+def _ratio(apart: Tensor, scale: Tensor) -> float:
+    return 0.0 if apart == 0 else float(apart / scale)
+
+
 @dataclass(frozen=True)
 class Tolerance:
-    """Of one dtype. `weights` is also that of every number computed from weights that have been updated."""
+    """Of one dtype.
+
+    Attributes:
+        weights: and of every number computed from weights that have been updated.
+        states: of moments and updates, each parameter as a whole.
+        sizes: of the update of all matrices, and of all vectors.
+    """
 
     loss: float
     norm: float
     gradients: float
     weights: float
+    states: float
+    sizes: float
 
 
 def tolerance_of(dtype: str) -> Tolerance:
-    """In 16 bits only loss and norm are held: of a gradient near zero not one bit need be right."""
+    """In 16 bits no single element is held: of a gradient near zero not one bit need be right."""
     inf = float("inf")
     return {
-        "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64),
-        "fp32": Tolerance(LOSS_FP32, GRADIENT_FP32, GRADIENT_FP32, WEIGHTS_FP32),
-    }.get(dtype, Tolerance(LOSS_16_BITS, NORM_16_BITS, inf, inf))
+        "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),
+        "fp32": Tolerance(LOSS_FP32, GRADIENT_FP32, GRADIENT_FP32, WEIGHTS_FP32, WEIGHTS_FP32, WEIGHTS_FP32),
+        "bf16": Tolerance(LOSS_16_BITS, NORM_16_BITS, inf, inf, STATES_BF16, SIZES_BF16),
+        "fp16": Tolerance(LOSS_16_BITS / 8, NORM_16_BITS / 8, inf, inf, STATES_FP16, SIZES_FP16),
+    }[dtype]

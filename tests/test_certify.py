@@ -24,13 +24,38 @@ def config_of(tiny_data: TinyData, tmp_path: Path, *options: str) -> Config:
     return tiny_data.load(tmp_path, *options)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
     """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
     config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
     layouts = sample_of(layouts_of(config, ranks), 1)
     assert len(layouts) >= 5 and {layout.size for layout in layouts} == set(range(2, ranks + 1))
     assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 2) if row.fault] == []
+
+
+FEW = [
+    Layout(tensor=2, sequence=True, recompute="full"),
+    Layout(data=2, stage=2, offload="optimizer"),
+    Layout(pipeline=2, schedule="zb-v", chunks=2, offload="optimizer", delayed=True),
+    Layout(data=2, stage=3, recompute="selective", offload="both", delayed=True),
+    Layout(tensor=2, recompute="full", partition=True, inputs_away=True, offload="optimizer"),
+]
+
+
+FULL = [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("fp64", "fp32", "fp16")]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", *FULL])
+def test_a_few_layouts_are_certified_in_every_precision(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
+    """With what is offloaded and updated late; and not one is compared with nothing."""
+    config = config_of(tiny_data, tmp_path, *SMALL, "batch.global=4", f"precision.dtype={dtype}")
+    rows = list(certify(config, FEW, 2))
+    assert [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+    measures = {"initial weights", "loss", "gradient norm", "later norms", "first gradients", "weights", "samples"}
+    measures |= {"held once", "replicas", "first moment", "second moment", "update", "size of updates"}
+    assert all(set(row.times) == measures and max(row.times.values()) < 1 for row in rows)
 
 
 GROUPS = 8
@@ -82,7 +107,21 @@ def test_a_doubled_gradient_is_found_and_named(
     good, bad = certify(config, [Layout(pipeline=2), Layout(pipeline=2, data=2)], 2)
     assert good.fault is None and bad.fault is not None
     assert bad.fault.startswith(f"step 1: gradient of {name} of rank 2, ")  # the second stage's first rank
-    code = main(["certify", "--config", str(tiny_data.config), "--max-ranks", "2", "--steps", "2", *SMALL, "--json"])
+    code = main(
+        [
+            "certify",
+            "--config",
+            str(tiny_data.config),
+            "--max-ranks",
+            "2",
+            "--layouts",
+            "1",
+            "--steps",
+            "2",
+            *SMALL,
+            "--json",
+        ]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
     found = {" ".join(row["name"].split()[:2]) for row in rows if row["fault"]}
     assert code == 1 and found == {f"dp2 zero{stage}" for stage in (1, 2, 3)}

@@ -71,6 +71,7 @@ def run_local(
     *,
     notes_signals: bool = False,
     shares_gpus: bool = False,
+    signalled: Callable[[int], object] = lambda number: None,
 ) -> int:
     """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
 
@@ -81,6 +82,7 @@ def run_local(
         clean_up: called after a failure with where all ranks were and the line, once none of them is left.
         notes_signals: `main` looks at its place's signals, and ends when it is asked to; else a signal ends it.
         shares_gpus: see `World`.
+        signalled: told of a signal that was passed on, however the ranks ended, when none is left; may raise.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -108,6 +110,8 @@ def run_local(
                 time.sleep(_POLL if ranks.pids else 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if ranks.signalled is not None:
+            signalled(ranks.signalled)
         if line:
             print(line, file=sys.stderr, flush=True)
             clean_up(board.read_all(), line)
