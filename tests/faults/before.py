@@ -115,3 +115,34 @@ def _(site: Site) -> list[str]:
 def _(site: Site) -> list[str]:
     site.patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1000))
     return site.train("run.dir=" + str(site.folder / "new"), "checkpoint.every=2")
+
+
+@fault(
+    "a FIFO for a config", "MZ-101 …fifo.yaml: is no regular file; give a file of options, or a shipped config", code=2
+)
+def _(site: Site) -> list[str]:
+    os.mkfifo(site.folder / "fifo.yaml")
+    return ["train", "--config", str(site.folder / "fifo.yaml")]
+
+
+@fault(
+    "a config that stands for 2^40 values",
+    "MZ-102 many.yaml: cannot be read: expected at most 20 aliases, got 80; mend the file",
+    code=2,
+)
+def _(site: Site) -> list[str]:
+    lines = ["a0: &a0 [1, 1]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 41))]
+    (site.folder / "many.yaml").write_text("\n".join(lines))
+    return ["train", "--config", str(site.folder / "many.yaml")]
+
+
+usage(
+    "a million layers",
+    "MZ-105 command line: model.layers: Input should be less than or equal to 4096, got 1000000",
+    "model.layers=1000000",
+)
+usage(
+    "a number of 5,000 digits",
+    "MZ-108 command line, run.steps: '999…",
+    "run.steps=" + "9" * 5000,
+)

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 
-from megazero.checkpoint.manifest import FILE_NAME
+from megazero.checkpoint.manifest import FILE_NAME, read_manifest
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import JsonlSink
 from megazero.run_lock import RunLock
@@ -134,7 +134,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a manifest cut off",
-    f"warning: MZ-410 {STEP}/{FILE_NAME}: is no manifest: not a JSON object; …; going on from an older step",
+    f"warning: MZ-410 {STEP}/{FILE_NAME}: is no manifest: not JSON: …; …; going on from an older step",
     SINCE,
     0,
 )
@@ -242,3 +242,93 @@ def _(site: Site) -> list[str]:
 
     site.patch.setattr(AdamW, "update", update)
     return site.resume()
+
+
+@fault(
+    "a step under another step's name",
+    "warning: MZ-410 RUN/checkpoints/step_00000005/manifest.json: contradicts itself: the folder is called step 5, "
+    "the manifest is of step 4; restore the file, or resume from another step; going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    site.step.rename(Store(site.run / "checkpoints").path(5))
+    return site.resume()
+
+
+def _reseal(site: Site, **progress: object) -> list[str]:
+    """As somebody would who knows how to compute the digest."""
+    found = read_manifest(site.step)
+    assert found.progress is not None
+    changed = found.model_copy(update={"progress": found.progress.model_copy(update=progress)})
+    (site.step / FILE_NAME).write_bytes(changed.to_bytes())
+    return site.resume()
+
+
+@fault(
+    "a manifest with another progress and the right digest",
+    f"warning: MZ-410 {STEP}/{FILE_NAME}: contradicts itself: 1000000 updates and 0 skipped steps make no 4 steps; …; "
+    "going on from an older step",
+    SINCE,
+    0,
+)
+def _(site: Site) -> list[str]:
+    return _reseal(site, updates=1_000_000)
+
+
+@fault("a FIFO for a manifest", f"warning: MZ-410 {STEP}/{FILE_NAME}: …expected a regular file, got a FIFO…", SINCE, 0)
+def _(site: Site) -> list[str]:
+    (site.step / FILE_NAME).unlink()
+    os.mkfifo(site.step / FILE_NAME)
+    return site.resume()
+
+
+@fault(
+    "metrics.jsonl with a line of something else",
+    "MZ-406 RUN/metrics.jsonl: is damaged: line 2: expected a JSON object, got list; mend or remove the line, …",
+)
+def _(site: Site) -> list[str]:
+    path = site.run / "metrics.jsonl"
+    rows = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([rows[0], b"[1]\n", *rows[1:]]))
+    return site.resume()
+
+
+@fault("a lock of another shape", "MZ-420 RUN/lock: is no lock of ours, or damaged; remove it if no job trains there")
+def _(site: Site) -> list[str]:
+    keys = ("word", "host", "kernel", "pid", "born", "since", "job")
+    (site.run / "lock").write_text(json.dumps({key: [] for key in keys}))
+    return site.resume()
+
+
+@fault(
+    "the lock removed meanwhile",
+    "MZ-421 RUN: the lock was removed while this job trained: by hand, or another job has come and gone; …",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    honest = AdamW.update
+
+    def update(*arguments: object, **options: object) -> object:
+        (site.run / "lock").unlink(missing_ok=True)
+        return honest(*arguments, **options)  # type: ignore[arg-type]
+
+    site.patch.setattr(AdamW, "update", update)
+    return site.resume()
+
+
+@fault(
+    "the run's folder moved while it trains",
+    "MZ-4… RUN…: checkpoint not saved: the run's folder was deleted or moved while it trained…",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    honest = AdamW.update
+
+    def update(*arguments: object, **options: object) -> object:
+        if site.run.is_dir():
+            site.run.rename(site.folder / "elsewhere")
+        return honest(*arguments, **options)  # type: ignore[arg-type]
+
+    site.patch.setattr(AdamW, "update", update)
+    return site.resume("observe.every=100")

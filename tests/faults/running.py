@@ -1,6 +1,8 @@
 """Numbers, ranks, and the other verbs."""
 
+import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -117,6 +119,25 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
+    "token files cut off while training",
+    "MZ-204 …DATA.bin: was truncated since it was opened: it ends at byte 100, tokens lie at byte …; copy it again, …",
+    SINCE,
+)
+def _(site: Site) -> list[str]:
+    prefix = site.folder / "data"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{site.data.train}{suffix}", f"{prefix}{suffix}")
+    honest = AdamW.update
+
+    def update(*arguments: object, **options: object) -> object:
+        os.truncate(f"{prefix}.bin", 100)
+        return honest(*arguments, **options)  # type: ignore[arg-type]
+
+    site.patch.setattr(AdamW, "update", update)
+    return site.resume(f"data.train={prefix}", "run.steps=20")
+
+
+@fault(
     "a sample of another model",
     "MZ-404 RUN/checkpoints/step_00000004: …: expected …, got …; is this the run's own config.yaml?",
 )
@@ -126,7 +147,7 @@ def _(site: Site) -> list[str]:
     return ["generate", "--run", str(site.run), "--prompt", "a"]
 
 
-@fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; give a folder of transformers")
+@fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; a folder of safetensors is needed")
 def _(site: Site) -> list[str]:
     return ["import", "--from", "hf", "--model", str(site.folder / "gone"), "--out", str(site.folder / "new")]
 
@@ -139,3 +160,15 @@ def _(site: Site) -> list[str]:
     path = site.run / "config.yaml"
     path.write_text(path.read_text().replace("norm: layernorm", "norm: rmsnorm"))
     return ["export", "--to", "hf", "--run", str(site.run), "--out", str(site.folder / "new")]
+
+
+@fault(
+    "an import of numbers that nobody could train",
+    "MZ-415 …config.json: model.hidden % model.heads == 0 is broken: 40 % 3 = 1; nobody could train this model: …",
+)
+def _(site: Site) -> list[str]:
+    theirs = site.folder / "theirs"
+    theirs.mkdir()
+    sizes = {"n_layer": 2, "n_embd": 40, "n_head": 3, "vocab_size": 400, "n_positions": 32}
+    (theirs / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    return ["import", "--from", "hf", "--model", str(theirs), "--out", str(site.folder / "new")]
