@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero import capability
-from megazero.errors import UserError
+from megazero.errors import UserError, of_system
 from megazero.parallel.interruption import Interrupted, Interruption
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
@@ -47,6 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(said := of_system(error), file=sys.stderr)
+        return said.exit_code
     except Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
         return interrupted.exit_code

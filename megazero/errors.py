@@ -29,6 +29,11 @@ def one_line(text: str) -> str:
     return line if len(line) <= LINE_LIMIT else line[: LINE_LIMIT - 1] + "…"
 
 
+def _shortened(where: str) -> str:
+    """Return a place that leaves room for what is wrong there: the middle of a long path is left out."""
+    return where if len(where) <= LINE_LIMIT // 2 else f"{where[: LINE_LIMIT // 4]}…{where[-LINE_LIMIT // 4 :]}"
+
+
 class UserError(ValueError):
     """A fault the user can mend. `str()` of it is the line (or, for several config violations, the lines) to print.
 
@@ -54,7 +59,7 @@ class UserError(ValueError):
         prefix = f"MZ-{code}"
         prefix += f" rank={rank}" if rank is not None else ""
         prefix += f" step={step}" if step is not None else ""
-        prefix += f" {where}" if where else ""
+        prefix += f" {_shortened(str(where))}" if where else ""
         super().__init__(one_line(f"{prefix}: {what}" + (f"; {do}" if do else "")))
 
     @property
@@ -70,6 +75,12 @@ class UserError(ValueError):
         rank, step = (rank if self.rank is None else self.rank), (step if self.step is None else self.step)
         what = self.what if self.code < 200 else f"{self.what} ({place})"
         return UserError(self.code, what, self.do, where=self.where, rank=rank, step=step)
+
+
+def of_system(error: OSError) -> UserError:
+    """Return the line for what the system has refused where nobody had asked more closely: a name that is too long."""
+    what = f"cannot be used: {error.strerror or error}"
+    return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
 
 
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one

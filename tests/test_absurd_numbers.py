@@ -12,11 +12,11 @@ SECONDS = 5.0
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("plan --config tiny --gpus 1073741824 --hardware h200", "MZ-100: argument --gpus: expected a number from 1 to"),
-        ("simulate --config tiny --gpus 1073741824", "MZ-100: argument --gpus: expected a number from 1 to"),
-        ("certify --config tiny --max-ranks 1000000000", "MZ-100: argument --max-ranks: expected a number from 1 to"),
-        ("train --config tiny --nproc 1000000000", "MZ-100: argument --nproc: expected a number from 1 to"),
-        ("schedule --config tiny --nproc " + "9" * 5000, "MZ-100: argument --nproc: expected a number from 1 to"),
+        ("plan --config tiny --gpus 1073741824 --hardware h200", "MZ-100: argument --gpus: expected a number from 1"),
+        ("simulate --config tiny --gpus 1073741824", "MZ-100: argument --gpus: expected a number from 1"),
+        ("certify --config tiny --max-ranks 1000000000", "MZ-100: argument --max-ranks: expected a number from 1"),
+        ("train --config tiny --nproc 1000000000", "MZ-100: argument --nproc: expected a number from 1"),
+        ("schedule --config tiny --nproc " + "9" * 5000, "MZ-100: argument --nproc: expected a number from 1"),
         ("plan --config tiny --gpus 8 --hardware h200 model.layers=1000000", "model.layers: Input should be less than"),
         ("simulate --config tiny --gpus 1 model.layers=1000000000", "model.layers: Input should be less than"),
         ("schedule --config tiny parallel.pipeline=1000000", "parallel.pipeline: Input should be less than"),

@@ -64,3 +64,13 @@ def test_a_fifo_in_the_place_of_a_file_of_the_run(tiny_data: TinyData, tmp_path:
     else:
         assert done.returncode == 1 and done.stderr.count("\n") == 1
         assert "MZ-401" in done.stderr and "expected a regular file, got a FIFO" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_name_that_no_disk_takes(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
+    """The line has room for what is wrong, however long the name is."""
+    name = tmp_path / ("a" * 300)
+    done = command("train.py", "--config", tiny_data.config, f"run.dir={name}", f"parallel.tensor={ranks}")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and len(done.stderr) <= 301, done.stderr
+    assert done.stderr.startswith("MZ-401") and "File name too long" in done.stderr and "aaa…aaa" in done.stderr
+    assert not list(tmp_path.iterdir())

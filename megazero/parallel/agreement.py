@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from megazero.errors import UserError
+from megazero.errors import UserError, of_system
 from megazero.parallel.collectives import all_gather
 from megazero.parallel.grid import Axis
 from megazero.parallel.lobby import FailedElsewhere
@@ -32,6 +32,8 @@ def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
         result = action()
     except UserError as error:
         own = error
+    except OSError as error:
+        own = of_system(error)
     mine = torch.tensor([own.code if own else 0], dtype=torch.int64, device=device)
     codes = all_gather(mine, world, "agree").tolist()
     first = next((rank for rank, code in enumerate(codes) if code), None)
