@@ -28,7 +28,7 @@ _COMPARED = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "update":
 
 @dataclass(frozen=True)
 class Certified(Compared):
-    """With the largest relative differences of moments, updates, and sizes of updates."""
+    """Return the comparison with the largest relative differences of moments, updates, and sizes of updates."""
 
     moments: float = 0.0
     update: float = 0.0
@@ -37,7 +37,7 @@ class Certified(Compared):
 
 @dataclass(frozen=True)
 class _Found:
-    """One difference: by what measure, how large, and where."""
+    """Describes one difference: by what measure, how large, and where."""
 
     measure: str
     value: float
@@ -83,7 +83,7 @@ def compare_all(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: 
 
 
 def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
-    """The first step whose samples are not those of one process, each read by one data rank."""
+    """Return the first step whose samples are not those of one process, each read by one data rank."""
     for step, expected in enumerate(alone.samples):
         readers: dict[int, list[tuple[int, str]]] = {}
         for number, rank in enumerate(ranks):
@@ -99,7 +99,7 @@ def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
 
 
 def not_held_once(ranks: Sequence[Results]) -> str | None:
-    """The first element that no rank would save, or more than one."""
+    """Return the first element that no rank would save, or more than one."""
     for name, shape in ranks[0].shapes.items():
         held = [(*piece[1:], number) for number, rank in enumerate(ranks) for piece in rank.held if piece[0] == name]
         end, before, numel = 0, 0, math.prod(shape)
@@ -116,7 +116,7 @@ def not_held_once(ranks: Sequence[Results]) -> str | None:
 
 
 def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> str | None:
-    """The first weight that a rank computes with and that is not what would be saved."""
+    """Return the first weight that a rank computes with and that is not what would be saved."""
     last = len(ranks[0].losses) - 1
     for number, rank in enumerate(ranks):
         for name, mine in rank.tensors(f"weight/{last}"):
@@ -128,7 +128,7 @@ def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> st
 
 
 def _assembled(ranks: Sequence[Results]) -> State:
-    """What all ranks hold, each element of which is held once, as whole tensors."""
+    """Return what all ranks hold, as whole tensors; each element is held once."""
     state: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
     for rank in ranks:
         for number, (name, start, stop) in enumerate(rank.held):
@@ -142,7 +142,7 @@ def _assembled(ranks: Sequence[Results]) -> State:
 def _differences(
     mine: State, theirs: State, shapes: Mapping[str, Sequence[int]], heads: tuple[int, int], tolerance: Tolerance
 ) -> Iterator[_Found]:
-    """Of each parameter its moments and its update, then of all updates their sizes."""
+    """Compare the moments and the update of each parameter, then the sizes of all updates."""
     of_both = [{**_wide(state), "update": _updates(state)} for state in (mine, theirs)]
     for kind, measure in _COMPARED.items():
         a, b = (state[kind] for state in of_both)

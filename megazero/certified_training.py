@@ -28,7 +28,7 @@ from megazero.tolerances import BETAS, CLIP, DECAY, LR, eps_of
 
 @dataclass
 class Rig:
-    """What trains on one rank, put together and not begun: whoever plants a fault changes something of it.
+    """Holds what trains on one rank, put together and not begun: whoever plants a fault changes something of it.
 
     Attributes:
         batches: step -> this rank's micro-batches.
@@ -47,11 +47,11 @@ Plant = Callable[[Rig], object]
 
 
 def nothing(rig: Rig) -> None:
-    """Plants no fault."""
+    """Plant no fault."""
 
 
 def settings(config: Config) -> Config:
-    """The config with the optimizer's settings of the certificate (`tolerances.py` says why)."""
+    """Return the config with the optimizer's settings of the certificate (`tolerances.py` says why)."""
     numel = sum(math.prod(declaration_of(parameter).shape) for parameter in build_model(config).parameters())
     chosen = {"lr": LR, "betas": BETAS, "eps": eps_of(numel), "weight_decay": DECAY, "clip": CLIP}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=chosen)})
@@ -105,7 +105,7 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
 
 
 def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
-    """Each piece that this rank would save, with its elements of each kind of tensor."""
+    """Return each piece that this rank would save, with its elements of each kind of tensor."""
     return [
         (piece, {kind: flat[piece.at : piece.at + piece.stop - piece.start] for kind, flat in holding.tensors.items()})
         for holding in rig.holdings()
@@ -114,7 +114,7 @@ def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
 
 
 def _samples(batch: MicroBatch) -> list[tuple[int, str]]:
-    """The number of each sample, and a digest of what is read and scored of it."""
+    """Return the number of each sample, and a digest of what is read and scored of it."""
     columns = torch.stack((batch.tokens_SB, batch.targets_SB, batch.valid_SB.to(torch.int64)))
     return [
         (int(number), xxhash.xxh3_64_hexdigest(columns[:, :, row].contiguous().numpy().tobytes()))

@@ -166,7 +166,7 @@ class Certificate:
         torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
 
     def row(self, layout: Layout, plant: Plant = nothing) -> Row:
-        """What a layout computes beside one process.
+        """Compares what layouts compute with one process.
 
         Args:
             plant: what is changed on its ranks before they begin.
@@ -185,7 +185,7 @@ class Certificate:
         return Row(layout=layout, **vars(compare_all(ranks, alone, model.heads, model.kv_heads, tolerance)))
 
     def _reference(self, delayed: bool) -> Results:
-        """Of one process, which is delayed as the layouts are that are compared with it."""
+        """Return the results of one process, which is delayed as the layouts are that are compared with it."""
         if delayed not in self._alone:
             layout = Layout(offload="optimizer", delayed=True) if delayed else Layout()
             ranks, fault = self._results(layout, nothing)
@@ -195,7 +195,7 @@ class Certificate:
         return self._alone[delayed]
 
     def _results(self, layout: Layout, plant: Plant) -> tuple[list[Results], str | None]:
-        """What each rank computed; or why it did not."""
+        """Return what each rank computed; or why it did not."""
         lines: list[str] = []
         with self._interruption.held(), scratch_folder("certify") as folder:
             of_layout = layout.of(self._config)
@@ -213,7 +213,7 @@ class Certificate:
 def certify(
     config: Config, layouts: Sequence[Layout], steps: int, interruption: Interruption | None = None
 ) -> Iterator[Row]:
-    """A row for each layout; raises what `Certificate.row` raises."""
+    """Yield a row for each layout; raises what `Certificate.row` raises."""
     certificate = Certificate(config, steps, interruption)
     return map(certificate.row, layouts)
 
@@ -247,7 +247,7 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
 
 
 def admits(config: Config, size: int) -> bool:
-    """Whether a config can be trained on so many ranks."""
+    """Return whether a config can be trained on so many ranks."""
     values = flatten(config)
     if broken_relations(values) or broken_exclusions(values):
         return False

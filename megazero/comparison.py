@@ -29,7 +29,7 @@ class Compared:
 
 
 def times_of(value: float, tolerance: float) -> float:
-    """How many times its tolerance a difference is."""
+    """Return how many times its tolerance a difference is."""
     if value <= tolerance:
         return value / tolerance if tolerance else 0.0
     return value / tolerance if tolerance and value == value else math.inf

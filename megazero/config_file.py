@@ -25,7 +25,7 @@ from megazero import capability
 from megazero.config import Config, resolved
 from megazero.errors import FaultList, UserError
 from megazero.files import replace_file
-from megazero.reading import read_file
+from megazero.reading import exists, read_file
 from megazero.yaml_text import MOST_BYTES, parse_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -89,7 +89,7 @@ def find(name_or_path: str, *folders: Path) -> Path:
     for candidate in candidates:
         if _is_file(candidate):
             return candidate
-    if _exists(given):
+    if exists(given):
         raise UserError(101, "is no regular file", "give a file of options, or a shipped config", where=name_or_path)
     shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     near = difflib.get_close_matches(given.stem, shipped, n=1)
@@ -101,13 +101,6 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:  # a name that is too long for the file system, or below a file
-        return False
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
         return False
 
 

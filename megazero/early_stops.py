@@ -6,13 +6,12 @@ removes it; at the third start in a row the run fails, and fails at once from th
 """
 
 import contextlib
-import os
 import re
-import stat
 from pathlib import Path
 
 from megazero.errors import UserError
 from megazero.files import replace_file
+from megazero.reading import UnexpectedFileError, read_file
 
 MOST = 3
 _DO = "give it time to build, see who signals it, and remove the file to try again"
@@ -48,23 +47,20 @@ class EarlyStops:
             raise UserError(422, what, _DO, where=self._path)
 
     def forget(self) -> None:
-        """A step has been completed."""
+        """Remove the count: a step has been completed."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def _count(self) -> int:
         try:
-            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            text = read_file(self._path, _LONGEST, follow=False)
         except FileNotFoundError:
             return 0
+        except UnexpectedFileError:
+            text = b""  # no count either
         except OSError as error:
             raise UserError(422, f"cannot be read: {error.strerror}", "remove it", where=self._path) from None
-        try:
-            regular = stat.S_ISREG(os.fstat(handle).st_mode)
-            text = os.read(handle, _LONGEST + 1) if regular else b""
-        finally:
-            os.close(handle)
         match = re.fullmatch(rb"([1-9][0-9]{0,3}) starts? in a row stopped before the first step, [ -~]+\n", text)
-        if match is None or len(text) > _LONGEST:
+        if match is None:
             raise UserError(422, "is no count of early stops, or damaged", "remove it", where=self._path)
         return int(match[1])

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megazero.errors import UserError
 from megazero.plan.machines import MACHINES, Machine, Reached
-from megazero.reading import read_file
+from megazero.reading import exists, read_file
 from megazero.yaml_text import MOST_BYTES, parse_yaml
 
 
@@ -86,7 +86,7 @@ def machine_of(name_or_path: str) -> Machine:
     if name_or_path in MACHINES:
         return MACHINES[name_or_path]
     path = Path(name_or_path)
-    if not _exists(path):
+    if not exists(path):
         known = ", ".join(MACHINES)
         what = f"no machine and no file of that name; known are {known}"
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
@@ -103,13 +103,6 @@ def machine_of(name_or_path: str) -> Machine:
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(117, f"not readable: {what}", "mend the file", where=path.name) from None
     return _machine(read)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it
-        return False
 
 
 def _machine(read: _MachineFile) -> Machine:

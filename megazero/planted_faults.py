@@ -43,7 +43,7 @@ class Fault:
 
 
 def _of_one_rank(plant: Plant) -> Plant:
-    """The fault on the second data rank only."""
+    """Return the fault on the second data rank only."""
 
     def on_second(rig: Rig) -> None:
         if rig.grid.data.rank == 1:
@@ -53,7 +53,7 @@ def _of_one_rank(plant: Plant) -> Plant:
 
 
 def _block(rig: Rig) -> Unit:
-    """The unit of a block that this rank has."""
+    """Return the unit of a block that this rank has."""
     return next(unit for unit in rig.built.engine.units if unit.layout.name.startswith("blocks."))
 
 
@@ -118,7 +118,7 @@ def swapped_betas(rig: Rig) -> None:
 
 
 def scaled(by: float, *, everywhere: bool) -> Plant:
-    """The gradients of one block, or of all units, are multiplied when they have been reduced."""
+    """Multiply the gradients of one block, or of all units, when they have been reduced."""
 
     def plant(rig: Rig) -> None:
         for unit in rig.built.engine.units if everywhere else [_block(rig)]:
@@ -196,7 +196,7 @@ def targets_of_another(rig: Rig) -> None:
 
 
 def masks_of_another_layer(rig: Rig) -> None:
-    """A rank of the pipeline numbers its blocks from 0."""
+    """Number the blocks of a rank of the pipeline from 0."""
     if rig.grid.pipeline.rank == 0:
         return
     for block in rig.built.model.blocks:

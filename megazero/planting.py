@@ -25,7 +25,7 @@ _SCALED = {False: "a block's reduced gradients times 1 + x", True: "all reduced 
 
 @dataclass(frozen=True)
 class Planted:
-    """What was found of a fault in one precision.
+    """Says what was found of a fault in one precision.
 
     Attributes:
         what, layout: of the fault.
@@ -46,7 +46,7 @@ class Planted:
 
 
 def names() -> list[str]:
-    """Of everything that is planted."""
+    """Yield what is found of everything that is planted."""
     return [NOTHING, *(fault.name for fault in FAULTS), *SCALES]
 
 
@@ -85,7 +85,7 @@ def _suited(config: Config) -> Config:
 
 
 def _nothing(certificate: Certificate, dtype: str) -> Planted:
-    """The layouts as they are."""
+    """Return what is found of the layouts as they are: nothing."""
     rows = [certificate.row(layout) for layout in dict.fromkeys(fault.layout for fault in FAULTS)]
     measure, times = max((_most(row.times, row.fault) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
@@ -100,7 +100,7 @@ def _found(certificate: Certificate, fault: Fault, dtype: str) -> Planted:
 
 
 def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str) -> Planted:
-    """By bisection over powers of two."""
+    """Return the smallest scale that is found, by bisection over powers of two."""
     found, missed = 0, _SMALLEST + 1  # exponents; 1 + 1 is found if anything is
     best = "", 0.0
     while missed - found > 1:
@@ -115,7 +115,7 @@ def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str)
 
 
 def _most(times: Any, fault: str | None) -> tuple[str, float]:
-    """The measure that is furthest beyond its tolerance, the first of several without any."""
+    """Return the measure that is furthest beyond its tolerance, the first of several without any."""
     if not times:
         return f"does not run: {fault}", math.inf
     measure = max(times, key=lambda measure: times[measure])
@@ -123,7 +123,7 @@ def _most(times: Any, fault: str | None) -> tuple[str, float]:
 
 
 def table(found: Sequence[Planted], steps: int) -> str:
-    """In Markdown: a row for each fault, a column for each precision."""
+    """Return a table in Markdown: a row for each fault, a column for each precision."""
     lines = [
         f"Planted faults, {steps} steps: by which measure each is found, and how many times its tolerance",
         "",
@@ -148,6 +148,6 @@ def _cell(found: Planted) -> str:
 
 
 def as_json(found: Sequence[Planted], steps: int) -> dict[str, Any]:
-    """With null for infinity, which JSON has not."""
+    """Return the values with null for infinity, which JSON has not."""
     rows = [asdict(each) | {"times": each.times if math.isfinite(each.times) else None} for each in found]
     return {"steps": steps, "planted": rows}

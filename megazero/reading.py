@@ -75,6 +75,14 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
     return b"".join(parts)
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is something; False too for a name that no file can have, or that may not be looked at."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 

@@ -113,7 +113,9 @@ def from_first(value: Any, world: Axis, device: torch.device) -> Any:
     return json.loads(gather_bytes(text, world, "agree", device)[0])
 
 
-def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: bool) -> dict[str, Any] | None:
+def owed_row(
+    metrics: Path, found: Manifest | None, *, own: bool, validates: bool, warn: Callable[[str], object]
+) -> dict[str, Any] | None:
     """Cut metrics.jsonl behind the step to go on from, and return that step's row where the file lacks it.
 
     A job that was killed between the commit of a step and its row has left the row in the step's manifest only; one
@@ -123,6 +125,7 @@ def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: boo
         found: of the step to go on from; None: the run begins.
         own: the step is this run's.
         validates: that step is to be validated.
+        warn: told of rows that do not belong there.
 
     Raises:
         UserError: 406, metrics.jsonl is damaged; 401, it cannot be read or replaced.
@@ -130,12 +133,12 @@ def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: boo
     step, progress = (found.step, found.progress) if found and own else (0, None)
     row = progress.row if progress else None
     try:
-        last = drop_rows_after(metrics, step)
+        last = drop_rows_after(metrics, step, warn)
         if row is None or last is None or last["step"] != step:
             return row
         if not validates or "valid_loss" in last:
             return None
-        drop_rows_after(metrics, step - 1)
+        drop_rows_after(metrics, step - 1, warn)
         return row
     except ValueError as error:
         raise UserError(406, f"is damaged: {error}", "mend or remove the line, or the file", where=metrics) from None

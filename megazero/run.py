@@ -146,13 +146,13 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
             _say(line)
     try:
         where = config.checkpoint.resume
-        agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
         own = agree(grid.world, device, lambda: find_job(where, folder, lock.word) if first else None)
         job = share(own, grid.world, device)
         if job.stopped:
             if first:
                 _say(f"nothing done: {folder.stop} is there; remove it to train")
             return 0
+        agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
         trainer, done = _trained(config, grid, device, Site(folder, lock, job, place.signals), name)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
@@ -239,7 +239,7 @@ def _begin_files(
     check_space(config, about, site.folder.checkpoints)
     dump(config, site.folder.config)
     due = found is not None and validates(found.step)
-    return owed_row(site.folder.metrics, found, own=site.job.own, validates=due)
+    return owed_row(site.folder.metrics, found, own=site.job.own, validates=due, warn=warn)
 
 
 def _draw(folder: RunFolder) -> bool:

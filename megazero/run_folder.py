@@ -121,7 +121,7 @@ class RunFolder:
 
     @property
     def early_stops(self) -> EarlyStops:
-        """How often in a row it was told to stop before its first step."""
+        """Counts how often in a row it was told to stop before its first step."""
         return EarlyStops(self.path / "early_stops")
 
     @property

@@ -33,7 +33,7 @@ _LOCK_BYTES = 4096
 
 
 class State(Enum):
-    """Whose a lock is."""
+    """Says whose a lock is."""
 
     OURS = "ours"
     ANOTHERS = "another's"
@@ -100,7 +100,7 @@ class RunLock:
 
     @property
     def state(self) -> "State":
-        """Whose it is now; a disk that does not answer has not shown another's."""
+        """Says whose it is now; a disk that does not answer has not shown another's."""
         try:
             owner = _parsed(read_file(self._path, _LOCK_BYTES))
         except FileNotFoundError:
@@ -181,7 +181,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """The owner that a lock names; None if it is no lock of ours."""
+    """Return the owner that a lock names; None if it is no lock of ours."""
     try:
         found = parse_object(text)
     except ValueError:

@@ -107,7 +107,7 @@ def state_distances(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: 
 
 
 def size_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Of the norms of all of them together, relative."""
+    """Return the relative difference of the norms of all of them together."""
     mine, theirs = (torch.stack([tensor.norm() for tensor in tensors]).norm() for tensors in (a, b))
     return _ratio((mine - theirs).abs(), theirs)
 
@@ -123,7 +123,7 @@ def _ratio(apart: Tensor, scale: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Of one dtype.
+    """Holds the tolerances of one dtype.
 
     Attributes:
         weights: and of every number computed from weights that have been updated.
@@ -140,7 +140,10 @@ class Tolerance:
 
 
 def tolerance_of(dtype: str) -> Tolerance:
-    """In 16 bits no single element is held: of a gradient near zero not one bit need be right."""
+    """Return the tolerances of a dtype.
+
+    In 16 bits no single element is held: of a gradient near zero not one bit need be right.
+    """
     inf = float("inf")
     return {
         "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),

@@ -52,7 +52,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
 
 
 def _special_tokens(config: Config, warn: Callable[[str], object]) -> SpecialTokens:
-    """Those of the run's tokenizer; an export of weights does not fail for want of it."""
+    """Return those of the run's tokenizer; an export of weights does not fail for want of it."""
     if config.data.tokenizer is None:
         return SpecialTokens(None, None)
     try:

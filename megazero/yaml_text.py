@@ -2,7 +2,7 @@
 
 A text of a few hundred bytes can name itself over and over (`&a [*b, *b]`, a merge `<<`) and stand for 2^40 values, and
 2,000 brackets keep the parser busy for seconds. So a text may have so many bytes, brackets inside one another and
-aliases, and not more: with 20 aliases the worst expands 1,500 times. No configuration comes near any of these.
+aliases, and stand for so many values, and not more. No configuration comes near any of these.
 """
 
 import re
@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 MOST_BYTES = 32 << 10
 _DEEPEST = 20
 _MOST_ALIASES = 20
+_MOST_VALUES = 10_000
 _ALIAS = re.compile(r"(?:^|[\s\[,{:?-])\*[^\s,\]}]", re.MULTILINE)
 _BRACKET = re.compile(r"[\[\]{}]")
 
@@ -37,4 +38,24 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
         raise ValueError(f"expected at most {_DEEPEST} brackets inside one another, got {deepest}")
     if (aliases := len(_ALIAS.findall(text))) > _MOST_ALIASES:
         raise ValueError(f"expected at most {_MOST_ALIASES} aliases, got {aliases}")
-    return YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
+    found = YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
+    if (values := _values(found, {})) > _MOST_VALUES:
+        raise ValueError(f"expected at most {_MOST_VALUES:,} values, got {values:,} with what aliases stand for")
+    return found
+
+
+def _values(tree: Any, known: dict[int, int]) -> int:
+    """Return how many values a tree has when every alias is written out. Raises ValueError: it contains itself.
+
+    Args:
+        known: of each container that has been counted, by identity; 0 while it is being counted.
+    """
+    if not isinstance(tree, dict | list):
+        return 1
+    if (count := known.get(id(tree))) is None:
+        known[id(tree)] = 0
+        children = tree.values() if isinstance(tree, dict) else tree
+        count = known[id(tree)] = 1 + sum(_values(child, known) for child in children)
+    elif count == 0:
+        raise ValueError("an alias stands for what contains it")
+    return count

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megazero.config import Config
 from megazero.config_file import CONFIGS, dump, find, flatten, load, option_keys
 from megazero.errors import LINE_LIMIT, UserError
+from megazero.yaml_text import parse_yaml
 
 
 @pytest.fixture
@@ -142,3 +143,32 @@ def test_a_file_among_the_overrides_goes_over_what_was_given_before(tmp_path: Pa
         load("gpt2_124m", [str(mine)])
     with pytest.raises(UserError, match=r"MZ-101 c6\.yaml: no such config"):
         load("gpt2_124m", ["c6.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (
+            "a0: &a0 [" + "1, " * 9000 + "]\na1: &a1 [*a0, *a0, *a0]\nrun: [*a1, *a1, *a1]",
+            "expected at most 10,000 values",
+        ),
+        (
+            "\n".join(f"a{i}: &a{i} 1" for i in range(30)) + "\nb: [" + ", ".join(f"*a{i}" for i in range(30)) + "]",
+            "20 aliases",
+        ),
+        ("# " + "x" * (33 << 10), "expected at most 32,768 bytes"),
+        ("a: " + "[" * 21 + "]" * 21, "expected at most 20 brackets inside one another, got 21"),
+    ],
+)
+def test_texts_beyond_a_bound(tmp_path: Path, text: str, what: str) -> None:
+    """Each of them kept the parser busy for seconds, or more."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"MZ-102 c.yaml: cannot be read: .*{what}"):
+        load(str(path))
+
+
+@pytest.mark.parametrize("text", ["&a [*a]", "a: &a [*a]", "&a {b: *a}"])
+def test_a_value_that_contains_itself(text: str) -> None:
+    with pytest.raises(ValueError, match="an alias stands for what contains it"):
+        parse_yaml(text)

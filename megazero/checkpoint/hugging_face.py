@@ -202,7 +202,7 @@ _FIXED = {
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
-        "rope_scaling": (None,),
+        "rope_scaling": (None, {"rope_type": "default"}, {"type": "default"}),
     },
 }
 
@@ -211,7 +211,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Theirs(BaseModel):
-    """What is read of a config.json, by their names; the rest is left alone."""
+    """Holds what is read of a config.json, by their names; the rest is left alone."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -229,8 +229,9 @@ class _Gpt2(_Theirs):
 
 
 class _Rope(_Theirs):
-    rope_type: Literal["default"] = "default"
-    rope_theta: Annotated[float, Field(ge=1)] = 10000.0
+    rope_type: Literal["default"] | None = None
+    type: Literal["default"] | None = None  # an older word for it
+    rope_theta: Annotated[float, Field(ge=1)] | None = None
 
 
 class _Llama(_Theirs):
@@ -311,7 +312,7 @@ def _llama_section(theirs: _Llama) -> dict[str, Any]:
         "dropout": 0.0,
         "tie_embeddings": theirs.tie_word_embeddings,
         "norm_eps": theirs.rms_norm_eps,
-        "rope_theta": float(theirs.rope_theta or rope.rope_theta),
+        "rope_theta": float(rope.rope_theta or theirs.rope_theta or 10000.0),
     }
 
 

@@ -97,7 +97,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 class Theirs:
-    """The tensors of a transformers folder, which are looked at before anything is made of them.
+    """Holds the tensors of a transformers folder, which are looked at before anything is made of them.
 
     Args:
         source: the folder.
@@ -244,7 +244,7 @@ def _theirs(
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor of theirs lies, and what the file's header says of it."""
+    """Says where a tensor of theirs lies, and what the file's header says of it."""
 
     path: Path
     dtype: str

@@ -153,7 +153,7 @@ class Saver:
         return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
 
     def finish(self) -> None:
-        """What was begun has ended. Raises UserError 403: it failed; the step does not exist."""
+        """Return once what was begun has ended. Raises UserError: 403 or of `conclude`, and the step does not exist."""
         ended, self._under_way = self._under_way, []
         for future in ended:
             future.result()
@@ -224,7 +224,7 @@ class Saver:
                     if self._give_up.wait(pause):
                         return  # those that have failed say why
                     pause = min(1.5 * pause, _SELDOM)
-                parts.append(_read_part(path))
+                parts.append(self._part(path, step))
                 path.unlink()
             self._conclude(step, progress, parts)
             self.took = time.monotonic() - self._began
@@ -232,6 +232,10 @@ class Saver:
                 self._tidied = [self._tidying.submit(self._tidy, self._give_up.is_set)]
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
+
+    def _part(self, path: Path, step: int) -> Part:
+        try:
+            return _read_part(path)
         except ValueError as error:
             raise self._not_saved(f"{path.name} is damaged: {error}", step) from None
 

@@ -18,6 +18,7 @@ _WORD = np.uint64(0xFFFFFFFF)
 _GOLDEN = np.uint64(0x9E3779B9)  # mix(0) is 0: without an offset document 0 would always be for validation
 
 _SAMPLED = 256  # tokens in a stream's digest
+_WORTH = 64  # tokens that are read for one that is wanted, before each run of them is read for itself
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -93,10 +94,15 @@ class TokenStream:
         return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
 
     def _tokens(self, in_file: np.ndarray) -> np.ndarray:
-        """Return the tokens at rising places of the file, read in as few runs as these make."""
+        """Return the tokens at rising places of the file."""
+        if not len(in_file):
+            return np.empty(0, self.dataset.dtype)
+        first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1
+        if span <= _WORTH * len(in_file):  # one read with what lies between costs less than many
+            return self.dataset.read(first, first + span)[in_file - first]
         breaks = np.flatnonzero(np.diff(in_file) != 1) + 1
-        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks) if len(run)]
-        return np.concatenate([np.empty(0, self.dataset.dtype), *(self.dataset.read(*run) for run in runs)])
+        runs = ((int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks))
+        return np.concatenate([self.dataset.read(*run) for run in runs])
 
     def _in_file(self, positions: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
         return positions - self._starts[ordinals] + self._first_tokens[ordinals]

@@ -206,7 +206,7 @@ def _stamp(path: Path) -> int | None:
 
 
 def _reason(failed: Path) -> str:
-    """Why the compiler failed, as another process has put it down."""
+    """Return why the compiler failed, as another process has put it down."""
     return read_file(failed, _REASON_BYTES, follow=False).decode(errors="replace")
 
 

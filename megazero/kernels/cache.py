@@ -23,22 +23,28 @@ class UntrustedCacheError(OSError):
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make the cache's folder, for this user alone, and refuse one that others can write to.
+    """Make the cache's folder, for this user alone, and refuse one that others can put something into.
+
+    A folder of this user's that others can write to is taken from them: what they have put there is not theirs to give
+    a library's owner, mode and hash.
 
     Raises:
-        UntrustedCacheError: the folder, or one above it, belongs to somebody else or can be written by others.
+        UntrustedCacheError: the folder, or one above it, belongs to somebody else, or one above can be written by
+            others.
         OSError: it cannot be made.
     """
-    if not folder.is_dir():  # one on a disk that can only be read will do
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    missing = [part for part in (folder, *folder.parents) if not part.is_dir()]
+    for part in reversed(missing):  # a mask of 002 would let the group write to the new folders above
+        part.mkdir(exist_ok=True, mode=0o700)
     place = folder.resolve()
+    if place.stat().st_uid == os.geteuid() and place.stat().st_mode & _OTHERS_MAY_WRITE:
+        place.chmod(0o700)
     for part in (place, *place.parents):
         status = part.stat()
         sticky = part != place and status.st_mode & stat.S_ISVTX  # in /tmp others cannot rename what is ours
         if not _is_ours(status.st_uid):
-            raise UntrustedCacheError(
-                f"{part} belongs to user {status.st_uid}: set XDG_CACHE_HOME to a folder of your own"
-            )
+            what = f"{part} belongs to user {status.st_uid}"
+            raise UntrustedCacheError(f"{what}: set XDG_CACHE_HOME to a folder of your own")
         if status.st_mode & _OTHERS_MAY_WRITE and not sticky:
             mode = stat.S_IMODE(status.st_mode)
             raise UntrustedCacheError(f"{part} can be written by others (mode {mode:o}): chmod go-w it")
@@ -88,4 +94,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _is_ours(user: int) -> bool:
-    return user in (os.getuid(), 0)
+    """Return whether a file's owner could do as this user anyway: this user, root, or whoever owns the root folder,
+    which in a container without root is root under another number.
+    """
+    return user in (os.geteuid(), 0, os.stat("/").st_uid)

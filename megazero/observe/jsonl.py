@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,34 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row, _ in _rows(path)]
 
 
-def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
+def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dict[str, Any] | None:
     """Remove the rows beyond `step`, and a torn last line, in one atomic replacement: what a resumed run starts from.
 
-    A file that has nothing to remove is not touched. Returns the last row that stays, None if there is none.
+    A file that has nothing to remove is not touched. A job that was held up while another took its folder over may
+    have written rows between the other's; what was written later stays. Returns the last row, None if there is none.
+
+    Args:
+        warn: told of rows that were between others' in this way.
 
     Raises:
-        ValueError: a line up to the first row beyond `step` is no row, or steps do not rise.
+        ValueError: a line up to the first row beyond `step` is no row.
         OSError: the file cannot be read or replaced.
     """
     if not path.exists():
         return None
+    try:
+        return _cut(path, step)
+    except NotRisingError:
+        lost = _put_in_order(path)
+        warn(f"{path}: {lost} row{'s' * (lost > 1)} of another job, between those of this run, left out")
+        return _cut(path, step)
+
+
+class NotRisingError(ValueError):
+    """A row's step is not beyond that of the row before."""
+
+
+def _cut(path: Path, step: int) -> dict[str, Any] | None:
     last, end = None, 0
     for row, row_end in _rows(path):
         if row["step"] > step:
@@ -94,8 +111,26 @@ def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     return last
 
 
-def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Give each row, and where in the file its line ends; one line at a time, for files of any size."""
+def _put_in_order(path: Path) -> int:
+    """Leave out the rows before a fall that are not before its step; return how many."""
+    kept: list[dict[str, Any]] = []
+    lost = 0
+    for row, _ in _rows(path, rising=False):
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+            lost += 1
+        kept.append(row)
+    replace_file(path, (json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in kept))
+    return lost
+
+
+def _rows(path: Path, *, rising: bool = True) -> Iterator[tuple[dict[str, Any], int]]:
+    """Give each row, and where in the file its line ends; one line at a time, for files of any size.
+
+    Raises:
+        NotRisingError: a step is not beyond the one before, unless that does not matter here.
+        ValueError: a line is no row.
+    """
     with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         before, end = 0, 0
         for number in itertools.count(1):
@@ -106,21 +141,23 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             if line.isspace():
                 continue
             try:
-                row = _checked(line, before)
+                row = _checked(line)
             except ValueError as error:
                 raise ValueError(f"line {number:,}: {error}") from None
+            if rising and row["step"] <= before:
+                raise NotRisingError(f"line {number:,}: expected a step beyond {before}, got {row['step']}")
             before = row["step"]
             yield row, end
 
 
-def _checked(line: bytes, before: int) -> dict[str, Any]:
-    """Return the row of a line; raises ValueError if it is none, or its step is not beyond `before`."""
+def _checked(line: bytes) -> dict[str, Any]:
+    """Return the row of a line; raises ValueError if it is none."""
     if len(line) > _LINE_BYTES:
         raise ValueError(f"expected at most {_LINE_BYTES:,} bytes, got more")
     row = parse_object(line.rstrip(b"\n"))
     step = row.get("step")
-    if type(step) is not int or not before < step < 2**31:
-        raise ValueError(f"expected a step beyond {before}, got {step!r:.40}")
+    if type(step) is not int or not 0 < step < 2**31:
+        raise ValueError(f"expected a step, got {step!r:.40}")
     for key, value in row.items():
         values = value.values() if isinstance(value, dict) else (value,)
         if not all(map(_is_number, values)):

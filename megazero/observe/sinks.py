@@ -15,7 +15,7 @@ from megazero.observe.metrics import Value
 
 
 class Sink(Protocol):
-    """Takes rows of metrics (metrics.Row.as_dict: keys in order, floats possibly not finite)."""
+    """Takes rows of metrics (`Row`'s keys in their order, floats possibly not finite)."""
 
     def row(self, row: Mapping[str, Value]) -> None: ...
 

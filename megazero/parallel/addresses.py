@@ -101,7 +101,7 @@ def _fault_of_address(text: str) -> str:
 
 
 def _is_broadcast(address: str) -> bool:
-    """Whether the kernel's routes say so: it then refuses a datagram socket that has not asked for broadcasts."""
+    """Return whether the kernel says so: it refuses a datagram socket that has not asked for broadcasts."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _DISCARD))  # nothing is sent

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megazero.parallel.processes import Process, host_id
@@ -213,6 +214,7 @@ class Seat:
         _OPEN.pack_into(self._memory, at, still - 1)
 
 
+@cache
 def _here() -> bytes:
     """Equal for processes that can see each other; of no process where the system does not tell."""
     try:

@@ -74,13 +74,13 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
 
 
 def held_up(standings: Sequence[Standing]) -> UserError | None:
-    """Why ranks did not meet, if one of them is stopped, which the others could not know."""
+    """Return why ranks did not meet, if one of them is stopped, which the others could not know."""
     stopped = _stopped(standings)
     return _halt(standings[stopped[0]], "the others waited for it") if stopped else None
 
 
 def waited_in_vain(failed: Sequence[Standing]) -> bool:
-    """Whether all of these ranks ended because another did not come, none for a reason of its own."""
+    """Return whether all of these ranks ended because another did not come, none for a reason of its own."""
     said = [standing for standing in failed if standing.state == STUCK or standing.has_said]
     quiet = all(standing.state in (STUCK, FAILED) for standing in failed)
     return quiet and bool(said) and all(s.state == STUCK or s.message.startswith("MZ-320 ") for s in said)

@@ -122,7 +122,7 @@ def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Gr
 
 
 def _groups_of_gloo(grid: Grid) -> dict[str, dist.ProcessGroup | None]:
-    """The group of each axis. torch's mesh would give ranks half an hour to come."""
+    """Return the group of each axis. torch's mesh would give ranks half an hour to come."""
     world, groups = torch.arange(grid.world.size), {}
     for axis in (grid.pipeline, grid.data, grid.tensor):
         groups[axis.name] = None
@@ -135,7 +135,7 @@ def _groups_of_gloo(grid: Grid) -> dict[str, dist.ProcessGroup | None]:
 
 
 def _groups_of_mesh(grid: Grid, device_type: str) -> dict[str, dist.ProcessGroup | None]:
-    """The same from torch's device mesh, which splits NCCL's communicators off that of the world."""
+    """Return the group of each axis from torch's device mesh, which splits NCCL's communicators."""
     axes = {axis.name: axis for axis in (grid.pipeline, grid.data, grid.tensor)}
     with warnings.catch_warnings():  # torch notes on CPU-only builds that groups of one rank are not needed
         warnings.simplefilter("ignore", UserWarning)

@@ -36,7 +36,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Signals are minded, inside. In the main thread."""
+        """Mind signals inside. In the main thread."""
         before = {number: signal.signal(number, self._on) for number in noted()}
         try:
             yield
@@ -46,7 +46,7 @@ class Interruption:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A signal that comes inside waits for the end; but `run_local`, which unblocks signals, minds its own."""
+        """Let a signal that comes inside wait for the end; but `run_local`, which unblocks signals, minds its own."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
         self._held = True
         try:
@@ -57,7 +57,7 @@ class Interruption:
         self.check()
 
     def end(self, number: int) -> NoReturn:
-        """A signal has come, and nothing is left of what it found."""
+        """Raise Interrupted: a signal has come, and nothing is left of what it found."""
         self._note(number)
         raise Interrupted(number)
 

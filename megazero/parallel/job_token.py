@@ -23,7 +23,7 @@ _DO = "export MEGAZERO_TOKEN=$(openssl rand -hex 32) in the batch script"
 
 @dataclass(frozen=True)
 class Secret:
-    """Where a step's secret is.
+    """Says where a step's secret is.
 
     Attributes:
         token: from the environment; None: the file `token` in `folder` has it.

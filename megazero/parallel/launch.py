@@ -210,7 +210,7 @@ def first_host(nodes: str) -> str:
 
 
 def secret_of_step(environment: Mapping[str, str] = os.environ) -> Secret:
-    """What the ranks of an srun step know and nobody else does, and which step it is."""
+    """Return what the ranks of an srun step know and nobody else does, and which step it is."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     step = " ".join(environment.get(name) or "0" for name in names)
     home = Path(environment.get("XDG_CONFIG_HOME") or "", "megazero")

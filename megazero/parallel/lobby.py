@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -20,7 +21,7 @@ from megazero.parallel.presence import Presence
 from megazero.parallel.processes import Process
 
 _SLACK = 1.0  # seconds that ranks may give up later than the first one
-_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between looks
+_SHORTEST, _SLICE = 0.02, 0.5  # seconds of one wait
 
 
 class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
@@ -52,7 +53,7 @@ class Lobby:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around something that every rank does and that waits for the others.
+        """Name the rank that is missing when something that every rank does, and that waits for all, fails inside.
 
         Raises:
             UserError: 311, a rank did not do it in time; 320, it went wrong though all ranks came.
@@ -79,7 +80,7 @@ class Lobby:
             return []
 
     def _blamed(self, what: str, missing: Sequence[int]) -> UserError | None:
-        """The error of this rank if one is missing: one of those that are there says so."""
+        """Return the error of this rank if one is missing: one of those that are there says so."""
         if not missing:
             return None
         speaker = min(set(self.roll) - set(missing))
@@ -99,10 +100,16 @@ class Lobby:
 
 def absent(store: Store, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
     """Wait until each of `ranks` has set its `key`; return those that have not in time."""
-    deadline, pause, missing = time.monotonic() + seconds, _POLL, list(ranks)
-    while missing and not store.check([f"{key}/{rank}" for rank in missing]):
-        if time.monotonic() > deadline:
-            return [rank for rank in missing if not store.check([f"{key}/{rank}"])]
-        time.sleep(pause)
-        pause = min(pause * 1.2, _LONGEST_POLL)
+    deadline, names = time.monotonic() + seconds, [f"{key}/{rank}" for rank in ranks]
+    while names:
+        left = deadline - time.monotonic()
+        try:
+            # The store answers when all are there; in slices, so that a signal is noted meanwhile.
+            store.wait(names, timedelta(seconds=min(max(left, _SHORTEST), _SLICE)))
+            break
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a slice is over: torch's stores have different words for it
+            if left <= 0:
+                return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
     return []

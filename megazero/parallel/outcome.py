@@ -66,7 +66,7 @@ def say_why(place: Place) -> None:
 
 
 def first_here(standings: Sequence[Standing]) -> int | None:
-    """The first rank of this host that gave up."""
+    """Return the first rank of this host that gave up."""
     return next((s.rank for s in standings if s.state == STUCK and s.process is not None), None)
 
 

@@ -20,7 +20,7 @@ class NoPresence(ValueError):  # noqa: N818 - as ValueError
 
 @dataclass(frozen=True)
 class Presence:
-    """One rank, as it said.
+    """Describes one rank, as it said.
 
     Attributes:
         host: its name.

@@ -31,7 +31,7 @@ class Process:
 
     @property
     def state(self) -> str:
-        """The kernel's letter: R, S, D, T (stopped), t (traced), Z (dead, and not yet taken away); "": it is gone."""
+        """Return the kernel's letter: R, S, D, T (stopped), t (traced), Z (dead, not taken away); "": it is gone."""
         fields = _stat(self.pid)
         return fields[_STATE] if fields and int(fields[_STARTED]) == self.started else ""
 
@@ -44,11 +44,11 @@ class Process:
         return self.state in ("T", "t")
 
     def handles(self, number: int) -> bool:
-        """Whether the process has a handler for a signal."""
+        """Return whether the process has a handler for a signal."""
         return _in_mask(self.pid, "SigCgt", number)
 
     def has_waiting(self, number: int) -> bool:
-        """Whether a signal has been sent to the process that it has not begun to handle."""
+        """Return whether a signal has been sent to the process that it has not begun to handle."""
         return _in_mask(self.pid, "ShdPnd", number) or _in_mask(self.pid, "SigPnd", number)
 
     def send(self, number: int) -> bool:
@@ -79,7 +79,7 @@ def host_id() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may hold anything; none if there is no such process."""
+    """Return the fields of /proc/PID/stat behind the name, which may hold anything; none: no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -34,6 +34,7 @@ from megazero.parallel.store_server import StoreServer
 from megazero.parallel.wire import BUCKET, Wire
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
+_AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes each
 
 
 def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> Wire:
@@ -177,7 +178,7 @@ def _loopback() -> str:
 
 
 def _presence(fingerprint: str, mail: Mail | None) -> Presence:
-    """What this rank says of itself."""
+    """Return what this rank says of itself."""
     own = Process.own()
     near, handle = ("", NOWHERE) if mail is None else (host_id(), mail.handle)
     return Presence(socket.gethostname(), fingerprint, own.pid, own.started, near, handle)
@@ -189,9 +190,11 @@ def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -
     _all_have(store, "here", world, timeout)
     roll: dict[int, Presence] = {}
     odd: dict[int, str] = {}
+    keys = [f"here/{rank}" for rank in range(world.size)]
+    said = [raw for at in range(0, world.size, _AT_ONCE) for raw in store.multi_get(keys[at : at + _AT_ONCE])]
     for rank in range(world.size):
         try:
-            roll[rank] = Presence.heard(store.get(f"here/{rank}"))
+            roll[rank] = Presence.heard(said[rank])
         except NoPresence as error:
             odd[rank] = f"said what is no presence at the roll call: {error}"
             continue

@@ -22,7 +22,7 @@ _NAME = re.compile(r"megazero-(?:[a-z]+-)?([0-9a-f]{32})\.([0-9]{1,20})\.([0-9]{
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str = "") -> Iterator[Path]:
-    """A folder of this process, which is gone at the end.
+    """Make a folder of this process, which is gone at the end.
 
     Args:
         purpose: a word of lower-case letters that stands in the folder's name.

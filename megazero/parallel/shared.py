@@ -122,7 +122,7 @@ class Round(Protocol):
 
 @dataclass(frozen=True)
 class Handle:
-    """Where an outbox can be found: a file descriptor of a process, and which file that is.
+    """Says where an outbox can be found: a file descriptor of a process, and which file that is.
 
     Attributes:
         number: of the descriptor.

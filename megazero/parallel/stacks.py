@@ -22,13 +22,13 @@ _POLL = 0.01
 
 
 class Stacks:
-    """This rank's."""
+    """Writes and asks for this rank's stacks."""
 
     def __init__(self) -> None:
         self._log: TextIO | None = None
 
     def into(self, log: Path) -> None:
-        """From here on stacks go to the end of a file, which must be there. Raises OSError."""
+        """Send stacks to the end of a file, which must be there. Raises OSError."""
         self._log = log.open("a", encoding="utf-8")
         if ASK is not None:
             faulthandler.register(ASK, file=self._log, all_threads=True)

@@ -10,6 +10,7 @@ import contextlib
 import hmac
 import logging
 import os
+import resource
 import socket
 import struct
 import threading
@@ -29,7 +30,7 @@ from megazero.parallel.channel import (
 )
 
 HANDSHAKE = 5.0  # seconds that a connection has to prove that it is one of the job's
-MOST_GREETED = 256  # connections that have not yet; one more ends the oldest of them
+MOST_GREETED = 4096  # connections that have not yet; one more ends the oldest of them
 LONGEST_KEY = 1024  # bytes
 LONGEST_WAIT = 1 << 31  # milliseconds
 NUMBER = struct.Struct(">q")
@@ -80,6 +81,8 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, key: bytes):
         self._listener, self._key = listener, key
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 2,048 ranks are more than the usual 1,024
         self._values: dict[bytes, bytes] = {}
         self._awaited: dict[bytes, asyncio.Event] = {}
         self._greeted: dict[asyncio.StreamWriter, str] = {}  # the oldest first
@@ -109,14 +112,18 @@ class StoreServer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its first to its last byte."""
+        """Serve one connection, from its first to its last byte."""
         address = str((writer.get_extra_info("peername") or ("?",))[0])
         try:
             if len(self._greeted) >= MOST_GREETED:
-                next(iter(self._greeted)).transport.abort()
+                oldest = next(iter(self._greeted))
+                del self._greeted[oldest]
+                oldest.transport.abort()
             self._greeted[writer] = address
             try:
                 seals = await asyncio.wait_for(self._greet(reader, writer), HANDSHAKE)
+            except TimeoutError:
+                return self._note(address, f"did not prove within {HANDSHAKE:g} s that it belongs to this job")
             finally:
                 self._greeted.pop(writer, None)
             while True:
@@ -124,8 +131,6 @@ class StoreServer:
         except asyncio.IncompleteReadError as error:
             if error.partial or error.expected == PROOF:  # else it ended between two messages
                 self._note(address, "ended in the middle of a message")
-        except TimeoutError:
-            self._note(address, f"did not prove within {HANDSHAKE:g} s that it belongs to this job")
         except Malformed as error:
             self._note(address, str(error))
         except OSError:

@@ -45,7 +45,7 @@ def pool(layout: Layout, stages: Iterable[range]) -> int:
 
 
 def _path(layout: Layout, parts: range) -> list[Part]:
-    """The units of each part; the first two of the blocks stand for any number of them."""
+    """Return the units of each part; the first two of the blocks stand for any number of them."""
     ends = (0, layout.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
     kept = [i for i in parts if i in ends or i in blocks[:2]]

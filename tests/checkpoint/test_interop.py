@@ -420,3 +420,39 @@ def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
     config = exported(run, tmp_path / "again")
     assert config["bos_token_id"] is config["eos_token_id"] is None
     assert "no tokenizer" in (said := capsys.readouterr().err) and "no eos and no bos" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters.type: Input should be 'default'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.rope_type: Input should be"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "our models have None"),
+        ({"rope_parameters": 3}, "rope_parameters: "),
+    ],
+)
+def test_other_angles_are_refused(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:
+    llama().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert what in refused(capsys, 415, *line)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 10_000.0},
+        {"rope_parameters": {"rope_type": None, "rope_theta": 500.0}},
+        {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_the_angles_of_a_llama(tmp_path: Path, capsys, changes: dict[str, Any]) -> None:
+    """As transformers reads them: what is in rope_parameters goes before what stands beside it."""
+    llama().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert main([str(word) for word in line]) == 0
+    assert load(str(tmp_path / "run/config.yaml")).model.rope_theta == 500.0

@@ -170,7 +170,7 @@ def test_a_folder_under_another_steps_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_kinds_and_sizes_of_the_file(tmp_path: Path) -> None:
-    """A FIFO would block, a link leads elsewhere, 9 MB beside empty shards are no manifest."""
+    """A FIFO would block, a link leads elsewhere, 9 MB without shards are no manifest."""
     path = tmp_path / FILE_NAME
     os.mkfifo(path)
     with pytest.raises(UserError, match=r"MZ-410 .*expected a regular file, got a FIFO"):
@@ -187,5 +187,5 @@ def test_kinds_and_sizes_of_the_file(tmp_path: Path) -> None:
     path.rmdir()
     with path.open("wb") as file:
         file.truncate(9 << 20)
-    with pytest.raises(UserError, match=r"MZ-410 .*expected at most 8,.* bytes, got 9,437,184"):
+    with pytest.raises(UserError, match=r"MZ-410 .*expected at most 8,388,608 bytes, got 9,437,184"):
         read_manifest(tmp_path)

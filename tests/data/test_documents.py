@@ -60,3 +60,16 @@ def test_stream_equals_concatenation(make_dataset, data: st.DataObject):
     for position in range(start, stop):
         document, offset = stream.locate(position)
         assert document == chosen[ordinals[position]] and documents[document][offset] == tokens[position]
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.01])
+def test_a_window_over_many_short_documents_is_what_stands_in_the_file(make_dataset, fraction: float) -> None:
+    """Read in one piece where the chosen ones are near each other, and run by run where they are not."""
+    documents = [[number % 300] * (1 + number % 7) for number in range(5000)]
+    dataset = make_dataset(documents)
+    for chosen in split_documents(len(documents), fraction):
+        stream = TokenStream(dataset, chosen)
+        expected = [token for document in chosen for token in documents[document]]
+        for start, stop in ((0, 500), (1, 2), (7, 7), (stream.num_tokens - 60, stream.num_tokens)):
+            tokens, _ = stream.read(max(start, 0), min(stop, stream.num_tokens))
+            assert tokens.tolist() == expected[max(start, 0) : stop]

@@ -212,8 +212,10 @@ def test_who_proves_nothing_is_not_waited_for(served: Served, monkeypatch: pytes
 
 def test_a_flood_of_silent_connections_does_not_keep_ranks_out(served: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store_server, "MOST_GREETED", 8)
+    monkeypatch.setattr(store_server, "HANDSHAKE", 3600.0)
     flood = [served.raw() for _ in range(100)]
     served.client().set("a", "1")
+    assert sum(closed(connection) for connection in flood[:80]) == 80, "the oldest were ended, not one over and over"
     for connection in flood:
         connection.close()
 
