@@ -48,24 +48,15 @@ class Tokenizer:
             if not content:  # accepted by the library, which then answers everything with errors
                 raise RuntimeError("an empty file")
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except RuntimeError as error:
-            raise UserError(209, "expected a SentencePiece model, cannot parse it", make, where=path) from error
-        self.vocab_size: int = self._model.vocab_size()
-        self.eod: int = self._model.eos_id()
-        self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
-        self.fingerprint = xxhash.xxh3_64_hexdigest(content)
-        self._mark_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-        try:
+            self.vocab_size: int = self._model.vocab_size()
+            self.eod: int = self._model.eos_id()
+            self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
+            self._mark_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
             self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
             lossless = self.decode(self.encode(_PROBE)) == _PROBE
-        except (
-            ValueError,
-            RuntimeError,
-            IndexError,
-        ) as error:  # a piece that is no UTF-8, a table of the library's own
-            raise UserError(
-                209, f"expected a SentencePiece model, got a damaged one: {error}", make, where=path
-            ) from None
+        except (RuntimeError, ValueError, IndexError) as error:  # also words of the library's that are no UTF-8
+            raise UserError(209, "expected a SentencePiece model, cannot parse it", make, where=path) from error
+        self.fingerprint = xxhash.xxh3_64_hexdigest(content)
         byte_pieces = sum(self._model.is_byte(i) for i in range(self.vocab_size))
         if byte_pieces != 256 or self.eod < 0:
             what = f"expected 256 byte pieces and a </s>, got {byte_pieces} and id {self.eod}"

@@ -223,6 +223,7 @@ def test_a_flood_of_silent_connections_does_not_keep_ranks_out(served: Served, m
 def test_a_refusal_is_logged_once_for_each_address(served: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store_server, "_LOOK", 0.01)
     log, written = logging.getLogger("megazero"), threading.Event()
+    monkeypatch.setattr(log, "handlers", [])  # of a run earlier in this process
 
     lines: list[str] = []
 
