@@ -27,4 +27,5 @@ def write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
         try:
             replace_file(folder.ledger, json.dumps([json.loads(row) for row in rows], indent=1).encode() + b"\n")
         except OSError as error:
-            warn(f"no ledger: {error}")
+            if folder.path.is_dir():  # else the save that follows says more
+                warn(f"no ledger: {error.strerror}")

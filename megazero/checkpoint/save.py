@@ -207,11 +207,11 @@ class Saver:
         return Part(shard, tensors)
 
     def _not_saved(self, why: str | None, step: int) -> UserError:
-        what = f"checkpoint not saved: {why}; earlier ones are intact"
+        code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
         if not self.store.folder.parent.is_dir():
-            what = "checkpoint not saved: the run's folder was deleted or moved while it trained"
+            code, what = 423, "checkpoint not saved: the run's folder was deleted or moved while it trained"
         do = "mend that, and run again with checkpoint.resume=auto"
-        return UserError(403, what, do, where=self.store.folder, step=step)
+        return UserError(code, what, do, where=self.store.folder, step=step)
 
     def _wait_and_conclude(self, step: int, progress: Progress) -> None:
         assert self._conclude is not None, "rank 0"

@@ -319,7 +319,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "the run's folder moved while it trains",
-    "MZ-4… RUN…: checkpoint not saved: the run's folder was deleted or moved while it trained…",
+    "MZ-423 step=6 RUN/checkpoints: checkpoint not saved: the run's folder was deleted or moved while it trained; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
