@@ -28,6 +28,7 @@ from megazero.files import replace_file
 from megazero.reading import exists, read_file
 from megazero.yaml_text import MOST_BYTES, parse_yaml
 
+_DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -221,6 +222,8 @@ def _override(text: str, source: _Source) -> None:
         parsed = _scalar(parse_yaml(value))
     except Exception:  # as in _read
         raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
+    if key.count(".") > _DEEPEST:
+        raise UserError(108, f"'{text[:40]}…' is not section.key=value", where="command line")
     *sections, last = key.split(".")
     target = source.values
     for section in sections:

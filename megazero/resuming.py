@@ -6,6 +6,7 @@ another run, which goes on from its newest whole step, or of one step, which is 
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def find_job(resume: str, folder: RunFolder, word: str) -> Job:
 
 
 def _find_job(resume: str, folder: RunFolder, word: str) -> Job:
-    stopped = folder.stop.exists()
+    stopped = os.path.lexists(folder.stop)
     own = Store(folder.checkpoints, word)
     own.reap()
     if resume == "none":

@@ -39,6 +39,9 @@ class RunFolder:
             if not resume:  # another job may have come and gone
                 self._refuse_if_taken()
             self.board.unlink(missing_ok=True)  # of an earlier job
+            for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
+                for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
+                    left.unlink(missing_ok=True)
             self.log(0).touch()
             self.metrics.touch()
         except UserError:

@@ -61,6 +61,7 @@ class RunLock:
             }
         )
         self._released = threading.Event()
+        self._taken = False
 
     def take(self) -> str | None:
         """Makes the directory this job's; returns whose dead lock it took over, if there was one.
@@ -84,6 +85,7 @@ class RunLock:
             if self._replace(owner):
                 dead = _who(owner)
                 break
+        self._taken = True
         threading.Thread(target=self._keep_touching, name="lock", daemon=True).start()
         return dead
 
@@ -100,7 +102,7 @@ class RunLock:
 
     @property
     def state(self) -> "State":
-        """Says whose it is now; a disk that does not answer has not shown another's."""
+        """Says whose it is now; a disk that does not answer has not shown another's to a job that has taken it."""
         try:
             owner = _parsed(read_file(self._path, _LOCK_BYTES))
         except FileNotFoundError:
@@ -108,15 +110,20 @@ class RunLock:
         except UnexpectedFileError:
             return State.ANOTHERS
         except OSError:
-            return State.OURS
+            return State.OURS if self._taken else State.ANOTHERS
         return State.OURS if owner is not None and owner["word"] == self.word else State.ANOTHERS
 
     def release(self) -> None:
         """The directory is free; nothing is said if it is another's by now."""
         self._released.set()
-        if self.held:
+        if self._bears_our_word():
             with contextlib.suppress(OSError):
                 self._path.unlink()
+
+    def _bears_our_word(self) -> bool:
+        """Return whether the file has been read, and is ours: what cannot be read may be another job's."""
+        owner = _read(self._path)
+        return owner is not None and owner["word"] == self.word
 
     def _create(self) -> bool:
         """A whole lock or none: linked to its name once it is written."""
@@ -124,7 +131,7 @@ class RunLock:
         try:
             os.link(temporary, self._path)
         except FileExistsError:
-            return self.held  # a network's disk may have linked it and lost the answer
+            return self._bears_our_word()  # a network's disk may have linked it and lost the answer
         finally:
             temporary.unlink(missing_ok=True)
         return True

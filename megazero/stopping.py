@@ -108,5 +108,5 @@ class Stopping:
             # One more step is issued before this is acted upon.
             if self._end is not None and now + 2 * self._longest + 1.5 * saving >= self._end:
                 yield TIME
-            if os.path.exists(self._file):  # False too where the disk does not answer
+            if os.path.lexists(self._file):  # False too where the disk does not answer
                 yield FILE

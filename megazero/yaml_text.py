@@ -6,6 +6,7 @@ aliases, and stand for so many values, and not more. No configuration comes near
 """
 
 import re
+import warnings
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -38,7 +39,11 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
         raise ValueError(f"expected at most {_DEEPEST} brackets inside one another, got {deepest}")
     if (aliases := len(_ALIAS.findall(text))) > _MOST_ALIASES:
         raise ValueError(f"expected at most {_MOST_ALIASES} aliases, got {aliases}")
-    found = YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
+    if any(line.startswith("%") for line in text.splitlines()):
+        raise ValueError("expected YAML 1.2 without directives (%)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's, of an anchor that is given twice: the later one counts
+        found = YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
     if (values := _values(found, {})) > _MOST_VALUES:
         raise ValueError(f"expected at most {_MOST_VALUES:,} values, got {values:,} with what aliases stand for")
     return found

@@ -172,3 +172,26 @@ def test_texts_beyond_a_bound(tmp_path: Path, text: str, what: str) -> None:
 def test_a_value_that_contains_itself(text: str) -> None:
     with pytest.raises(ValueError, match="an alias stands for what contains it"):
         parse_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "%YAML 1.1\n---\nrun: {dir: on}\n",
+            "MZ-102 c.yaml: cannot be read: expected YAML 1.2 without directives (%)…",
+        ),
+        ("a: &x 1\nb: &x 2\n", "MZ-104 c.yaml:1: unknown key a…"),
+    ],
+)
+def test_the_library_says_nothing_of_its_own(tmp_path: Path, text: str, line: str, capfd) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load(str(path))
+    assert str(caught.value).startswith(line.rstrip("…")) and capfd.readouterr().err == ""
+
+
+def test_a_key_of_two_thousand_sections() -> None:
+    with pytest.raises(UserError, match=r"MZ-108 command line: .a\.a\..* is not section.key=value"):
+        load("tiny", ["a." * 2000 + "b=1"])

@@ -3,7 +3,9 @@
 import json
 import multiprocessing
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +170,45 @@ def test_what_is_no_lock_of_ours_is_left_alone(tmp_path: Path, content: str) -> 
 def test_a_folder_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         RunLock(tmp_path / "gone" / "lock").take()
+
+
+@pytest.mark.parametrize("kind", ["link to itself", "link to a device", "FIFO", "folder"])
+def test_what_cannot_be_read_is_not_ours(tmp_path: Path, kind: str) -> None:
+    """Only a job that has taken the lock gives a disk that does not answer the benefit of the doubt."""
+    path = tmp_path / "lock"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if "device" in kind else path)
+    lock = RunLock(path)
+    with pytest.raises(UserError, match=r"MZ-420 .*is no lock of ours, or damaged"):
+        lock.take()
+    lock.release()
+    assert path.is_symlink() or path.exists(), "it is another's to remove"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
+def test_another_users_lock_that_may_not_be_read_is_respected(tmp_path: Path) -> None:
+    base = Path(tempfile.mkdtemp())
+    try:
+        base.chmod(0o777)
+        mine = RunLock(base / "lock")
+        mine.take()
+        (base / "lock").chmod(0)
+
+        def other() -> None:
+            os.setgid(65534)
+            os.setuid(65534)
+            theirs = RunLock(base / "lock")
+            with pytest.raises(UserError, match="MZ-420"):
+                theirs.take()
+            theirs.release()
+
+        process = in_a_process(other)
+        process.join()
+        assert process.exitcode == 0 and (base / "lock").exists()
+        mine.release()
+    finally:
+        shutil.rmtree(base)

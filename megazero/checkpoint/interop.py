@@ -25,8 +25,8 @@ from megazero.checkpoint.hugging_face import (
     is_no_parameter,
     links,
 )
-from megazero.checkpoint.manifest import FORMAT, File, Logical, Manifest, shard_name
-from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, plan_shard, write_shard
+from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, shard_name
+from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.errors import UserError
@@ -35,7 +35,7 @@ from megazero.reading import UnexpectedFileError, open_regular, parse_object, re
 
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
-_CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 8 << 20
+_CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
 
 
 def export(
@@ -188,7 +188,7 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
         staging.mkdir(parents=True)
         for index, group in enumerate(_groups(theirs.links, sizes, _PART)):
             ours = [(link.ours, theirs.read(link)) for link in group]
-            keys = [(f"weight/{name}[0:{values.numel()}]", values.dtype, values.numel()) for name, values in ours]
+            keys = [(key_of(KINDS[0], name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
             flat = [values.reshape(-1) for _, values in ours]
             shard = write_shard(staging / shard_name(index), beginning, flat)
@@ -263,7 +263,7 @@ def _slots(source: Path) -> dict[str, _Slot]:
     held = {file: _slots_of(source / file) for file in sorted(set(names.values()))}
     if lost := next((key for key, file in names.items() if key not in held[file]), None):
         raise UserError(414, f"{lost:.80} is not in {names[lost]}", "give a whole folder", where=source / _INDEX)
-    return {key: slot for slots in held.values() for key, slot in slots.items()}
+    return {key: held[file][key] for key, file in names.items()}
 
 
 def _slots_of(path: Path) -> dict[str, _Slot]:

@@ -2,12 +2,12 @@
 
 What a rank has is a list of pieces of parameters; what a file has is another. Where they overlap there are bytes to
 read, and reading in the order of the files touches each block once. A block is verified before anything of it is used
-(`shard.py`), so every rank verifies what it reads and all together everything that anybody uses; the files' headers,
-which nobody needs, are verified in turn.
+(`shard.py`), so every rank verifies what it reads and all together everything that anybody uses. Each file's own header
+says which tensor lies where too; where the manifest says another thing the checkpoint is damaged, whoever made it.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import Holding
-from megazero.checkpoint.shard import ShardReader
+from megazero.checkpoint.shard import ShardReader, key_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
     Args:
         manifest: of the folder, verified; its tensors have the shapes and the dtype of the holdings'.
         holdings: what to fill; with zeros where the manifest does not have the kind.
-        rank, size: in the world, which shares the verification of headers.
+        rank, size: in the world, which shares the files that nobody needs anything of.
 
     Raises:
         UserError: 410, something is damaged; what has been filled by then is not to be used.
@@ -48,16 +48,12 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
     for copy in _copies(manifest, starts, holdings):
         copies[copy.shard].append(copy)
     read = 0
-    for index, of_file in enumerate(copies):
-        mine = index % size == rank
-        if not of_file and not mine:
-            continue
+    expected = headers(manifest, {index for index, of_file in enumerate(copies) if of_file or index % size == rank})
+    for index, header in expected.items():
         reader = ShardReader(folder, manifest.shard(index))
         try:
-            if mine:
-                for _ in reader.read(0, _first_tensor(manifest, index)):
-                    pass
-            for copy in sorted(of_file, key=lambda copy: copy.at):
+            reader.check_header(header)
+            for copy in sorted(copies[index], key=lambda copy: copy.at):
                 _fill(reader, copy)
         finally:
             read += reader.bytes_read
@@ -92,7 +88,12 @@ def _fill(reader: ShardReader, copy: _Copy) -> None:
         target[start : start + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _first_tensor(manifest: Manifest, index: int) -> int:
-    """Where in a file the header ends."""
-    places = (at for logical in manifest.tensors.values() for p in logical.pieces if p[0] == index for at in p[3:])
-    return min(places, default=manifest.files[index].size)
+def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:
+    """Return for each of some shards what its header must say: of each key (dtype, where its bytes begin, elements)."""
+    found: dict[int, dict[str, tuple[str, int, int]]] = {index: {} for index in sorted(shards)}
+    for name, logical in manifest.tensors.items():
+        for shard, start, stop, *places in logical.pieces:
+            if shard in found:
+                for kind, at in zip(manifest.kinds, places, strict=True):
+                    found[shard][key_of(kind, name, start, stop)] = (manifest.dtype, at, stop - start)
+    return found

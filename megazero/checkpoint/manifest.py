@@ -5,6 +5,7 @@ content gives has been edited. `digest` is the SHA-256 of the rest; with the has
 it stands for the whole checkpoint.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -17,12 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
 from megazero.errors import UserError
-from megazero.reading import MIB, parse_object, read_file
+from megazero.reading import MIB, UnexpectedFileError, parse_object, read_file
 
 FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW: what the optimizer updates, and its two moments
 _STEP = re.compile(r"step_([0-9]{8,10})")
+_MOST_DIMS, _MOST_METRICS = 8, 100
 _DO = "restore the file, or resume from another step"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -141,7 +143,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder, whole and free of contradictions.
 
     Raises:
-        UserError: 410, it is missing, edited or damaged.
+        UserError: 410, it is missing, edited or damaged; 401, the system does not let it be read.
     """
     path = folder / FILE_NAME
     try:
@@ -149,8 +151,13 @@ def read_manifest(folder: Path) -> Manifest:
         content = parse_object(raw)
         manifest = Manifest.model_validate(content)
         expected = _digest({key: value for key, value in content.items() if key != "digest"})
-    except OSError as error:
+    except UnexpectedFileError as error:
         raise UserError(410, f"cannot be read: {error.strerror}", _DO, where=path) from None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise UserError(410, f"cannot be read: {error.strerror}", _DO, where=path) from None
+        # A fault of the machine, or of permissions, says nothing of what is on the disk.
+        raise UserError(401, f"cannot be read: {error.strerror}", "mend that, and run again", where=path) from None
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
@@ -191,8 +198,11 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
     scale = progress.loss_scale
     if scale is not None and not (scale > 0 and math.log2(scale).is_integer()):
         return f"a loss scale is a power of two, this one is {scale}"
-    if progress.row is not None and progress.row.get("step") != step:
-        return f"the row of metrics is of step {progress.row.get('step')}"
+    row = progress.row
+    if row is not None and (type(row.get("step")) is not int or row["step"] != step):
+        return f"the row of metrics is of step {row.get('step')}"
+    if row is not None and (len(row) > _MOST_METRICS or max(map(len, row)) > _MOST_METRICS):
+        return f"the row of metrics has {len(row)} keys, of up to {max(map(len, row))} characters"
     return None
 
 
@@ -208,6 +218,8 @@ def _contradiction(manifest: Manifest) -> str | None:
             return f"file {index} is called {file.name}"
     size = DTYPES[manifest.dtype].itemsize
     for name, logical in manifest.tensors.items():
+        if len(logical.shape) > _MOST_DIMS:
+            return f"{name} has {len(logical.shape)} dimensions"
         end = 0
         for piece in logical.pieces:
             if len(piece) != 3 + len(manifest.kinds) or piece[0] >= len(manifest.files):

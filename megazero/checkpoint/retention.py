@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from megazero.checkpoint.load import headers
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.shard import ShardReader
 from megazero.checkpoint.store import Store
@@ -12,9 +13,11 @@ from megazero.errors import UserError
 def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
     """Reads a whole checkpoint, unless it is told to stop. Raises UserError 410: something in it is damaged."""
     manifest = read_manifest(folder)
+    expected = headers(manifest, range(len(manifest.files)))
     for index, file in enumerate(manifest.files):
         reader = ShardReader(folder, manifest.shard(index))
         try:
+            reader.check_header(expected[index])
             for _ in reader.read(0, file.size):
                 if stop():
                     return

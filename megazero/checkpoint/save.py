@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megazero.checkpoint.manifest import KINDS, PartFile, Progress, shard_name
 from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.shard import Shard, plan_shard, write_shard
+from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
 from megazero.files import replace_file
@@ -194,7 +194,7 @@ class Saver:
             what = f"not saved: {bad.kind} of {bad.piece.name} is not finite after the last update; earlier are intact"
             do = "lower optimizer.lr and go on from an earlier one"
             raise UserError(302, what, do, where=self.store.folder, step=step)
-        keys = [(f"{e.kind}/{e.piece.name}[{e.piece.start}:{e.piece.stop}]", e.values) for e in entries]
+        keys = [(key_of(e.kind, e.piece.name, e.piece.start, e.piece.stop), e.values) for e in entries]
         about = {"megazero": f"step {step}, rank {self._rank} of {self._size}"}
         beginning, places = plan_shard([(key, values.dtype, values.numel()) for key, values in keys], about)
         shard = write_shard(staging / shard_name(self._rank), beginning, [entry.values for entry in entries])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megazero.errors import UserError
 from megazero.files import flush
+from megazero.reading import parse_object
 
 # Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
 BLOCK = 1 << 20
@@ -82,6 +83,11 @@ def write_shard(path: Path, beginning: bytes, tensors: Sequence[Tensor]) -> Shar
     return Shard(path.name, size, tuple(hashes))
 
 
+def key_of(kind: str, name: str, start: int, stop: int) -> str:
+    """Return the key of a piece of a parameter in a shard's header."""
+    return f"{kind}/{name}[{start}:{stop}]"
+
+
 class ShardReader:
     """The bytes of a shard, each block verified when it is first asked for.
 
@@ -125,6 +131,32 @@ class ShardReader:
             block = self._block(index)
             yield start, block[start - index * BLOCK : end - index * BLOCK]
             start = end
+
+    def check_header(self, expected: Mapping[str, tuple[str, int, int]]) -> None:
+        """Hold the file's own header against what the manifest says of it.
+
+        Args:
+            expected: of keys (dtype, where in the file the bytes begin, elements).
+
+        Raises:
+            UserError: 410, another place, dtype or number of elements, or no such key.
+        """
+        size = int.from_bytes(self._bytes(0, 8), "little")
+        try:
+            header = parse_object(self._bytes(8, 8 + size)) if 8 + size <= self._shard.size else {}
+        except ValueError:
+            header = {}
+        for key, (dtype, at, numel) in expected.items():
+            begins = at - 8 - size
+            offsets = [begins, begins + numel * DTYPES[dtype].itemsize]
+            if header.get(key) != {"dtype": dtype, "shape": [numel], "data_offsets": offsets}:
+                raise self._damaged(f"the manifest has {key} of {dtype} at byte {at:,}, the file's header has not")
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        parts = (
+            bytes(data) for _, data in self.read(start, min(stop, self._shard.size))
+        )  # a view is good until the next
+        return b"".join(parts)
 
     def close(self) -> None:
         os.close(self._handle)

@@ -45,6 +45,7 @@ _CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
 )
 _OLDEST_ARCH = 70  # Volta: older ones have no tensor cores, and nobody trains on them
 _REASON_BYTES = 4096
+_LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is an error at once
 _RELEASE_ARCHS = (80, 90, 100, 120)
 
 
@@ -212,7 +213,7 @@ def _reason(failed: Path) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "w") as lock:
+    with open(os.open(path, _LOCK_FLAGS, 0o600), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process dies
         yield
 

@@ -138,8 +138,6 @@ def _rows(path: Path, *, rising: bool = True) -> Iterator[tuple[dict[str, Any], 
             if not line.endswith(b"\n") and len(line) <= _LINE_BYTES:
                 return  # the end, or a torn line
             end += len(line)
-            if line.isspace():
-                continue
             try:
                 row = _checked(line)
             except ValueError as error:

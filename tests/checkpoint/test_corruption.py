@@ -3,7 +3,9 @@
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import FILE_NAME, read_manifest
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import read_weights
 from megazero.checkpointing import holdings_to_load
 from megazero.errors import UserError
 from megazero.observe.jsonl import read_rows
@@ -232,3 +235,46 @@ def test_what_is_no_file_of_a_checkpoint(finished: RunFolder, tmp_path: Path, na
         path.symlink_to("/dev/zero" if kind == "a device" else tmp_path / "elsewhere")
     with pytest.raises(UserError, match=rf"MZ-410 .*{name}: (cannot be read: expected|is no|cannot be opened)"):
         verify(folder)
+
+
+def _swapped(tensors: dict[str, Any]) -> None:
+    """Two parameters of one shape, each where the other is."""
+    one, two = "blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight"
+    tensors[one], tensors[two] = tensors[two], tensors[one]
+
+
+def _moved(by: int) -> Callable[[dict[str, Any]], None]:
+    def move(tensors: dict[str, Any]) -> None:
+        tensors["head.norm.weight"].pieces[0][3] += by
+
+    return move
+
+
+def _kinds(tensors: dict[str, Any]) -> None:
+    """The weight where the first moment is."""
+    piece = tensors["head.norm.weight"].pieces[0]
+    piece[3], piece[4] = piece[4], piece[3]
+
+
+@pytest.mark.parametrize("change", [_swapped, _moved(4), _moved(-4), _kinds], ids=["swapped", "up", "down", "kinds"])
+def test_places_that_the_file_itself_does_not_know(
+    finished: RunFolder, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """All hashes and the digest are right; the manifest lies about what lies where."""
+    folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
+    manifest = read_manifest(folder)
+    tensors = {name: logical.model_copy(deep=True) for name, logical in manifest.tensors.items()}
+    change(tensors)
+    (folder / FILE_NAME).write_bytes(manifest.model_copy(update={"tensors": tensors}).to_bytes())
+    found = read_manifest(folder)
+    for read in (lambda: verify(folder), lambda: read_weights(folder, found, found.tensors)):
+        with pytest.raises(UserError, match=r"MZ-410 .*the manifest has .* at byte .*, the file's header has not"):
+            read()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+def test_a_manifest_that_may_not_be_read_is_not_damaged(finished: RunFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
+    (folder / FILE_NAME).chmod(0)
+    with pytest.raises(UserError, match=r"MZ-401 .*cannot be read: Permission denied"):
+        read_manifest(folder)

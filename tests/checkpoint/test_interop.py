@@ -262,7 +262,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, capsys, change:
         ("config.json", b'{"model_type": "gpt2", "resid_pdrop": NaN}', "NaN is not a number of JSON"),
         ("config.json", b" " * (1 << 20) + b"{}", "expected at most 1,048,576 bytes"),
         ("model.safetensors", b"", "cannot be read"),
-        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "expected a header of at most 8,388,608 bytes"),
+        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "expected a header of at most 1,048,576 bytes"),
         ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "cannot be read"),
         ("model.safetensors.index.json", b"{}", "has no weight_map of file names"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "has no weight_map of file names"),
@@ -456,3 +456,21 @@ def test_the_angles_of_a_llama(tmp_path: Path, capsys, changes: dict[str, Any]) 
     line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
     assert main([str(word) for word in line]) == 0
     assert load(str(tmp_path / "run/config.yaml")).model.rope_theta == 500.0
+
+
+def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path, capsys) -> None:
+    """A file that comes later by its name may hold another of that name."""
+    model = gpt2()
+    model.save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(path)
+    first = dict.fromkeys(tensors, path.name)
+    second = first | {"transformer.h.0.ln_1.bias": "z.safetensors"}
+    save_file(
+        {name: tensors[name] + 9 * ("ln_f" in name) for name in ("transformer.ln_f.bias", "transformer.h.0.ln_1.bias")},
+        tmp_path / "theirs/z.safetensors",
+    )
+    (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps({"weight_map": second}))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert main([str(word) for word in line]) == 0
+    assert (ours(RunFolder(tmp_path / "run"), TOKENS_BS) - model(TOKENS_BS).logits).abs().max() <= LOGITS

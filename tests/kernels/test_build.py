@@ -199,3 +199,14 @@ def test_the_cache_is_private_whatever_the_umask(tmp_path: Path, source: Path, m
         os.umask(before)
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in [library.parent, *library.parent.iterdir()]}
     assert modes == {"": 0o700, ".lock": 0o600, ".sha256": 0o644, ".so": 0o755}
+
+
+def test_a_fifo_in_the_place_of_the_lock(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would block for ever, and no signal would end that."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build_cpu(source)
+    library.unlink()
+    library.with_suffix(".lock").unlink()
+    os.mkfifo(library.with_suffix(".lock"))
+    with pytest.raises(BuildError, match="cannot be used"):
+        build_cpu(source)

@@ -126,6 +126,7 @@ STRAY = [(1, 0.1), (2, 0.2), (5, 9.9), (3, 0.3), (4, 0.4), (5, 0.5), (6, 0.6)]
         (b'{"step": ' + b"[" * 9000, "nested too deeply"),
         (b'{"step": 3, "x": "' + b"y" * (64 << 10) + b'"}', "expected at most 65,536 bytes"),
         (b"\xff\xfe", "not JSON"),
+        (b"", "not JSON"),
     ],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path, line, what):
