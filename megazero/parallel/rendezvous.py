@@ -204,6 +204,9 @@ def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -
             odd[rank] = what + f"rank {min(roll)} {first.fingerprint} on {first.host}"
     if odd:
         _stop(store, world, timeout, odd, sane=sorted(roll))
+    store.set(f"heard/{world.rank}", "")
+    if world.rank == 0:  # which may hold the store: whoever has not heard the roll could not say who is missing
+        _all_have(store, "heard", world, timeout)
     return roll
 
 
@@ -243,8 +246,8 @@ def _open_boxes(mail: Mail, lobby: Lobby) -> None:
         opened = True
     except OSError:  # a hardened kernel may forbid it, or it is not what was told; sockets do as well
         opened = False
-    store.set(f"opened/{own}", str(int(opened)))
     with lobby.together("shared memory"):
+        store.set(f"opened/{own}", str(int(opened)))
         store.wait([f"opened/{rank}" for rank in here])
         if all(store.get(f"opened/{rank}") == b"1" for rank in here):
             mail.reached = frozenset(here)
