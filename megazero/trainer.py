@@ -205,8 +205,8 @@ class Trainer:
         (pending, self._pending), (flags, self._flags) = (self._pending, None), (self._flags, None)
         if pending is None or flags is None:
             return
-        finite, skipped = flags
-        self.overflows = 0 if finite else self.overflows + 1
+        is_finite, skipped = flags
+        self.overflows = 0 if is_finite else self.overflows + 1
         if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
             raise self._not_finite(pending)
         self.skipped += skipped

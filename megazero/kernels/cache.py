@@ -25,8 +25,8 @@ class UntrustedCacheError(OSError):
 def make_private_folder(folder: Path) -> None:
     """Make the cache's folder, for this user alone, and refuse one that others can put something into.
 
-    A folder of this user's that others can write to is taken from them: what they have put there is not theirs to give
-    a library's owner, mode and hash.
+    A folder of this user's that others can write to is closed to them first. What they have put there is not loaded:
+    it is not this user's file, or has not the sealed content.
 
     Raises:
         UntrustedCacheError: the folder, or one above it, belongs to somebody else, or one above can be written by

@@ -15,6 +15,7 @@ from tests.faults.site import (
     STEP,
     TWO,
     Site,
+    before_each_update,
     fault,
     full_from,
     is_rank_1,
@@ -307,13 +308,7 @@ def _(site: Site) -> list[str]:
     SINCE,
 )
 def _(site: Site) -> list[str]:
-    honest = AdamW.update
-
-    def update(*arguments: object, **options: object) -> object:
-        (site.run / "lock").unlink(missing_ok=True)
-        return honest(*arguments, **options)  # type: ignore[arg-type]
-
-    site.patch.setattr(AdamW, "update", update)
+    before_each_update(site, lambda: (site.run / "lock").unlink(missing_ok=True))
     return site.resume()
 
 
@@ -323,12 +318,10 @@ def _(site: Site) -> list[str]:
     SINCE,
 )
 def _(site: Site) -> list[str]:
-    honest = AdamW.update
 
-    def update(*arguments: object, **options: object) -> object:
+    def move() -> None:
         if site.run.is_dir():
             site.run.rename(site.folder / "elsewhere")
-        return honest(*arguments, **options)  # type: ignore[arg-type]
 
-    site.patch.setattr(AdamW, "update", update)
+    before_each_update(site, move)
     return site.resume("observe.every=100")

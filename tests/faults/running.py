@@ -12,7 +12,7 @@ import torch
 from megazero.data.loader import WindowDataset
 from megazero.pipeline.stage import Stage
 from megazero.zero.optimizer import AdamW
-from tests.faults.site import SINCE, TWO, Site, fault, is_rank_1
+from tests.faults.site import SINCE, TWO, Site, before_each_update, fault, is_rank_1
 
 
 def spoil_forward(site: Site, factor: float) -> None:
@@ -127,13 +127,7 @@ def _(site: Site) -> list[str]:
     prefix = site.folder / "data"
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{site.data.train}{suffix}", f"{prefix}{suffix}")
-    honest = AdamW.update
-
-    def update(*arguments: object, **options: object) -> object:
-        os.truncate(f"{prefix}.bin", 100)
-        return honest(*arguments, **options)  # type: ignore[arg-type]
-
-    site.patch.setattr(AdamW, "update", update)
+    before_each_update(site, lambda: os.truncate(f"{prefix}.bin", 100))
     return site.resume(f"data.train={prefix}", "run.steps=20")
 
 
