@@ -27,13 +27,21 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     Args:
         content: the bytes, or parts of them one after the other.
     """
+    announce_file(path, content)
+    flush_folder(path.parent)
+
+
+def announce_file(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a file that appears whole, as the last thing done in its folder. Raises OSError.
+
+    Whoever sees it may rename or remove the folder at once; its name is on the disk when they have flushed the folder.
+    """
     temporary = temporary_name(path)
     try:
         with temporary.open("xb") as file:
             file.writelines([content] if isinstance(content, bytes) else content)
             flush(file)
         temporary.replace(path)
-        flush_folder(path.parent)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
-from megazero.files import replace_file
+from megazero.files import announce_file, flush_folder
 from megazero.reading import parse_object, read_file
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
@@ -182,7 +182,9 @@ class Saver:
             self.store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
             staging.mkdir(exist_ok=True)
             part = self._write_shard(step, staging)
-            replace_file(staging / _part_name(self._rank), json.dumps(asdict(part)).encode())
+            flush_folder(staging)
+            # The first rank may commit as soon as it sees the part: the folder has another name then.
+            announce_file(staging / _part_name(self._rank), json.dumps(asdict(part)).encode())
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
         finally:

@@ -49,7 +49,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "copy": (save, "copy_all", 2),
     "write a shard": (shard, "_write", 3),
     "flush a shard": (shard, "flush", 2),
-    "say what was written": (save, "replace_file", 2),
+    "say what was written": (save, "announce_file", 2),
     "write the manifest": (Store, "commit", 2),
     "rename the folder": ("megazero.checkpoint.store", "flush_folder", 2),
     "delete an old step": (Store, "delete", 1),

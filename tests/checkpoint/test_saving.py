@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megazero.checkpoint import save, shard, store
-from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.manifest import KINDS, Progress, read_manifest
+from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.retention import retire, verify
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
@@ -68,6 +70,28 @@ def test_in_the_background_the_same_is_saved(
     same(whole, tmp_path / "run")
 
 
+def test_a_step_may_be_committed_as_soon_as_the_last_part_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is held up right behind the rename of its part finds the folder under another name."""
+    place, honest = Store(tmp_path / "checkpoints", "token"), Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        done = honest(path, target)
+        if target.name == "part_00001.json":
+            place.staging(1).rename(place.path(1))
+        return done
+
+    monkeypatch.setattr(Path, "replace", replace)
+    piece = Piece("a", 0, 4, 0)
+    holdings = [save.Holding([piece], {kind: torch.ones(4) for kind in KINDS})]
+    saver = save.Saver(place, holdings, rank=1, size=2, snapshot=False, conclude=None, tidy=None)
+    saver.begin(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
+    saver.finish()
+    saver.close()
+    assert place.steps() == [1]
+
+
 class Full:
     """A disk that is full from the n-th call on of what writes to it."""
 
@@ -76,7 +100,8 @@ class Full:
         for module, name in (
             (shard, "_write"),
             (shard, "flush"),
-            (save, "replace_file"),
+            (save, "flush_folder"),
+            (save, "announce_file"),
             (store, "replace_file"),
             (store, "flush_folder"),
         ):
