@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from data_tools import preprocess, train_tokenizer
 from megazero.parallel.launch import MEETING, SLURM, TORCHRUN
@@ -55,11 +57,25 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """What a terminal's signals do by default: who runs the tests in the background may have them ignored, and
+    processes inherit that.
+    """
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def pytest_configure() -> None:
-    """One thread here and in the processes that tests start.
+    """One thread here and in the processes that tests start; no deadlines for hypothesis: machines are busy.
 
     Tiny models gain nothing from a second one, and threads that wait for each other by spinning make a busy machine ten
     times slower.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    settings.register_profile("megazero", deadline=None)
+    settings.load_profile("megazero")

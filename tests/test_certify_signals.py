@@ -12,6 +12,8 @@ from megazero.certify import Certificate, Layout
 from megazero.parallel.interruption import Interrupted, Interruption
 from tests.tiny_run import ROOT, TinyData
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
 # What runs instead of `python -m megazero`: it says that it has come to a phase, and stays there.
 DRIVERS = {
     "importing": """

@@ -71,7 +71,7 @@ words |= st.sampled_from(["<<: *a", "!!str ", "!!omap ", '"', "|", "3e-4", "2020
 anything = st.one_of(
     st.integers(), st.floats(), st.text(max_size=9), st.none(), st.booleans(), st.lists(words).map("".join)
 )
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def loads_or_says_why(file: Path, text: str, *overrides: str) -> None:

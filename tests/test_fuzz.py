@@ -329,9 +329,7 @@ def examine(read: Callable[[], object]) -> str | None:
 def fuzz(subjects: list[Subject], cases: int) -> None:
     """The same cases every time; each of them a subject and the seed of its damage."""
 
-    @settings(
-        max_examples=cases, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=cases, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, len(subjects) - 1), st.integers(0, 2**64 - 1))
     def examined(number: int, seed: int) -> None:
         fault = examine(subjects[number].case(random.Random(seed)))

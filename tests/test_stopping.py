@@ -15,25 +15,17 @@ from megazero.observe.jsonl import read_rows
 from megazero.parallel.grid import single
 from megazero.parallel.signals import NOTED, Signals
 from megazero.stopping import BY_SIGNAL, FAILED, FILE, TIME, Stopping
+from tests.processes import alive, children, interrupt_twice, until
 from tests.test_run import stream, training
 from tests.tiny_run import TinyData, command
+
+pytestmark = pytest.mark.usefixtures("usual_signals")
 
 ENDLESS = ("run.steps=1000000", "data.valid=null", "schedule.decay=constant")
 TWO = ("parallel.tensor=2",)
 
 
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def until(process: subprocess.Popen[str], text: str) -> None:
+def until_it_says(process: subprocess.Popen[str], text: str) -> None:
     for line in stream(process.stdout):
         if line.startswith(text):
             return
@@ -82,10 +74,10 @@ def test_a_signal_saves_and_asks_to_be_started_again(
 ) -> None:
     run = tmp_path / "run"
     with training(tiny_data, run, *ENDLESS, *(TWO if whom != "alone" else ())) as process:
-        until(process, "step 3/")
+        until_it_says(process, "step 3/")
         ranks = children(process.pid) if whom != "alone" else []
         os.kill(ranks[1] if whom == "rank" else process.pid, number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
         assert (process.returncode, err) == (75, "") and not any(alive(rank) for rank in ranks)
     assert check_saved(run, out, number.name) >= 3
 
@@ -95,9 +87,9 @@ def test_nohup_goes_on(tiny_data: TinyData, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with training(tiny_data, tmp_path / "run", "run.steps=30", *TWO) as process:
-            until(process, "step 1/")
+            until_it_says(process, "step 1/")
             os.kill(process.pid, signal.SIGHUP)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate()
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (process.returncode, err) == (0, "") and "step 30/30" in out
@@ -106,9 +98,9 @@ def test_nohup_goes_on(tiny_data: TinyData, tmp_path: Path) -> None:
 def test_going_on_after_a_signal_is_the_run_without_it(tiny_data: TinyData, tmp_path: Path) -> None:
     options = ("schedule.decay=constant", "data.valid=null", "model.dropout=0.1")
     with training(tiny_data, tmp_path / "run", *options, "run.steps=1000000") as process:
-        until(process, "step 2/")
+        until_it_says(process, "step 2/")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate()
     (step,) = Store(tmp_path / "run/checkpoints").steps()
     line = ("train.py", "--config", tiny_data.config, *options, f"run.steps={step + 2}")
     assert command(*line, f"run.dir={tmp_path / 'run'}", "checkpoint.resume=auto").returncode == 0
@@ -125,19 +117,18 @@ def test_a_signal_in_any_phase(tiny_data: TinyData, tmp_path: Path, phase: str) 
     valid = ("data.valid=0.5", "data.valid_every=1") if phase == "validation" else ("data.valid=null",)
     with training(tiny_data, run, *ENDLESS[:1], *ENDLESS[2:], *TWO, *often, *valid) as process:
         if phase == "build":
-            while not (run / "lock").exists():
-                time.sleep(0.001)
+            until((run / "lock").exists)
         elif phase == "first step":
-            until(process, "small: ")
+            until_it_says(process, "small: ")
         elif phase == "validation":
-            until(process, "step 1/")
+            until_it_says(process, "step 1/")
             time.sleep(0.02)
         else:
-            until(process, "step 2/")
+            until_it_says(process, "step 2/")
             while not list((run / "checkpoints").glob(".step_*.tmp")):
                 pass
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
     assert (process.returncode, err) == (75, "")
     if "nothing to save" in out:
         assert phase in ("build", "first step") and not Store(run / "checkpoints").steps()
@@ -151,13 +142,10 @@ def test_a_second_interruption_leaves_at_once(tiny_data: TinyData, tmp_path: Pat
     run = tmp_path / "run"
     long = ("run.steps=1000000", "data.valid=0.9", "data.valid_samples=null", "data.valid_every=3", "model.layers=64")
     with training(tiny_data, run, *long, *ranks, "checkpoint.every=1", "checkpoint.keep=1") as process:
-        until(process, "step 2/")
-        time.sleep(0.5)
+        until(lambda: 3 in Store(run / "checkpoints").steps())  # which is saved before it is validated
         family = [process.pid, *children(process.pid)]
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.7)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        interrupt_twice(process)
+        _, err = process.communicate()
     assert (process.returncode, err) == ((130, "interrupted\n") if ranks else (-signal.SIGINT, ""))
     assert not any(alive(pid) for pid in family)
     for step in Store(run / "checkpoints").steps():
@@ -167,9 +155,9 @@ def test_a_second_interruption_leaves_at_once(tiny_data: TinyData, tmp_path: Pat
 def test_the_kill_switch(tiny_data: TinyData, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with training(tiny_data, run, *ENDLESS, *TWO) as process:
-        until(process, "step 2/")
+        until_it_says(process, "step 2/")
         (run / "STOP").touch()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     step = check_saved(run, out, "the file STOP")
     line = ("train.py", "--config", tiny_data.config, f"run.dir={run}", *ENDLESS, "checkpoint.resume=auto")

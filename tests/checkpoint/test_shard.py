@@ -24,7 +24,7 @@ def some(*sizes: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.arange(size, dtype=torch.float32) + i for i, size in enumerate(sizes)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=8), st.sampled_from([64, 1000, 4096]))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], block: int) -> None:
     folder, tensors = tmp_path_factory.mktemp("shard"), some(*sizes)

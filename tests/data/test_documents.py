@@ -44,7 +44,7 @@ def test_mix_is_a_bijection():
 
 
 @given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 def test_stream_equals_concatenation(make_dataset, data: st.DataObject):
     documents = data.draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=8))
     chosen = sorted(data.draw(st.sets(st.sampled_from(range(len(documents))), min_size=1)))

@@ -6,7 +6,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.errors import UserError
+from tests.processes import until
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
@@ -175,7 +175,7 @@ def test_sigkill_leaves_nothing_a_reader_accepts(tmp_path: Path):
         [sys.executable, "-c", WRITE_FOR_EVER, tmp_path / "set", "1000000000"], stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
-        time.sleep(0.1)
+        until(lambda: any(path.stat().st_size for path in tmp_path.iterdir()))
         child.send_signal(signal.SIGKILL)
     assert refusal(tmp_path / "set").code == 201
 

@@ -1,7 +1,7 @@
 """Properties of the three sampling functions."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.data.sampler import index_of, placement, sample_id, window_of
@@ -31,14 +31,12 @@ def test_sample_ids_of_consecutive_steps_follow_each_other(step: int, global_bat
 
 
 @given(st.integers(1, 3000), SEEDS, st.integers(0, 2**40))
-@settings(deadline=None)
 def test_every_window_once_per_epoch(num_windows: int, seed: int, epoch: int):
     windows = window_of(epoch * num_windows + np.arange(num_windows), num_windows, seed)
     assert np.array_equal(np.sort(windows), np.arange(num_windows))
 
 
 @given(st.integers(50, 3000), SEEDS, st.integers(0, 10**6))
-@settings(deadline=None)
 def test_every_epoch_and_seed_has_its_own_order(num_windows: int, seed: int, epoch: int):
     ids = np.arange(num_windows)
     order = window_of(epoch * num_windows + ids, num_windows, seed)
@@ -50,7 +48,6 @@ def test_every_epoch_and_seed_has_its_own_order(num_windows: int, seed: int, epo
 
 
 @given(st.integers(1, 2**50), SEEDS, st.lists(st.integers(0, 2**60), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_scalar_equals_vector_and_huge_data_sets_work(num_windows: int, seed: int, ids: list[int]):
     vector = window_of(np.array([ids]), num_windows, seed)
     assert vector.shape == (1, len(ids)) and (vector >= 0).all() and (vector < num_windows).all()

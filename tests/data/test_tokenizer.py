@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megazero.data.tokenizer import Tokenizer
@@ -24,7 +24,6 @@ def assert_lossless(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(TEXT | HARD.map("".join))
-@settings(deadline=None)
 @example("\u2581")
 @example("a\u2581\u2581 b\u2581")
 @example(" " * 10_000 + "x")

@@ -14,7 +14,7 @@ from megazero.errors import UserError
 
 LETTERS = st.sampled_from(["a", "é", "中", "😀", "\n", "\r\n", "\n\n", "\u2581", "\0", " "])
 TEXTS = st.lists(LETTERS, max_size=60).map("".join)
-REUSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+REUSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

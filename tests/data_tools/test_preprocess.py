@@ -16,6 +16,7 @@ import pytest
 from data_tools import preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import Tokenizer
+from tests.processes import alive, children, until, until_gone
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -109,30 +110,12 @@ LONG = b"some words of text, over and over again\n" * 1_000_000  # 40 MB: a doze
 
 def wait_for_tokens(tmp_path: Path) -> None:
     """Until the temporary .bin has grown: all parts are at work."""
-    deadline = time.monotonic() + 30
-    while not any(path.stat().st_size for path in tmp_path.glob("out/*.tmp-*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: any(path.stat().st_size for path in tmp_path.glob("out/*.tmp-*")))
 
 
 def children_of(pid: int) -> list[int]:
     """Its worker processes."""
-    pids = [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [p for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def assert_all_end(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "worker processes outlive the command"
-        time.sleep(0.02)
+    return [p for p in children(pid) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 def test_killed_command_leaves_no_data_set_and_no_workers(tmp_path: Path, model: Path):
@@ -141,7 +124,7 @@ def test_killed_command_leaves_no_data_set_and_no_workers(tmp_path: Path, model:
         workers = children_of(child.pid)
         assert len(workers) == 2
         child.send_signal(signal.SIGKILL)
-    assert_all_end(workers)
+    until_gone(workers)
     assert all(".tmp-" in path.name for path in (tmp_path / "out").iterdir())
 
 
@@ -150,24 +133,24 @@ def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
         wait_for_tokens(tmp_path)
         workers = children_of(child.pid)
         os.kill(workers[0], signal.SIGKILL)
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate()
     assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
-    assert_all_end(workers)
+    until_gone(workers)
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("early", [True, False])
 def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
     """Ctrl-C goes to the whole process group, also while workers are starting."""
     with start(tmp_path, model, LONG) as child:
         if early:
-            while not (tmp_path / "out").exists():
-                time.sleep(0.01)
-            time.sleep(0.1)
+            until((tmp_path / "out").exists)
+            until(lambda: children_of(child.pid))
         else:
             wait_for_tokens(tmp_path)
         os.killpg(child.pid, signal.SIGINT)
-        stdout, stderr = child.communicate(timeout=30)
+        stdout, stderr = child.communicate()
     assert child.returncode == 130 and stdout == ""
     assert stderr == "preprocess.py: interrupted, no half file is left\n"
     assert list((tmp_path / "out").iterdir()) == []
@@ -176,7 +159,7 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
 def test_refused_write_is_one_line(tmp_path: Path, model: Path):
     """The operating system itself refuses: a limit on the size of the files that the command writes."""
     with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:
-        _, stderr = child.communicate(timeout=30)
+        _, stderr = child.communicate()
     assert child.returncode == 1 and stderr.startswith("MZ-208 out/x.bin: cannot be written: File too large"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
 

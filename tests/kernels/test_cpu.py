@@ -128,7 +128,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @DTYPES
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 9), st.integers(1, 150), st.integers(0, 3), st.sampled_from([0.01, 1.0, 8.0]), st.integers(0, 99))
 def test_against_the_specification(
     family: str, dtype: torch.dtype, rows: int, columns: int, offset: int, scale: float, seed: int
@@ -147,7 +147,7 @@ def test_against_the_specification(
 
 
 @DTYPES
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 5), st.integers(1, 9000), st.integers(0, 3), st.sampled_from([1.0, 30.0]), st.integers(0, 99))
 def test_cross_entropy(dtype: torch.dtype, rows: int, columns: int, offset: int, scale: float, seed: int) -> None:
     """Forward, and the gradient over the logits where they lie; with a part of the vocabulary that is elsewhere."""

@@ -50,7 +50,7 @@ def errors(emulated: Emulated, name: str, arguments: tuple) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=7)
 @given(
     st.sampled_from(DTYPES),
     sizes(),
@@ -113,7 +113,7 @@ def test_rotary_of_every_sample_s_own_positions(inverse: bool) -> None:
 
 @pytest.mark.parametrize("drop", [0.0, 0.1, 0.5, 0.999, 1 - 2**-33])
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(0, 2**31))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_the_mask_is_the_counter_s(drop: float, key: int, columns: int, seed: int) -> None:
     """Bit for bit, for sample ids of more than 32 bits and any grid."""
     generator = torch.Generator().manual_seed(seed)

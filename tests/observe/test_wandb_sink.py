@@ -16,6 +16,7 @@ from megazero.errors import UserError
 from megazero.observe.wandb_sink import WandbSink
 from tests.observe import wandb_file
 from tests.observe.wandb_server import Server, black_hole, closed_port
+from tests.processes import until
 
 CONFIG = {"model": {"layers": 2}, "run": {"seed": 7}}
 SLACK = 9.0  # seconds a busy machine may add to the second that a dead server may cost; the library's own is 90
@@ -55,13 +56,6 @@ def timed(call: Callable[[], None]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 10 s"
-        time.sleep(0.01)
 
 
 def run_folder(tmp_path: Path, pattern: str) -> Path:

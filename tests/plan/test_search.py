@@ -72,7 +72,7 @@ def peaks(layout: Layout) -> list[int]:
     return [memory(layout, rank).peak for rank in range(layout.pipeline)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(layouts())
 def test_more_ranks_never_need_more(layout: Layout) -> None:
     """Data ranks at the same micro-batches: nothing grows but padding, and from one to two the pool."""
@@ -83,7 +83,7 @@ def test_more_ranks_never_need_more(layout: Layout) -> None:
         assert many <= few + padding + (pools[rank] if pools else 0)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(layouts())
 def test_what_rests_shrinks_with_the_stage(layout: Layout) -> None:
     """And with recompute, and with Pa, and with sequence parallelism: each step needs no more than the one before."""

@@ -61,7 +61,7 @@ layouts = st.builds(
 machines = st.sampled_from(list(MACHINES.values()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts, machines)
 def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Layout, machine: Machine) -> None:
     found = step_time(layout, machine)
@@ -74,14 +74,14 @@ def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Layout, machine: Ma
     assert found.tflops_per_device * 1e12 == pytest.approx(found.tokens_per_second_per_device * per_token)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts, machines, st.sampled_from(["memory_bandwidth", "in_node_bandwidth", "cross_node_bandwidth"]))
 def test_a_faster_machine_is_never_slower(layout: Layout, machine: Machine, what: str) -> None:
     faster = replace(machine, **{what: 2 * getattr(machine, what)})
     assert step_time(layout, faster).step_s <= step_time(layout, machine).step_s * (1 + 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layouts, machines)
 def test_more_is_computed_again_for_more_recompute(layout: Layout, machine: Machine) -> None:
     times = [
