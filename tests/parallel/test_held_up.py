@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.test_faults import ROOT, START, TIMEOUT, assert_gone, pids_of
+from tests.parallel.test_faults import ROOT, TIMEOUT, pids_of
 from tests.parallel.test_rendezvous import STEP, free_port
+from tests.processes import until_gone
 
 
 def start(case: str, rank: int, *more: object, **environment: str) -> subprocess.Popen[str]:
@@ -34,8 +35,8 @@ SLOW = {("memory", 1), ("group", 0), ("axes", 1), ("start", 0)}
 def test_a_local_rank_that_is_stopped_is_named(case: str, rank: int):
     process = start(case, rank)
     pids = pids_of(process, 2)
-    _, err = process.communicate(timeout=START + 4 * TIMEOUT)
-    assert_gone(pids)
+    _, err = process.communicate()
+    until_gone(pids)
     named = re.fullmatch(rf"MZ-311 rank={rank}: did not .* in {PHASES[case]} on \S+ \(pid (\d+)\).* waited .*\n", err)
     named = named or re.fullmatch(rf"MZ-311 rank={rank}: did not .*on \S+ \(pid (\d+)\).* waited.*\n", err)
     assert named is not None and int(named[1]) in pids and f" in {PHASES[case]} " in err, err
@@ -58,10 +59,10 @@ def test_a_task_of_srun_that_is_stopped_is_named(case: str, rank: int):
         for k in (0, 1):  # rank 0 first: the other one does not wait long for it
             tasks.append(start(case, rank, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)))
             pids += pids_of(tasks[k], 1)
-        _, err = tasks[1 - rank].communicate(timeout=START + 4 * TIMEOUT)
+        _, err = tasks[1 - rank].communicate()
     finally:
         tasks[rank].kill()
-        tasks[rank].communicate(timeout=START)
+        tasks[rank].communicate()
     line = rf"MZ-311 rank={rank}: did not answer in the meeting \(.*\) in start on \S+ \(pid {pids[rank]}\); "
     assert re.search(line + rf"rank {1 - rank} waited[^;]*; it is stopped \(SIGSTOP", err), err
     assert tasks[1 - rank].returncode == 1 and err.count("MZ-") == 1 and "Traceback" not in err
@@ -72,8 +73,8 @@ def test_on_a_hang_every_live_rank_writes_its_stacks(tmp_path: Path, case: str, 
     """Also one that holds the interpreter's lock; the one that gave up says where."""
     process = start(case, 1, tmp_path)
     pids = pids_of(process, 2)
-    _, err = process.communicate(timeout=START + 4 * TIMEOUT)
-    assert_gone(pids)
+    _, err = process.communicate()
+    until_gone(pids)
     assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
     assert where in (tmp_path / "rank_01.log").read_text()
     gave_up = (tmp_path / "rank_00.log").read_text()
@@ -87,20 +88,20 @@ def test_tasks_of_srun_ask_each_other_for_their_stacks(tmp_path: Path):
         for k in (0, 1):
             tasks.append(start("lock", 1, tmp_path, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)))
             pids_of(tasks[k], 1)
-        _, err = tasks[0].communicate(timeout=START + 4 * TIMEOUT)
+        _, err = tasks[0].communicate()
         assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
         assert "in hold_the_lock" in (tmp_path / "rank_01.log").read_text()
     finally:
         for task in tasks:
             task.kill()
-            task.communicate(timeout=START)
+            task.communicate()
 
 
 def test_a_stopped_rank_has_no_stacks_to_show_and_is_not_waited_for(tmp_path: Path):
     process = start("build", 1, tmp_path)
     pids = pids_of(process, 2)
-    _, err = process.communicate(timeout=START + 4 * TIMEOUT)
-    assert_gone(pids)
+    _, err = process.communicate()
+    until_gone(pids)
     assert "MZ-311 rank=1" in err and (tmp_path / "rank_01.log").read_text() == ""
     assert "in agree" in (tmp_path / "rank_00.log").read_text()
 
