@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.test_faults import assert_gone, listening
+from tests.parallel.test_faults import listening
+from tests.processes import until_gone
 
 ROOT = Path(__file__).parents[2]
 STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "MASTER_ADDR": "127.0.0.1", "MEGAZERO_TOKEN": "t" * 64}
@@ -77,7 +78,7 @@ def test_tasks_of_a_step_meet_on_one_address_only():
     for process in tasks:
         _, err = process.communicate("", timeout=60)
         assert process.returncode == 0 and "MZ-" not in err
-    assert_gone([process.pid for process in tasks])
+    until_gone([process.pid for process in tasks])
 
 
 def test_a_task_that_does_not_come_is_named():

@@ -11,7 +11,8 @@ import pytest
 
 from megazero.parallel.processes import Process, boot_id
 from megazero.parallel.scratch import scratch_folder
-from tests.parallel.test_faults import ROOT, assert_gone
+from tests.parallel.test_faults import ROOT
+from tests.processes import until_gone
 
 HOLD = """
 import sys
@@ -131,7 +132,7 @@ def test_a_killed_parent_leaves_nothing_for_long(place: Path):
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         process.kill()
         process.communicate(timeout=60)
-        assert_gone(pids)
+        until_gone(pids)
         assert len(left(place)) == 1
     with scratch_folder():
         pass

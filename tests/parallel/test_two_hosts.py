@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.parallel.test_faults import assert_gone, listening
+from tests.parallel.test_faults import listening
 from tests.parallel.test_rendezvous import MEET, ROOT, STEP
+from tests.processes import until_gone
 
 STRANGER = 65534
 PORT = "29431"
@@ -132,7 +133,7 @@ def test_a_stranger_is_refused_and_the_job_goes_on(hosts: tuple[str, str]):
         for process in tasks:
             process.kill()
             process.communicate(timeout=60)
-    assert_gone([process.pid for process in tasks])
+    until_gone([process.pid for process in tasks])
 
 
 def wait_for_port(process: subprocess.Popen[str]) -> None:
