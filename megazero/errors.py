@@ -83,6 +83,11 @@ def of_system(error: OSError) -> UserError:
     return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
 
 
+def is_refusal(code: int) -> bool:
+    """Return whether a code is of what was asked for, or of what is there to work with: not of ranks, numbers or us."""
+    return not 300 <= code < 400 or code == 330
+
+
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
     """Several faults found at once (a config with three broken relations), printed one line each."""
 
