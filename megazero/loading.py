@@ -10,8 +10,8 @@ It is of the start from another run only. What lies in a run's own folder it goe
 line with `checkpoint.load` can be started again and again. An import has weights alone, whatever is asked for.
 
 Adam corrects its moments for having begun at zero, by 1 / (1 - beta^n) with n the updates they have seen. Moments that
-are carried over keep their n (`Progress.carried`); counted from 0 they would be taken for twenty times what they are.
-The learning rate counts the new run's updates.
+are carried over keep their n (`Progress.carried`): counted anew they would be taken for 1 / (1 - beta) times what they
+are. The learning rate counts the new run's updates.
 """
 
 from collections.abc import Mapping, Sequence

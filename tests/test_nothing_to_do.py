@@ -1,4 +1,4 @@
-"""A run that does not train changes nothing: not the folder of a run that is done, and no new folder for a refused one."""
+"""A run that does not train changes nothing: not the folder of a run that is done; and a refused one leaves none."""
 
 import shutil
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def done(finished: RunFolder, tmp_path: Path) -> Path:
 
 def test_equal_steps_change_nothing(tiny_data: TinyData, done: Path, capsys) -> None:
     before = everything(done)
-    config = tiny_data.load(done, "checkpoint.resume=auto", "optimizer.lr=1e-5", "observe.wandb=project")
+    config = tiny_data.load(done, "checkpoint.resume=auto", "optimizer.lr=1e-3", "observe.wandb=project")
     assert launch(config, "small", 1) == 0
     assert capsys.readouterr().out == f"nothing to do: {done / 'checkpoints'} has step 4, run.steps is 4\n"
     assert everything(done) == before
@@ -72,7 +72,7 @@ def test_what_a_killed_job_owes_is_written_with_the_run_s_own_config(tiny_data: 
     (done / "metrics.jsonl").write_text("".join(rows[:3]) + rows[3][:20])
     (done / "ledger.json").unlink()
     config = (done / "config.yaml").read_bytes()
-    assert launch(tiny_data.load(done, "checkpoint.resume=auto", "optimizer.lr=1e-5"), "small", 1) == 0
+    assert launch(tiny_data.load(done, "checkpoint.resume=auto", "optimizer.lr=1e-3"), "small", 1) == 0
     assert "finished what an earlier job left" in capsys.readouterr().out
     assert (done / "config.yaml").read_bytes() == config and (done / "ledger.json").exists()
     assert len((done / "metrics.jsonl").read_text().splitlines()) == 4
@@ -111,7 +111,9 @@ def test_a_refused_run_leaves_no_folder(tiny_data: TinyData, tmp_path: Path, wha
 
 
 @pytest.mark.parametrize("ranks", [(), TWO], ids=["one", "two"])
-def test_a_folder_that_was_there_keeps_what_it_held(tiny_data: TinyData, tmp_path: Path, ranks: tuple[str, ...]) -> None:
+def test_a_folder_that_was_there_keeps_what_it_held(
+    tiny_data: TinyData, tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")

@@ -116,10 +116,10 @@ def test_ranks_that_fail_before_the_first_row_give_the_folder_back(tiny_data: Ti
     done = command(*arguments, "data.tokenizer=null", "model.vocab=300", "data.valid=null")
     assert done.returncode == 1 and "2 cpu ranks" in done.stdout
     assert done.stderr.startswith("MZ-205 rank=") and done.stderr.count("\n") == 1
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-    again = command(*arguments, "run.steps=1", "data.valid=null")
+    assert not (tmp_path / "run").exists()
+    again = command(*arguments, "run.steps=1", "schedule.warmup=1", "data.valid=null")
     assert (again.returncode, again.stderr) == (0, "")
-    taken = command(*arguments, "run.steps=1", "data.valid=null")
+    taken = command(*arguments, "run.steps=1", "schedule.warmup=1", "data.valid=null")
     assert taken.returncode == 2 and taken.stderr.startswith("MZ-110 ") and (tmp_path / "run/metrics.jsonl").exists()
 
 
@@ -151,7 +151,7 @@ def test_rows_that_were_deleted_cost_the_plot_only(tiny_data: TinyData, tmp_path
     from megazero.observe import jsonl
 
     monkeypatch.setattr(jsonl.JsonlSink, "row", lambda self, row: self.path.unlink())  # as if somebody had done it
-    launch(tiny_data.load(tmp_path / "run", "run.steps=1", "data.valid=null"), "small", 1)
+    launch(tiny_data.load(tmp_path / "run", "run.steps=1", "schedule.warmup=1", "data.valid=null"), "small", 1)
     out, err = capsys.readouterr()
     assert err.startswith("warning: no loss curve: ") and err.count("\n") == 1 and "done in" in out
     assert saved_bytes(RunFolder(tmp_path / "run"))

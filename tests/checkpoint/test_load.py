@@ -145,8 +145,8 @@ def test_the_first_update_is_adam_s(tiny_data: TinyData, sources, tmp_path: Path
 def test_the_count_of_moments_goes_from_run_to_run(tiny_data: TinyData, sources, tmp_path: Path, capsys) -> None:
     source = sources(*FP64)
     for name, begin, carried in (("one", source, 4), ("two", tmp_path / "one", 6), ("on", tmp_path / "two", 6)):
-        options = (*FP64, *OTHER, f"checkpoint.resume={begin}", f"checkpoint.load={'all' if name == 'on' else 'optimizer'}")
-        steps = 3 if name == "on" else 2
+        what, steps = ("all", 3) if name == "on" else ("optimizer", 2)
+        options = (*FP64, *OTHER, f"checkpoint.resume={begin}", f"checkpoint.load={what}")
         assert launch(tiny_data.load(tmp_path / name, *options, f"run.steps={steps}"), "small", 1) == 0
         found = progress_of(tmp_path / name, steps)
         assert (found.carried, found.updates, found.moments_age) == (carried, steps, carried + steps)
@@ -168,7 +168,8 @@ def test_killed_and_started_again_it_is_the_run_without_that(
     capsys.readouterr()
     assert launch(tiny_data.load(tmp_path / "run", *line), "small", 1) == 0
     out = capsys.readouterr().out
-    assert (f"going on from {tmp_path}/run/checkpoints" in out) == (left > 0) and ("beginning with" in out) == (left == 0)
+    assert (f"going on from {tmp_path}/run/checkpoints" in out) == (left > 0)
+    assert ("beginning with" in out) == (left == 0)
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
     for step in range(max(left, 1), 5):
         a, b = (Store(tmp_path / name / "checkpoints").path(step) for name in ("run", "whole"))

@@ -21,7 +21,14 @@ from tests.observe.wandb_server import Server, black_hole, closed_port
 CONFIG = {"model": {"layers": 2}, "run": {"seed": 7}}
 SLACK = 9.0  # seconds a busy machine may add to the second that a dead server may cost; the library's own is 90
 ROWS: list[dict[str, Value]] = [
-    {"step": step, "tokens": 64 * step, "loss": 5.0 / step, "mfu": None, "grad_norm": 0.1 * step, "seconds": {"data": 0.2}}
+    {
+        "step": step,
+        "tokens": 64 * step,
+        "loss": 5.0 / step,
+        "mfu": None,
+        "grad_norm": 0.1 * step,
+        "seconds": {"data": 0.2},
+    }
     for step in range(1, 31)
 ]
 
