@@ -135,7 +135,7 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
         return _train_in(config, name, place, grid, folder, lock)
     except UserError as error:
-        refused = first and is_refusal(error.code) and place.seat.step <= 1
+        refused = first and is_refusal(error.code, place.seat.step)
         if refused:
             folder.empty(made)
         raise
@@ -322,7 +322,7 @@ def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[
     if standings[0].phase == START:  # it had none
         return
     refused = re.match(r"MZ-(\d{3}) ", line)
-    if refused and is_refusal(int(refused[1])) and all(standing.step <= 1 for standing in standings):
+    if refused and is_refusal(int(refused[1]), max(standing.step for standing in standings)):
         lock = RunLock(folder.lock)  # rank 0 may have been killed with it
         with contextlib.suppress(UserError, OSError):
             lock.take()

@@ -140,9 +140,13 @@ def test_what_others_put_into_a_refused_run_s_folder_stays(tmp_path: Path) -> No
     assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize(("code", "refusal"), [(112, True), (201, True), (403, True), (330, True), (310, False)])
-def test_failures_of_training_keep_their_logs(code: int, refusal: bool) -> None:
-    assert is_refusal(code) is refusal
+@pytest.mark.parametrize(
+    ("code", "before", "within"),
+    [(112, True, True), (205, True, True), (403, True, False), (330, True, False), (310, False, False)],
+)
+def test_failures_of_training_keep_their_logs(code: int, before: bool, within: bool) -> None:
+    """Before the first step, and within it; later everything is kept."""
+    assert [is_refusal(code, step) for step in (0, 1, 2)] == [before, within, False]
 
 
 def named(folder: Path, write: Callable[[Path], object]) -> str:
