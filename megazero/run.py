@@ -25,8 +25,7 @@ from megazero.config_file import dump, flatten
 from megazero.errors import UserError, is_refusal
 from megazero.expectation import Expectation
 from megazero.ledger_file import write_ledger
-from megazero.loading import begin, check_same, described, doubt
-from megazero.observe.console import clock_text
+from megazero.loading import begin, check_same
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
@@ -41,15 +40,13 @@ from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED
 from megazero.parallel.spawn import run_local
-from megazero.pipelining import model_shape
 from megazero.resuming import Undone, find_job, from_first, owed_row, refuse_fewer, resume, share
 from megazero.run_folder import RunFolder, remove_empty
 from megazero.run_lock import RunLock
 from megazero.run_log import RunLog, settle_in
-from megazero.schedule_report import report, summary
+from megazero.run_words import beginning, doubts, ending, sharing
 from megazero.stopping import REQUEUE
 from megazero.trainer import Trainer
-from megazero.zero.resting import resting_table
 
 
 def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False) -> int:
@@ -153,7 +150,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         log_file = agree(grid.world, device, lambda: settle_in(folder, place))
     log = logging.getLogger("megazero")
     if place.world.shares_gpus:
-        log.info(line := _sharing(place.world, grid))
+        log.info(line := sharing(place.world, grid))
         if first:
             _say(line)
     try:
@@ -191,7 +188,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         if not trained and done >= config.run.steps:
             _say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")
         if stopped is None:
-            _last_words(trainer, folder, time.monotonic() - began)
+            _say(ending(trainer, folder, time.monotonic() - began))
         else:
             kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if done else "nothing to save"
             kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
@@ -220,7 +217,7 @@ def _trained(
         if not undone.anything:
             return None
         log_file.begin()
-        _announce(config, grid, device, site, ready, name, found)
+        _announce(config, grid, site, ready, name, found)
         if found is not None:
             begin(trainer, found, site.job, undone.row)
         with told(config, grid, device):
@@ -265,34 +262,13 @@ def _begin_files(
     return Undone(**from_first(agree(grid.world, device, lambda: begun() if first else None), grid.world, device))
 
 
-def _announce(
-    config: Config, grid: Grid, device: torch.device, site: Site, ready: Ready, name: str, found: Manifest | None
-) -> None:
-    parameters = model_shape(config).parameters()
-    start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
-    start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, "
-    start += f"into {site.folder.path}"
-    if found is not None:
-        start += described(found, site.job, ready.about)
+def _announce(config: Config, grid: Grid, site: Site, ready: Ready, name: str, found: Manifest | None) -> None:
+    start, *more = beginning(config, grid, site, ready, name, found)
     logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
-    if grid.world.rank:
-        return
-    _say(start)
-    _say(_resting(config, ready.trainer))
-    if config.parallel.pipeline > 1:
-        _say(summary(report(config, grid.data.size)[0]))
-    if found is not None and (said := doubt(found, site.job, ready.about)):
-        warn(said)
-    if config.schedule.warmup > config.run.steps:
-        warn(_short_of_the_peak(config))
-
-
-def _short_of_the_peak(config: Config) -> str:
-    reached = config.optimizer.lr * config.run.steps / config.schedule.warmup
-    return (
-        f"schedule.warmup {config.schedule.warmup} is longer than run.steps {config.run.steps}: "
-        f"the learning rate ends at {reached:.3g} and never reaches optimizer.lr {config.optimizer.lr:.3g}"
-    )
+    if grid.world.rank == 0:
+        _say("\n".join([start, *more]))
+        for text in doubts(config, site, ready, found):
+            warn(text)
 
 
 def _draw(folder: RunFolder) -> None:
@@ -305,12 +281,6 @@ def _draw(folder: RunFolder) -> None:
 
 def _resumes(config: Config) -> bool:
     return config.checkpoint.resume != "none"
-
-
-def _resting(config: Config, trainer: Trainer) -> str:
-    units, spread = trainer.engine.units, trainer.engine.spread
-    title = f"ZeRO stage {config.zero.stage} over {spread.data.size} data rank{'s' * (spread.data.size > 1)}, "
-    return title + "resting on this rank between steps:\n" + resting_table(units, spread)
 
 
 def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[Standing], line: str) -> None:
@@ -346,35 +316,10 @@ def _fingerprint(config: Config, world: World) -> str:
     return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
 
 
-def _sharing(world: World, grid: Grid) -> str:
-    if grid.world.wire.bounce is None:
-        return "--share-gpus changes nothing: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
-    what = f"--share-gpus: {grid.world.size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
-    return f"{what} and talk by gloo through pinned memory: for trying layouts out, every message waits for the host"
-
-
 def _same_kernels(names: list[bytes]) -> None:
     if odd := [r for r, name in enumerate(names) if name != names[0]]:
         what = f"rank {odd[0]} has {names[odd[0]].decode()} kernels, rank 0 {names[0].decode()}: sums would differ"
         raise UserError(114, what, "give precision.kernels=reference, or the same compiler to all hosts")
-
-
-def _devices(grid: Grid, device: torch.device) -> str:
-    if grid.world.size == 1:
-        return str(device)
-    axes = ((a.name, a.size) for a in (grid.tensor, grid.pipeline, grid.data) if a.size > 1)
-    return f"{grid.world.size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"
-
-
-def _last_words(trainer: Trainer, folder: RunFolder, seconds: float) -> None:
-    lines = [f"done in {clock_text(seconds)}"]
-    if trainer.score is not None:
-        lines.append(f"validation loss {trainer.score.loss:.4f} nats per token")
-        if trainer.score.bits_per_byte is not None:
-            lines[-1] += f", {trainer.score.bits_per_byte:.4f} bits per byte"
-    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
-    lines.append(f"loss curve {folder.loss_plot}")
-    _say("\n".join(lines))
 
 
 def _say(text: str) -> None:
