@@ -159,6 +159,8 @@ def test_ranks_that_share_gpus_say_so():
 
 
 def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: Path):
+    """In a folder that was there before, whose log has every line; one that was not there is not left behind."""
+    (tmp_path / "run").mkdir()
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}"]
     assert "data_tools/preprocess.py" in refused(1, 201, *arguments, f"data.train={tmp_path / 'none'}")
     assert "make data" in refused(1, 201, *arguments, f"data.train={tmp_path / 'data/quickstart/train'}")
