@@ -18,6 +18,7 @@ from megazero.parallel.bounce import bounce_pool
 from megazero.parallel.grid import Axis, single
 from megazero.parallel.launch import MEETING, TORCHRUN, World
 from megazero.parallel.wire import Wire
+from megazero.run_words import sharing
 from tests.tiny_run import ROOT, TinyData, all_tokens, command
 
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
@@ -154,7 +155,7 @@ def test_ranks_of_a_launcher_learn_that_they_share_gpus(
 def test_ranks_that_share_gpus_say_so():
     wire = Wire()
     grid = single(replace(wire, bounce=bounce_pool(torch.device("cpu"), wire.ledger)))
-    said = run._sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, wire=grid.world.wire)))
+    said = sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, wire=grid.world.wire)))
     assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and talk by gloo through pinned")
 
 
