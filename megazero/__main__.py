@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from megazero.config_file import find, load, refuse_unbuilt
+    from megazero.config_file import load, name_of, refuse_unbuilt
     from megazero.parallel.signals import NOTED
 
     config = load(options.config, options.overrides)
@@ -71,7 +71,7 @@ def _train(options: argparse.Namespace) -> int:
     try:
         from megazero.run import launch
 
-        return launch(config, find(options.config).stem, options.nproc, shares_gpus=options.share_gpus)
+        return launch(config, name_of(options.config), options.nproc, shares_gpus=options.share_gpus)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
 
@@ -200,9 +200,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from megazero.config_file import find, load, refuse_unbuilt
+    from megazero.config_file import load, name_of, refuse_unbuilt
 
-    config, name = load(options.config, options.overrides), find(options.config).stem
+    config, name = load(options.config, options.overrides), name_of(options.config)
     refuse_unbuilt(config)
     if options.rank >= options.gpus:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")

@@ -24,6 +24,7 @@ from megazero.learning_rate import LearningRate
 from megazero.ledger_file import write_ledger
 from megazero.observe.console import ConsoleSink
 from megazero.observe.jsonl import JsonlSink
+from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder, Work
 from megazero.observe.sinks import Sink, Sinks, warn
@@ -75,7 +76,12 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
     first = grid.world.rank == 0
     wire, folder = grid.world.wire, site.folder
-    expected = Expectation(config, grid, device, ops)
+    expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
+
+    def now(step: int, phase: str) -> None:
+        wire.seat.now(step, phase)
+        phases.now(phase)
+
     about = about_run(config, built, grid, site, Identity.of(train, tokenizer))
     trainer = Trainer(
         engine,
@@ -85,7 +91,9 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
         _validation(
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
-        Recorder(_sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare),
+        Recorder(
+            _sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare, phases
+        ),
         Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
         Stopping(
@@ -98,7 +106,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
             look=FolderWatch(folder, warn).look,
         ),
         lambda: write_ledger(folder, grid, device),
-        wire.seat.now,
+        now,
         lambda own, say: _blame(own, say, grid, device),
     )
     return Ready(trainer, about, holdings_to_load(built, grid), ops)
@@ -173,5 +181,4 @@ def _sinks(config: Config, site: Site, first: bool) -> Sinks:
 def _profile(config: Config, folder: RunFolder, first: bool) -> Profile:
     if config.observe.profile is None or not first:
         return Profile(1, 0, folder.profile)
-    folder.profile.mkdir(exist_ok=True)
     return Profile(config.observe.profile, _PROFILED_STEPS, folder.profile)

@@ -117,6 +117,13 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: f"{v['observe.profile']} > {v['run.steps']}",
         "profile a step that the run has",
     ),
+    Relation(
+        ("checkpoint.load", "checkpoint.resume"),
+        "checkpoint.load == all with checkpoint.resume none",
+        lambda v: v["checkpoint.load"] == "all" or v["checkpoint.resume"] != "none",
+        lambda v: f"checkpoint.load {v['checkpoint.load']}, and nothing to load from",
+        "give checkpoint.resume=PATH of a run, a step or an import",
+    ),
 )
 
 EXCLUSIONS: tuple[Exclusion, ...] = (

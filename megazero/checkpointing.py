@@ -39,12 +39,6 @@ from megazero.run_lock import RunLock, State
 from megazero.zero.placement import Placement, held
 from megazero.zero.unit import Unit
 
-# What must be the same when a run goes on: another value is another model, other data, or another optimizer.
-_SAME = ("model.*", "run.seed", "batch.global", "data.mask_eod", "precision.dtype")
-_SAME_OPTIMIZER = ("optimizer.betas", "optimizer.eps", "optimizer.weight_decay")
-# What may be another, and then changes what is computed: said when a run goes on.
-_SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.offload.delayed", "precision.kernels")
-
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
     """The whole shape of every parameter of the model."""
@@ -236,53 +230,3 @@ def _by_start(piece: list[int]) -> int:
 def plain(config: Config) -> dict[str, Any]:
     """The config flat, in JSON's types."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
-
-
-def check_same(manifest: Manifest, about: About, where: Path) -> None:
-    """Refuses a checkpoint of another model, other data or another optimizer.
-
-    Raises:
-        UserError: 412, with what differs, the checkpoint's value first.
-    """
-    theirs, ours = manifest.config, plain(about.config)
-    names = [*_SAME, *_SAME_OPTIMIZER]
-    if manifest.progress is None:  # weights alone: of a model, not of a run
-        names = [key for key in ours if key.startswith("model.") and key not in _free(about.config)]
-    odd = [f"{key} {theirs.get(key)} -> {ours[key]}" for key in _matching(ours, names) if theirs.get(key) != ours[key]]
-    if manifest.progress:
-        mine = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}
-        theirs = manifest.identity
-        odd += [f"{key} {theirs.get(key)} -> {mine[key]}" for key in mine if theirs.get(key) != mine[key]]
-    shapes = {name: logical.shape for name, logical in manifest.tensors.items()}
-    if not odd and (shapes != dict(about.shapes) or manifest.dtype != NAMES[about.dtype]):
-        name = next((n for n in sorted({*shapes, *about.shapes}) if shapes.get(n) != about.shapes.get(n)), "dtype")
-        odd = [f"{name} {shapes.get(name, manifest.dtype)} -> {about.shapes.get(name, NAMES[about.dtype])}"]
-    if odd:
-        raise UserError(
-            412,
-            f"is not of this run (its -> this): {_some(odd)}",
-            "resume with the config it was made with",
-            where=where,
-        )
-
-
-def _free(config: Config) -> set[str]:
-    """What of a model its weights do not depend on."""
-    return {"model.dropout"} | ({"model.seq_len"} if config.model.position == "rotary" else set())
-
-
-def changes(manifest: Manifest, config: Config) -> str:
-    """What is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    theirs, ours = manifest.config, plain(config)
-    if manifest.progress is None:
-        return ""
-    said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key]]
-    return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])
-
-
-def _matching(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [k for k in values if any(k == name or (name.endswith("*") and k.startswith(name[:-1])) for name in names)]
-
-
-def _some(found: list[str]) -> str:
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

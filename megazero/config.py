@@ -190,6 +190,10 @@ class Checkpoint(Section):
     keep: Positive | None = Field(default=None, description="Newest checkpoints kept; null: all.")
     async_: bool = Field(default=False, alias="async", description="Write in the background.")
     resume: Text = Field(default="none", description="none, auto (newest verified of the run directory), or a path.")
+    load: Literal["all", "weights", "optimizer"] = Field(
+        default="all",
+        description="What a run takes of the path it begins from: all (goes on), weights, or weights with moments.",
+    )
 
 
 class Observe(Section):

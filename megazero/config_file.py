@@ -98,6 +98,12 @@ def find(name_or_path: str, *folders: Path) -> Path:
     raise UserError(101, "no such config", hint, where=name_or_path)
 
 
+def name_of(name_or_path: str) -> str:
+    """Return the name of a config: of its file, or where that is a run's config.yaml, of the run's folder."""
+    path = find(name_or_path)
+    return path.stem if path.name != "config.yaml" else path.resolve().parent.name or path.stem
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()

@@ -83,6 +83,17 @@ def of_system(error: OSError) -> UserError:
     return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
 
 
+def is_refusal(code: int, step: int) -> bool:
+    """Return whether a run ended over what was asked for, or is there to work with, and not over ranks, numbers or us.
+
+    Args:
+        step: that it was in; 0 before the first. In the first one only bad tokens can still refuse it.
+    """
+    if step:
+        return step == 1 and code < 300
+    return not 300 <= code < 400 or code == 330
+
+
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
     """Several faults found at once (a config with three broken relations), printed one line each."""
 

@@ -6,6 +6,8 @@ lock  STOP  early_stops
 
 import contextlib
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.early_stops import EarlyStops
@@ -42,8 +44,9 @@ class RunFolder:
             for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
                 for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
                     left.unlink(missing_ok=True)
-            self.log(0).touch()
-            self.metrics.touch()
+            for needed in (self.log(0), self.metrics):
+                if not needed.exists():  # what is there keeps its time
+                    needed.touch()
         except UserError:
             lock.release()
             raise
@@ -65,6 +68,34 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if self.metrics.stat().st_size == 0 and not any(self.checkpoints.glob("step_*")):
                 self.metrics.unlink()
+
+    def missing(self) -> list[Path]:
+        """Return the folder and those above it that are not there, the nearest first: what a job would make."""
+        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+
+    def empty(self, made: Sequence[Path]) -> None:
+        """Remove what a job that was refused has put into a folder that it has made; its lock stays.
+
+        Whatever else lies there, rows and steps above all, is left alone, and the folder with it.
+
+        Args:
+            made: by this job.
+        """
+        if self.path not in made:
+            return
+        with contextlib.suppress(OSError):
+            if self._has_begun():
+                return
+            for whole in (self.config, self.metrics, self.plan, self.board, *self.log(0).parent.glob("rank_*.log")):
+                whole.unlink(missing_ok=True)
+            for folder in (self.profile, self.path / "tensorboard", self.path / "wandb"):
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in (self.log(0).parent, self.checkpoints):
+                folder.rmdir()
+
+    def _has_begun(self) -> bool:
+        rows = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return rows or any(self.checkpoints.glob("*step_*"))
 
     def fault(self) -> str | None:
         """Return why a running job can save nothing here any more; None: it can."""
@@ -131,3 +162,10 @@ class RunFolder:
     def stop(self) -> Path:
         """The kill switch: while it exists, nothing trains here."""
         return self.path / "STOP"
+
+
+def remove_empty(made: Sequence[Path]) -> None:
+    """Remove folders, the nearest first, up to one that somebody has put something into."""
+    with contextlib.suppress(OSError):
+        for folder in made:
+            folder.rmdir()

@@ -13,6 +13,7 @@ A step that was not finite has changed nothing. Before the run ends, every rank 
 others, so that the error names the rank and the parameter with which it began.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.manifest import Manifest, Progress
+from megazero.checkpoint.manifest import Progress
 from megazero.data.loader import BatchLoader, MicroBatch
 from megazero.errors import UserError
 from megazero.learning_rate import LearningRate
@@ -60,6 +61,7 @@ class Pace:
         return done == self.steps or done % self.log_every == 0
 
 
+TIDY_SECONDS = 5.0  # that a run which was told to stop gives to deleting old checkpoints
 OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
 
 # Where in the flow of a step's data (first forwards, then backwards, from the loss on) something is wrong, and what.
@@ -115,28 +117,33 @@ class Trainer:
         self.validation, self.recorder, self.pace, self.now = validation, recorder, pace, now
         self.checkpoints, self.stopping, self.summarise = checkpoints, stopping, summarise
         self.blame = blame
-        self.first = self.skipped = self.overflows = 0
+        self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.score: Score | None = None
         self._pending: _Pending | None = None
         self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
         self._owed: Mapping[str, Value] | None = None
 
-    def go_on(self, manifest: Manifest, *, own: bool, owed: Mapping[str, Value] | None = None) -> None:
+    def begin_with(self, carried: int) -> None:
+        """Begin at the first step with tensors that have been loaded.
+
+        Args:
+            carried: updates that the moments among them have seen; 0 where the weights alone were loaded.
+        """
+        self.carried = carried
+        self.engine.restore(carried, None, 0)
+
+    def go_on(self, step: int, progress: Progress, *, own: bool, owed: Mapping[str, Value] | None = None) -> None:
         """Begin with the step behind this one, whose tensors have been loaded.
 
         Args:
             own: it lies in the run's own folder.
             owed: its row of metrics, which an earlier job did not come to write; with its validation if it has one.
         """
-        progress = manifest.progress
-        if progress is None:  # weights alone
-            self.engine.restore(0, None, 0)
-            return
-        self.first = manifest.step
-        self.checkpoints.saved = manifest.step if own else None
-        self.skipped, self.overflows = progress.skipped, progress.overflows
-        self.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
+        self.first = step
+        self.checkpoints.saved = step if own else None
+        self.skipped, self.overflows, self.carried = progress.skipped, progress.overflows, progress.carried
+        self.engine.restore(progress.moments_age, progress.loss_scale, progress.good_steps)
         self._owed = owed
 
     def run(self) -> int:
@@ -147,11 +154,12 @@ class Trainer:
             UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
                 could not be written.
         """
-        self.recorder.start()
         self.stopping.ask(failed=False, saving=0.0)
         self.reason, done = self.stopping.answer(), self.first
+        if self._owed is not None or done < self.pace.steps:
+            self.recorder.start()
         if self._owed is not None and self.reason is None:
-            self.recorder.write(self._owed, self._validate(done) if self.validates(done) else None)
+            self._write(self._owed, done, validates=self.validates(done))
         while self.reason is None and done < self.pace.steps:
             with self.recorder.step(done + 1):
                 self._step(done)
@@ -161,8 +169,7 @@ class Trainer:
         if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
             self._save(done)
         self.checkpoints.finish()
-        if self.reason is None:
-            self.checkpoints.tidy()
+        self.checkpoints.tidy(math.inf if self.reason is None else TIDY_SECONDS)
         return done
 
     def close(self) -> None:
@@ -214,15 +221,15 @@ class Trainer:
         self.reason = self.reason or self.stopping.answer()
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
-        row = self._row(pending) if self.validates(done) or self.pace.logs(pending.step) else None
-        last = done == self.pace.steps or self.reason is not None
-        if complete and (last or self.checkpoints.due(done)):
+        last = complete and (done == self.pace.steps or self.reason is not None)
+        row = self._row(pending) if last or self.validates(done) or self.pace.logs(pending.step) else None
+        if last or (complete and self.checkpoints.due(done)):
             if last:
                 self.summarise()
             self._save(done, row)
         stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
-        if row is not None and (self.pace.logs(pending.step) or not stops):
-            self.recorder.write(row, self._validate(done) if self.validates(done) and not stops else None)
+        if row is not None:
+            self._write(row, done, validates=self.validates(done) and not stops)
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
@@ -230,11 +237,26 @@ class Trainer:
 
     def _row(self, pending: _Pending) -> dict[str, Value]:
         """Return the row of a step, without a validation."""
-        result = pending.result
+        result, done = pending.result, pending.step + 1
+        norm = result.grad_norm.item()
         numbers = Numbers(
-            result.loss.item(), result.grad_norm.item(), pending.lr, result.loss_scale.item(), self.skipped
+            loss=result.loss.item(),
+            grad_norm=norm,
+            clipped=int(0 < self.engine.clip < norm < math.inf),
+            lr=pending.lr,
+            loss_scale=result.loss_scale.item(),
+            skipped=self.skipped,
+            samples=self.loader.samples(done),
+            epoch=self.loader.epoch(done),
         )
-        return self.recorder.row(pending.step + 1, numbers)
+        return self.recorder.row(done, numbers)
+
+    def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
+        if not validates:
+            self.recorder.write(row)
+            return
+        self.score = self._validate(done)
+        self.recorder.write(row, self.score.loss, self.score.bits_per_byte)
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         self.now(done, "save")
@@ -250,16 +272,16 @@ class Trainer:
                     next_sample=samples,
                     loss_scale=scale.scale.item() if scale.dynamic else None,
                     good_steps=int(scale.good.item()) if scale.dynamic else 0,
+                    carried=self.carried,
                     row=None if row is None else finite(row),
                 ),
             )
 
-    def _validate(self, done: int) -> float:
+    def _validate(self, done: int) -> Score:
         assert self.validation is not None, "see `validates`"
         self.now(done, "validation")
         with self.recorder.aside(), torch.no_grad():
-            self.score = self.validation.score()
-        return self.score.loss
+            return self.validation.score()
 
     def _not_finite(self, pending: _Pending) -> UserError:
         self.now(pending.step + 1, "examination")

@@ -32,7 +32,7 @@ DEFAULTS = {
         "tokenizer": None,
     }
     | {"mask_eod": False},
-    "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none"},
+    "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None},
 }
 MAX_OPTIONS = 96

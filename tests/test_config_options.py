@@ -144,6 +144,7 @@ ROWS: dict[str, Works | Refused] = {
     "checkpoint.every": Works("2", files),
     "checkpoint.keep": Works("1", files, ("checkpoint.every=2",)),
     # checkpoint.async: tests/checkpoint/test_saving.py; checkpoint.resume: tests/checkpoint/test_resume.py
+    # checkpoint.load: tests/checkpoint/test_load.py
     "observe.every": Works("3", steps),
     "observe.wandb": Works("project", files),
     "observe.tensorboard": Works("true", files),
@@ -166,6 +167,7 @@ OTHERWISE = {
     "run.time_limit",
     "checkpoint.async",
     "checkpoint.resume",
+    "checkpoint.load",
 }
 WORKS = [key for key, row in ROWS.items() if isinstance(row, Works)]
 REFUSED = [key for key, row in ROWS.items() if isinstance(row, Refused)]

@@ -18,6 +18,7 @@ from megazero.parallel.bounce import bounce_pool
 from megazero.parallel.grid import Axis, single
 from megazero.parallel.launch import MEETING, TORCHRUN, World
 from megazero.parallel.wire import Wire
+from megazero.run_words import sharing
 from tests.tiny_run import ROOT, TinyData, all_tokens, command
 
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
@@ -154,11 +155,13 @@ def test_ranks_of_a_launcher_learn_that_they_share_gpus(
 def test_ranks_that_share_gpus_say_so():
     wire = Wire()
     grid = single(replace(wire, bounce=bounce_pool(torch.device("cpu"), wire.ledger)))
-    said = run._sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, wire=grid.world.wire)))
+    said = sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, wire=grid.world.wire)))
     assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and talk by gloo through pinned")
 
 
 def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: Path):
+    """In a folder that was there before, whose log has every line; one that was not there is not left behind."""
+    (tmp_path / "run").mkdir()
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}"]
     assert "data_tools/preprocess.py" in refused(1, 201, *arguments, f"data.train={tmp_path / 'none'}")
     assert "make data" in refused(1, 201, *arguments, f"data.train={tmp_path / 'data/quickstart/train'}")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megazero.config import Config
 from megazero.config_file import load
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.observe.jsonl import read_rows
+from megazero.observe.metrics import TIMING_KEYS
 from megazero.parallel.grid import single
 from megazero.parallel.signals import Signals
 from megazero.parallel.wire import Wire
@@ -99,6 +101,11 @@ def saved_bytes(folder: RunFolder) -> bytes:
     """Every byte of a run's newest checkpoint but the manifest's."""
     newest = Store(folder.checkpoints).path(Store(folder.checkpoints).steps()[0])
     return b"".join(path.read_bytes() for path in sorted(newest.glob("shard_*")))
+
+
+def repeating(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a row must be the same, bit for bit, when the same steps are trained again."""
+    return {key: value for key, value in row.items() if key not in TIMING_KEYS}
 
 
 def train(config: Config) -> Outcome:

@@ -1,5 +1,8 @@
 """Checkpoints as training sees them: begun, settled before the next update, finished on all ranks or on none."""
 
+import math
+import time
+
 import torch
 
 from megazero.checkpoint.manifest import Progress
@@ -72,9 +75,19 @@ class Checkpoints:
         """That a checkpoint takes, from its beginning to its commit."""
         return self._saver.took
 
-    def tidy(self) -> None:
-        """Old steps have been deleted when this returns. Every rank calls it, after `finish`."""
-        until_all(self._world, self._device, self._saver.tidied)
+    def tidy(self, patience: float = math.inf) -> None:
+        """Old steps have been deleted when this returns. Every rank calls it, after `finish`.
+
+        Args:
+            patience: seconds after which what is left of them is left for another job.
+        """
+        end = time.monotonic() + patience
+
+        def ready(seconds: float) -> bool:
+            left = end - time.monotonic()
+            return self._saver.tidied(max(min(seconds, left), 0.0)) or left <= 0
+
+        until_all(self._world, self._device, ready)
 
     def close(self) -> None:
         """Ends what goes on in the background."""

@@ -33,8 +33,9 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
     """Fills a rank's tensors, and returns how many bytes were read for it.
 
     Args:
-        manifest: of the folder, verified; its tensors have the shapes and the dtype of the holdings'.
-        holdings: what to fill; with zeros where the manifest does not have the kind.
+        manifest: of the folder, verified; its tensors have the shapes of the holdings', and a dtype that goes over into
+            theirs without rounding.
+        holdings: what to fill, of the kinds that they have; with zeros where the manifest does not have the kind.
         rank, size: in the world, which shares the files that nobody needs anything of.
 
     Raises:
@@ -54,7 +55,7 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
         try:
             reader.check_header(header)
             for copy in sorted(copies[index], key=lambda copy: copy.at):
-                _fill(reader, copy)
+                _fill(reader, copy, DTYPES[manifest.dtype])
         finally:
             read += reader.bytes_read
             reader.close()
@@ -81,11 +82,14 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
         yield logical.pieces[index]
 
 
-def _fill(reader: ShardReader, copy: _Copy) -> None:
-    target = copy.into.view(torch.uint8)
+def _fill(reader: ShardReader, copy: _Copy, dtype: torch.dtype) -> None:
+    values = copy.into if copy.into.dtype == dtype else torch.empty(copy.into.shape, dtype=dtype)
+    target = values.view(torch.uint8)
     for at, data in reader.read(copy.at, copy.at + len(target)):
         start = at - copy.at
         target[start : start + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    if values is not copy.into:
+        copy.into.copy_(values)
 
 
 def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:

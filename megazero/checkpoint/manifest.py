@@ -73,7 +73,9 @@ class Progress(_Part):
     """How far the run is, beyond the tensors.
 
     Attributes:
-        updates: of the optimizer, steps that were not skipped; its own step count and the learning rate's.
+        updates: of the run, steps that were not skipped; the learning rate's count.
+        carried: updates that the moments had seen before the run began (`checkpoint.load` optimizer): the optimizer's
+            own count, for its bias correction, is `carried` + `updates`. Left out of the file where it is 0.
         skipped: steps, over the whole run.
         overflows: skipped steps in a row, up to this one.
         next_sample: id of the first sample not consumed.
@@ -89,7 +91,13 @@ class Progress(_Part):
     next_sample: Count
     loss_scale: Annotated[float, Field(allow_inf_nan=False)] | None
     good_steps: Count
-    row: dict[str, Number | None] | None = None
+    row: dict[str, Number | dict[str, Number | None] | None] | None = None
+    carried: StepCount = 0
+
+    @property
+    def moments_age(self) -> int:
+        """Updates that the moments have seen."""
+        return self.carried + self.updates
 
 
 class Manifest(_Part):
@@ -130,8 +138,10 @@ class Manifest(_Part):
     def to_bytes(self) -> bytes:
         """The file's content, with its digest."""
         content = self.model_dump(exclude={"digest"})
-        if self.progress is not None and self.progress.row is None:
-            del content["progress"]["row"]
+        if self.progress is not None:
+            for name, default in (("row", None), ("carried", 0)):
+                if getattr(self.progress, name) == default:
+                    del content["progress"][name]
         return _canonical({**content, "digest": _digest(content)}) + b"\n"
 
     def shard(self, index: int) -> Shard:
@@ -201,8 +211,9 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
     row = progress.row
     if row is not None and (type(row.get("step")) is not int or row["step"] != step):
         return f"the row of metrics is of step {row.get('step')}"
-    if row is not None and (len(row) > _MOST_METRICS or max(map(len, row)) > _MOST_METRICS):
-        return f"the row of metrics has {len(row)} keys, of up to {max(map(len, row))} characters"
+    for found in () if row is None else (row, *(value for value in row.values() if isinstance(value, dict))):
+        if len(found) > _MOST_METRICS or max(map(len, found), default=0) > _MOST_METRICS:
+            return f"the row of metrics has {len(found)} keys, of up to {max(map(len, found))} characters"
     return None
 
 

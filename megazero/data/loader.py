@@ -152,6 +152,10 @@ class BatchLoader:
         """How many samples that many steps consume: the id of the next one."""
         return sample_id(steps, 0, self._global_batch)
 
+    def epoch(self, steps: int) -> float:
+        """How often that many steps go through the data set."""
+        return self.samples(steps) / self._dataset.num_windows
+
     def close(self) -> None:
         """Ends the background thread. What it read, or failed to read, for a step that never came is dropped."""
         self._thread.shutdown(cancel_futures=True)

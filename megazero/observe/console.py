@@ -49,6 +49,9 @@ class ConsoleSink:
         self._valid: float | None = None
         self._live = _Live(total_steps, stream) if stream is not None and stream.isatty() else None
 
+    def start(self) -> None:
+        """Nothing is shown before the first row."""
+
     def row(self, row: Mapping[str, Value]) -> None:
         """Show one row. Once the stream is gone, nothing.
 
@@ -150,4 +153,4 @@ class _Live:
 def _number(row: Mapping[str, Value], key: str) -> float:
     """The value, or nan where the row has none."""
     value = row.get(key)
-    return math.nan if value is None else float(value)
+    return math.nan if value is None or isinstance(value, dict) else float(value)

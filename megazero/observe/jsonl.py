@@ -26,7 +26,13 @@ _LINE_BYTES = 64 << 10
 
 def finite(row: Mapping[str, Value]) -> dict[str, Value]:
     """Return a row with None for what is not finite."""
-    return {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
+    return {key: _finite(value) for key, value in row.items()}
+
+
+def _finite(value: Value) -> Value:
+    if isinstance(value, dict):
+        return {key: number if number is None or math.isfinite(number) else None for key, number in value.items()}
+    return value if value is None or math.isfinite(value) else None
 
 
 def encode(row: Mapping[str, Value]) -> bytes:
@@ -39,6 +45,9 @@ class JsonlSink:
 
     def __init__(self, path: Path):
         self.path = path
+
+    def start(self) -> None:
+        """The file is opened for each row."""
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Append one row; it is handed to the system before this returns.

@@ -2,10 +2,11 @@
 
 A row describes one step; only its rates are means, over the *interval*: the steps since the last logged row.
 
-    step_time            seconds of the interval / its steps
-    tokens_per_second    tokens of the interval / its seconds                        (whole run, all devices)
-    tflops_per_device    tokens_per_second x model FLOPs per token / devices / 1e12  (plan/model.py)
-    mfu                  model FLOP/s per device / peak FLOP/s of one device         (PaLM, appendix B)
+    step_time               seconds of the interval / its steps
+    tokens_per_second       tokens of the interval / its seconds                        (whole run, all devices)
+    tokens_per_second_mean  the same over the past of this invocation, see `Smoothed`
+    tflops_per_device       tokens_per_second x model FLOPs per token / devices / 1e12  (plan/model.py)
+    mfu                     model FLOP/s per device / peak FLOP/s of one device         (PaLM, appendix B)
 
 Validation and saving are not training: the interval leaves their seconds out. On a GPU the host runs ahead of the
 device, so a single step's host time means nothing; at a logged step the host has just read the loss, so that the
@@ -21,40 +22,79 @@ from dataclasses import dataclass
 
 import torch
 
-Value = float | int | None
+Number = float | int | None
+Value = Number | dict[str, Number]
+
+# What is another each time the same steps are trained: times, and what the process happened to hold.
+TIMING_KEYS = (
+    "time",
+    "step_time",
+    "tokens_per_second",
+    "tokens_per_second_mean",
+    "tflops_per_device",
+    "mfu",
+    "memory_peak_bytes",
+    "seconds",
+)
+HALF_LIFE = 50  # steps after which a step's weight in tokens_per_second_mean is half
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """The metrics of one logged step. Field order is the order of the keys in metrics.jsonl.
 
-    step counts from 1. tokens are those consumed since the start of the run (skipped steps consume too). loss is that
-    of this step's batch before its update, in nats per token. grad_norm is unscaled and before the clip. skipped counts
-    all skipped steps so far. comm_bytes are the bytes this rank sent in the step.
+    step counts from 1. time is in seconds since 1970, when the step was done. tokens and samples are those consumed
+    since the start of the run (skipped steps consume too), epoch is samples over those of the data set. loss is that
+    of this step's batch before its update, in nats per token. grad_norm is unscaled and before the clip, clipped is 1
+    where it was beyond the clip. skipped counts all skipped steps so far. comm_bytes are the bytes this rank sent in
+    the step. seconds are the host's by phase (`phases.py`).
     """
 
     step: int
+    time: float
     tokens: int
+    samples: int
+    epoch: float
     loss: float
     grad_norm: float
+    clipped: int
     lr: float
     loss_scale: float
     skipped: int
     step_time: float
     tokens_per_second: float
+    tokens_per_second_mean: float
     tflops_per_device: float
     mfu: float | None
     memory_peak_bytes: int
     comm_bytes: int
+    seconds: dict[str, float]
 
 
-def validated(row: Mapping[str, Value], valid_loss: float | None) -> dict[str, Value]:
-    """Return a row with its validation loss, which stands behind the training loss; None: it was not validated."""
+def validated(row: Mapping[str, Value], valid_loss: float | None, bits_per_byte: float | None) -> dict[str, Value]:
+    """Return a row with its validation, which stands behind the training loss.
+
+    Args:
+        valid_loss: None: it was not validated.
+        bits_per_byte: None: the tokenizer is not known.
+    """
     if valid_loss is None:
         return dict(row)
     at = list(row).index("loss") + 1
     items = list(row.items())
-    return dict([*items[:at], ("valid_loss", valid_loss), *items[at:]])
+    bits = [] if bits_per_byte is None else [("valid_bits_per_byte", bits_per_byte)]
+    return dict([*items[:at], ("valid_loss", valid_loss), *bits, *items[at:]])
+
+
+def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
+    """Return a row without objects in it, for sinks that know numbers only: `seconds/data` for data of seconds."""
+    found: dict[str, Number] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{key}/{inner}": number for inner, number in value.items()}
+        else:
+            found[key] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,10 +154,29 @@ class Interval:
         finally:
             self._began += self._clock() - began
 
-    def rates(self, flops_per_token: float, num_devices: int, peak_flops: float | None) -> Rates:
-        """Speed so far; see `rates` for the arguments. Needs at least one step."""
-        seconds = max(self._clock() - self._began, 1e-9)  # a clock may be too coarse to see one tiny step
-        return rates(self.steps, self.tokens, seconds, flops_per_token, num_devices, peak_flops)
+    @property
+    def seconds(self) -> float:
+        """Training seconds so far, more than 0: a clock may be too coarse to see one tiny step."""
+        return max(self._clock() - self._began, 1e-9)
+
+
+class Smoothed:
+    """The mean of tokens/s over the intervals so far, of which a step counts half as much after HALF_LIFE others.
+
+        sum of w tokens / sum of w seconds, w = 2^-(steps since the interval / HALF_LIFE)
+
+    A ratio of sums, so that a slow step counts by its length, and no made-up start is mixed in.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def add(self, steps: int, tokens: int, seconds: float) -> float:
+        """Add an interval; return the mean with it."""
+        fade = 0.5 ** (steps / HALF_LIFE)
+        self._tokens = fade * self._tokens + tokens
+        self._seconds = fade * self._seconds + seconds
+        return self._tokens / self._seconds
 
 
 def memory_peak_bytes(device: torch.device) -> int:

@@ -34,7 +34,7 @@ class Profile:
     Args:
         first_step: the first step to record, numbered as in metrics.jsonl (from 1).
         num_steps: how many; 0 is off.
-        folder: an existing folder for the two files.
+        folder: for the two files, made when there are any.
     """
 
     def __init__(self, first_step: int, num_steps: int, folder: Path):
@@ -65,6 +65,7 @@ class Profile:
         profiler.stop()
         base = self._folder / f"profile_step_{self._recorded[0]:08d}"
         try:
+            self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(base.with_suffix(".json")))
             base.with_suffix(".txt").write_text(self._table(profiler), encoding="utf-8")
         except (OSError, RuntimeError) as error:

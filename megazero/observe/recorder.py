@@ -1,5 +1,6 @@
 """From the numbers of a step to a row in every sink: rates over the interval, memory, the profile around steps."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -7,7 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from megazero.observe.allocations import Allocations
-from megazero.observe.metrics import Interval, Row, Value, memory_peak_bytes, validated
+from megazero.observe.metrics import Interval, Row, Smoothed, Value, memory_peak_bytes, rates, validated
+from megazero.observe.phases import PhaseSeconds, together
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 from megazero.parallel.ledger import Ledger
@@ -40,9 +42,12 @@ class Numbers:
 
     loss: float
     grad_norm: float
+    clipped: int
     lr: float
     loss_scale: float
     skipped: int
+    samples: int
+    epoch: float
 
 
 class Recorder:
@@ -54,17 +59,28 @@ class Recorder:
         work: what a step amounts to.
         ledger: what this rank sends.
         counted: told once, of the most that a step allocates.
+        phases: of this rank; told from outside which begins.
     """
 
-    def __init__(self, sinks: Sinks, profile: Profile, work: Work, ledger: Ledger, counted: Callable[[int], None]):
+    def __init__(
+        self,
+        sinks: Sinks,
+        profile: Profile,
+        work: Work,
+        ledger: Ledger,
+        counted: Callable[[int], None],
+        phases: PhaseSeconds,
+    ):
         self._sinks, self._profile, self._work, self._ledger = sinks, profile, work, ledger
-        self._counted = counted
-        self._interval = Interval()
+        self._counted, self._phases = counted, phases
+        self._interval, self._smoothed = Interval(), Smoothed()
         self._sent = self._steps = 0
 
     def start(self) -> None:
         """The first step begins now: what was built before is not training time."""
+        self._sinks.start()
         self._interval.restart()
+        self._phases.take()
 
     @contextmanager
     def step(self, done: int) -> Iterator[None]:
@@ -94,28 +110,38 @@ class Recorder:
 
     def row(self, done: int, numbers: Numbers) -> dict[str, Value]:
         """Return the row of step number `done`, with the rates of the interval that it ends."""
-        work = self._work
-        rates = self._interval.rates(work.flops_per_token, work.num_devices, work.peak_flops)
+        work, interval = self._work, self._interval
+        steps, tokens, seconds = interval.steps, interval.tokens, interval.seconds
+        speed = rates(steps, tokens, seconds, work.flops_per_token, work.num_devices, work.peak_flops)
         row = Row(
             step=done,
+            time=time.time(),
             tokens=done * work.tokens_per_step,
-            loss=numbers.loss,
-            grad_norm=numbers.grad_norm,
-            lr=numbers.lr,
-            loss_scale=numbers.loss_scale,
-            skipped=numbers.skipped,
-            step_time=rates.step_time,
-            tokens_per_second=rates.tokens_per_second,
-            tflops_per_device=rates.tflops_per_device,
-            mfu=rates.mfu,
+            **asdict(numbers),
+            step_time=speed.step_time,
+            tokens_per_second=speed.tokens_per_second,
+            tokens_per_second_mean=self._smoothed.add(steps, tokens, seconds),
+            tflops_per_device=speed.tflops_per_device,
+            mfu=speed.mfu,
             memory_peak_bytes=memory_peak_bytes(work.device),
             comm_bytes=self._sent,
+            seconds=self._phases.take(),
         )
         return asdict(row)
 
-    def write(self, row: Mapping[str, Value], valid_loss: float | None) -> None:
-        """Give a row to the sinks, with the validation loss where its step was validated, and begin a new interval."""
-        self._sinks.row(validated(row, valid_loss))
+    def write(
+        self, row: Mapping[str, Value], valid_loss: float | None = None, bits_per_byte: float | None = None
+    ) -> None:
+        """Give a row to the sinks, and begin a new interval.
+
+        The row was made before its step was saved and validated: their seconds are added to it here.
+
+        Args:
+            valid_loss, bits_per_byte: of the step, where it was validated, and where the tokenizer is known.
+        """
+        before = row.get("seconds")
+        seconds = together(before if isinstance(before, dict) else {}, self._phases.take())
+        self._sinks.row(validated({**row, "seconds": seconds}, valid_loss, bits_per_byte))
         self._interval.restart()
 
     def close(self) -> None:

@@ -15,7 +15,12 @@ from megazero.observe.metrics import Value
 
 
 class Sink(Protocol):
-    """Takes rows of metrics (`Row`'s keys in their order, floats possibly not finite)."""
+    """Takes rows of metrics (`Row`'s keys in their order, floats possibly not finite).
+
+    Before `start` it leaves no trace anywhere: a run that has nothing to do does not start its sinks.
+    """
+
+    def start(self) -> None: ...
 
     def row(self, row: Mapping[str, Value]) -> None: ...
 
@@ -28,6 +33,11 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink]):
         self._sinks = list(sinks)
         self._warned: set[int] = set()  # places in the list, since two sinks may be of one class
+
+    def start(self) -> None:
+        """Tell every sink that rows will come. Never raises an `Exception`."""
+        for place, sink in enumerate(self._sinks):
+            self._guard(place, sink.start)
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Give one row to every sink. Never raises an `Exception`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megazero.errors import UserError
-from megazero.observe.metrics import Value
+from megazero.observe.metrics import Value, scalars
 
 
 class TensorboardSink:
@@ -32,12 +32,15 @@ class TensorboardSink:
         self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(str(folder))
         self._writer: SummaryWriter | None = None
 
+    def start(self) -> None:
+        """The first row opens the folder."""
+
     def row(self, row: Mapping[str, Value]) -> None:
         """Add every number of the row at its step, and hand them to the disk."""
         if self._writer is None:
             self._writer = self._open()
         step = row["step"]
-        for key, value in row.items():
+        for key, value in scalars(row).items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()

@@ -2,6 +2,7 @@
 
 The library blocks for 90 s and then raises when the server is dead, so nothing of it runs in the training thread:
 
+    start()   starts a worker
     row()     puts the row in a queue
     worker    asks whether the server is there (PROBE_SECONDS at most), begins the run, logs rows, finishes
     close()   lets the worker finish; asks the server again when that takes longer than CLOSE_SECONDS
@@ -26,7 +27,7 @@ from threading import Thread
 from typing import Any
 
 from megazero.errors import UserError
-from megazero.observe.metrics import Value
+from megazero.observe.metrics import Number, Value, scalars
 from megazero.observe.probe import Probe, host_of
 from megazero.observe.sinks import say, warn
 
@@ -63,20 +64,25 @@ class WandbSink:
         self._id: str | None = run
         self._config = dict(config)
         self._folder = folder
-        self._queue: SimpleQueue[dict[str, Value] | None] = SimpleQueue()
+        self._queue: SimpleQueue[dict[str, Number] | None] = SimpleQueue()
         self._server: str | None = None  # base URL, once a run goes there
         self._run_folder = str(folder)
         self._gone = False  # nobody takes rows from the queue any more
         self._worker = Thread(target=self._work, name="wandb", daemon=True)
+
+    def start(self) -> None:
+        """Begin the run, in the background."""
         self._worker.start()
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Hand a row to the worker; values that are null are left out. Never waits."""
         if not self._gone:
-            self._queue.put({key: value for key, value in row.items() if value is not None})
+            self._queue.put({key: value for key, value in scalars(row).items() if value is not None})
 
     def close(self) -> None:
-        """Finish the run. Takes about CLOSE_SECONDS at most when the server is gone."""
+        """Finish the run, if it was begun. Takes about CLOSE_SECONDS at most when the server is gone."""
+        if self._worker.ident is None:
+            return
         self._queue.put(None)
         probe = Probe(self._server) if self._server else None
         self._worker.join(CLOSE_SECONDS)

@@ -14,8 +14,9 @@ from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
-from megazero.checkpointing import About, Identity, Site, about_run, check_same, checkpoints_of, holdings_to_load
+from megazero.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
 from megazero.data.sampler import index_of, sample_id
+from megazero.loading import check_same
 from megazero.parallel.grid import Grid
 from megazero.parallel.signals import Signals
 from megazero.resuming import Job

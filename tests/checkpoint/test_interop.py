@@ -145,6 +145,7 @@ def test_training_goes_on_from_what_was_imported(tiny_data: TinyData, tmp_path: 
     run = tmp_path / "imported"
     assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run)]) == 0
     options = (f"data.train={tiny_data.train}", "run.steps=3", "batch.global=4", "model.dropout=0.0", "observe.every=1")
+    options += ("schedule.warmup=1",)
     line = ("train.py", "--config", run / "config.yaml", *options, f"checkpoint.resume={run}")
     losses = {}
     for name, grid in (("one", ()), ("four", ("parallel.tensor=2", "parallel.pipeline=2", "zero.stage=3"))):

@@ -112,7 +112,8 @@ WEIGHTS = {
     "kinds": ["weight"],
     "tensors": {"a": Logical(shape=[4], pieces=[[0, 0, 4, 100]])},
 }
-ROW = {"step": 4, "loss": 1.25, "mfu": None, "skipped": 1}
+ROW = {"step": 4, "loss": 1.25, "mfu": None, "skipped": 1, "seconds": {"data": 0.5, "save": 1}}
+MANY = dict.fromkeys(map(str, range(101)), 1)
 
 
 def progress(**changes: Any) -> dict[str, Any]:
@@ -136,8 +137,10 @@ def progress(**changes: Any) -> dict[str, Any]:
         (progress(row={**ROW, "step": 3}), "the row of metrics is of step 3"),
         (progress(row={}), "the row of metrics is of step None"),
         (progress(row={**ROW, "step": 4.0}), "the row of metrics is of step 4.0"),
-        (progress(row={**ROW, **dict.fromkeys(map(str, range(100)), 1)}), "the row of metrics has 104 keys"),
-        (progress(row={**ROW, "x" * 101: 1}), "the row of metrics has 5 keys, of up to 101 characters"),
+        (progress(row={**ROW, **dict.fromkeys(map(str, range(100)), 1)}), "the row of metrics has 105 keys"),
+        (progress(row={**ROW, "x" * 101: 1}), "the row of metrics has 6 keys, of up to 101 characters"),
+        (progress(row={**ROW, "seconds": MANY}), "the row of metrics has 101 keys, of up to 3 characters"),
+        (progress(row={**ROW, "seconds": {"x" * 101: 1}}), "the row of metrics has 1 keys, of up to 101 characters"),
         ({"tensors": {"a": Logical(shape=[2**62] * 1000, pieces=[])}}, "a has 1000 dimensions"),
         ({**WEIGHTS, "step": 1}, "weights without a run are of step 0, this one is 1"),
         ({"kinds": ["weight"]}, "kinds"),
@@ -153,7 +156,7 @@ def test_one_whose_progress_is_not_that_of_its_step_is_refused(
 
 def test_the_row_of_a_step_goes_along_and_older_ones_have_none(tmp_path: Path) -> None:
     """A manifest without a row is the same file as before there were rows in it."""
-    assert b'"row"' not in manifest().to_bytes()
+    assert b'"row"' not in manifest().to_bytes() and b'"carried"' not in manifest().to_bytes()
     with_row = manifest(**progress(row=ROW))
     (tmp_path / FILE_NAME).write_bytes(with_row.to_bytes())
     found = read_manifest(tmp_path).progress

@@ -8,35 +8,44 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.observe.metrics import Interval, Row, Value, memory_peak_bytes, rates, validated
+from megazero.observe.metrics import HALF_LIFE, Interval, Row, Smoothed, Value, memory_peak_bytes, rates, validated
 
 # docs and scripts rely on these names and this order
-KEYS = ["step", "tokens", "loss", "valid_loss", "grad_norm", "lr", "loss_scale", "skipped", "step_time"]
-KEYS += ["tokens_per_second", "tflops_per_device", "mfu", "memory_peak_bytes", "comm_bytes"]
+KEYS = ["step", "time", "tokens", "samples", "epoch", "loss", "valid_loss", "valid_bits_per_byte", "grad_norm"]
+KEYS += ["clipped", "lr", "loss_scale", "skipped", "step_time", "tokens_per_second", "tokens_per_second_mean"]
+KEYS += ["tflops_per_device", "mfu", "memory_peak_bytes", "comm_bytes", "seconds"]
 
 
 def row() -> dict[str, Value]:
     row = Row(
         step=1,
+        time=1e9,
         tokens=64,
+        samples=2,
+        epoch=0.5,
         loss=4.0,
         grad_norm=1.0,
+        clipped=0,
         lr=1e-3,
         loss_scale=1.0,
         skipped=0,
         step_time=0.5,
         tokens_per_second=128.0,
+        tokens_per_second_mean=128.0,
         tflops_per_device=0.1,
         mfu=None,
         memory_peak_bytes=1,
         comm_bytes=0,
+        seconds={"data": 0.5},
     )
     return asdict(row)
 
 
 def test_keys_are_the_contract_in_its_order():
-    assert list(validated(row(), 3.9)) == KEYS and validated(row(), 3.9)["valid_loss"] == 3.9
-    assert list(validated(row(), None)) == [key for key in KEYS if key != "valid_loss"]
+    found = validated(row(), 3.9, 1.2)
+    assert list(found) == KEYS and (found["valid_loss"], found["valid_bits_per_byte"]) == (3.9, 1.2)
+    assert list(validated(row(), None, None)) == [key for key in KEYS if not key.startswith("valid_")]
+    assert list(validated(row(), 3.9, None)) == [key for key in KEYS if key != "valid_bits_per_byte"]
 
 
 @given(st.integers(1, 50), st.integers(1, 10**9), st.floats(1e-3, 1e5), st.floats(1, 1e13), st.integers(1, 4096))
@@ -61,18 +70,27 @@ def test_interval_leaves_out_what_is_not_training():
         interval.add_step(tokens=300)
     with interval.excluded():
         now[0] += 100.0
-    found = interval.rates(1.0, 1, None)
-    assert (found.step_time, found.tokens_per_second) == (3.0, 100.0)
+    assert (interval.steps, interval.tokens, interval.seconds) == (2, 600, 6.0)
     interval.restart()
     now[0] += 1.0
     interval.add_step(tokens=7)
-    assert interval.rates(1.0, 1, None).tokens_per_second == 7.0
+    assert (interval.steps, interval.tokens, interval.seconds) == (1, 7, 1.0)
 
 
 def test_interval_of_a_coarse_clock_is_finite():
     interval = Interval(lambda: 0.0)
     interval.add_step(tokens=1)
-    assert math.isfinite(interval.rates(1.0, 1, 1.0).tokens_per_second)
+    assert interval.seconds > 0 and math.isfinite(rates(1, 1, interval.seconds, 1.0, 1, 1.0).tokens_per_second)
+
+
+def test_smoothed_speed_is_a_mean_by_length_that_forgets():
+    smoothed = Smoothed()
+    assert smoothed.add(1, 100, 1.0) == 100.0
+    fade = 0.5 ** (1 / HALF_LIFE)
+    assert smoothed.add(1, 100, 3.0) == pytest.approx((fade * 100 + 100) / (fade * 1.0 + 3.0))
+    for _ in range(20):
+        found = smoothed.add(HALF_LIFE, 700, 1.0)
+    assert found == pytest.approx(700.0, rel=1e-3)
 
 
 def test_memory_peak_of_a_process_grows_with_what_it_holds():

@@ -49,6 +49,6 @@ def test_run_that_ends_early_or_breaks_keeps_what_it_recorded(tmp_path):
 
 
 def test_vanished_folder_costs_the_files_only(tmp_path, capsys):
-    with Profile(1, 1, tmp_path / "gone") as profile:
+    with Profile(1, 1, tmp_path / "gone" / "profile") as profile:
         train(profile, range(1, 3))
     assert "training goes on" in capsys.readouterr().err

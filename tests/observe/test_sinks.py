@@ -13,6 +13,9 @@ class Broken:
     def __init__(self):
         self.calls = 0
 
+    def start(self):
+        pass
+
     def row(self, row):
         self.calls += 1
         raise RuntimeError("no space\nleft")
@@ -26,6 +29,9 @@ class Kept:
         self.rows = []
         self.closed = 0
 
+    def start(self):
+        self.rows.clear()
+
     def row(self, row):
         self.rows.append(row)
 
@@ -36,6 +42,7 @@ class Kept:
 def test_others_go_on_and_each_broken_sink_warns_once(capsys):
     broken, kept, other = Broken(), Kept(), Broken()
     sinks = Sinks([broken, kept, other])
+    sinks.start()
     for step in range(5):
         sinks.row({"step": step})
     sinks.close()

@@ -30,13 +30,14 @@ def test_folder_that_cannot_be_made_costs_the_rows_only(tmp_path, capsys):
 def test_scalars_by_key_and_step(tmp_path):
     pytest.importorskip("tensorboard")
     sink = TensorboardSink(tmp_path / "tensorboard")
-    sink.row({"step": 10, "loss": 2.5, "mfu": None})
+    sink.start()
+    sink.row({"step": 10, "loss": 2.5, "mfu": None, "seconds": {"data": 0.25}})
     sink.row({"step": 20, "loss": math.nan, "valid_loss": 2.25})
     sink.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss", "valid_loss"]
+    assert sorted(events.Tags()["scalars"]) == ["loss", "seconds/data", "valid_loss"]
     assert [(event.step, event.value) for event in events.Scalars("valid_loss")] == [(20, 2.25)]
     assert [event.step for event in events.Scalars("loss")] == [10, 20]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megazero.errors import UserError
+from megazero.observe.metrics import Value, scalars
 from megazero.observe.wandb_sink import WandbSink
 from tests.observe import wandb_file
 from tests.observe.wandb_server import Server, black_hole, closed_port
@@ -20,12 +21,25 @@ from tests.processes import until
 
 CONFIG = {"model": {"layers": 2}, "run": {"seed": 7}}
 SLACK = 9.0  # seconds a busy machine may add to the second that a dead server may cost; the library's own is 90
-ROWS = [
-    {"step": step, "tokens": 64 * step, "loss": 5.0 / step, "mfu": None, "grad_norm": 0.1 * step}
+ROWS: list[dict[str, Value]] = [
+    {
+        "step": step,
+        "tokens": 64 * step,
+        "loss": 5.0 / step,
+        "mfu": None,
+        "grad_norm": 0.1 * step,
+        "seconds": {"data": 0.2},
+    }
     for step in range(1, 31)
 ]
 
 Connect = Callable[..., None]
+
+
+def started(folder: Path) -> WandbSink:
+    sink = WandbSink("megazero", "demo", "run7", CONFIG, folder)
+    sink.start()
+    return sink
 
 
 @pytest.fixture
@@ -73,14 +87,21 @@ def recorded(tmp_path: Path, pattern: str) -> wandb_file.Recorded:
 def assert_all_there(found: wandb_file.Recorded) -> None:
     assert found.name == "demo"
     assert {key: value for key, value in found.config.items() if key != "_wandb"} == CONFIG
-    expected = [{key: value for key, value in row.items() if value is not None} for row in ROWS]
+    expected = [{key: value for key, value in scalars(row).items() if value is not None} for row in ROWS]
+    assert "seconds/data" in expected[0]
     assert [{key: row[key] for key in expected[0]} for row in found.history] == expected
     assert all("mfu" not in row and row["_step"] == row["step"] for row in found.history)
 
 
+def test_a_run_with_nothing_to_do_leaves_no_trace(tmp_path):
+    """Made, never started, and closed."""
+    WandbSink("megazero", "demo", "run7", CONFIG, tmp_path).close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_offline_by_the_librarys_own_switch_is_silent_and_complete(connect, tmp_path, capfd):
     connect("http://127.0.0.1:1", mode="offline")
-    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
+    sink = started(tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -93,7 +114,7 @@ def test_server_that_is_not_there_costs_nothing_but_a_warning(server, connect, t
     with black_hole() as hole:
         connect(closed_port() if server == "closed port" else hole)
         sinks: list[WandbSink] = []
-        start = timed(lambda: sinks.append(WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)))
+        start = timed(lambda: sinks.append(started(tmp_path)))
         until(lambda: (tmp_path / "wandb").exists())
         steps = [timed(lambda row=row: sinks[0].row(row)) for row in ROWS]
         close = timed(sinks[0].close)
@@ -110,7 +131,7 @@ def test_server_that_is_not_there_costs_nothing_but_a_warning(server, connect, t
 def test_run_that_ends_at_once_beside_a_black_hole_keeps_its_rows(connect, tmp_path):
     with black_hole() as hole:
         connect(hole)
-        sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
+        sink = started(tmp_path)
         for row in ROWS:
             sink.row(row)
         sink.close()
@@ -120,7 +141,7 @@ def test_run_that_ends_at_once_beside_a_black_hole_keeps_its_rows(connect, tmp_p
 def test_no_key_is_offline_without_a_prompt(connect, tmp_path, capfd):
     server = Server()
     connect(server.url, key="")
-    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
+    sink = started(tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -136,7 +157,7 @@ def test_server_that_refuses_the_key(connect, tmp_path, capfd):
     server = Server()
     server.refuses = True
     connect(server.url)
-    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
+    sink = started(tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -150,7 +171,7 @@ def test_server_that_refuses_the_key(connect, tmp_path, capfd):
 def test_living_server_gets_every_row(connect, tmp_path, capfd):
     server = Server()
     connect(server.url)
-    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
+    sink = started(tmp_path)
     for row in ROWS:
         sink.row(row)
     sink.close()
@@ -164,7 +185,7 @@ def test_living_server_gets_every_row(connect, tmp_path, capfd):
 def test_server_that_dies_under_the_run(death, connect, tmp_path, capfd):
     server = Server()
     connect(server.url)
-    sink = WandbSink("megazero", "demo", "run7", CONFIG, tmp_path)
+    sink = started(tmp_path)
     sink.row(ROWS[0])
     until(lambda: "wandb: http" in capfd.readouterr().err)
     if death == "closes":

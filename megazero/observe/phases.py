@@ -1,0 +1,54 @@
+"""Seconds of the host by what a rank was doing, from what it says anyway of where it is (`Seat.now`).
+
+    data        waiting for the batch
+    forward     forward passes, with the sends to and waits for other stages between them
+    backward    backward passes, reductions of gradients between them, and the sum of tied weights
+    update      norm, clip, update, what ranks agree on after a step, and reading its numbers
+    save        what a checkpoint holds the training up for
+    validation  validating
+
+A phase lasts until the next one begins, so that all of them together are the time that has passed. No device is waited
+for to measure: on a GPU the host runs ahead, and the wait for the device falls into the phase in which the host reads a
+number next (`trainer.py`), mostly backward, and update where a row is made.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+PHASES: tuple[str, ...] = ("data", "forward", "backward", "update", "save", "validation")
+# By the first word of what a rank says: "backward (weight) of micro-batch 3 in stage 1".
+_PHASE_OF = {"reduction": "backward", "tied": "backward"} | {name: name for name in PHASES}
+
+
+class PhaseSeconds:
+    """Adds up seconds by phase.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._phase, self._since = PHASES[0], clock()
+
+    def now(self, phase: str) -> None:
+        """A phase begins, as told to the board; what is none of the phases counts to the one before it."""
+        self._count()
+        self._phase = _PHASE_OF.get(phase.partition(" ")[0], self._phase)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call, or since the beginning; the phase under way goes on."""
+        self._count()
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._seconds[self._phase] += now - self._since
+        self._since = now
+
+
+def together(one: Mapping[str, float | None], other: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the sums of both by phase; of one that lacks a phase, what the other has."""
+    return {phase: (one.get(phase) or 0.0) + other.get(phase, 0.0) for phase in PHASES}
