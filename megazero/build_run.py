@@ -18,6 +18,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.expectation import Expectation
 from megazero.folder_watch import FolderWatch
+from megazero.heartbeat import HEART, doing
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import Operations
 from megazero.learning_rate import LearningRate
@@ -30,6 +31,7 @@ from megazero.observe.sinks import Sink, Sinks, warn
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.parallel.agreement import FailedElsewhere
+from megazero.parallel.board import Seat
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
 from megazero.pipelining import model_shape
@@ -64,9 +66,10 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     dtype = DTYPES[config.precision.dtype]
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
-    train, valid = open_datasets(
-        config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
-    )
+    with doing("opening the data"):
+        train, valid = open_datasets(
+            config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
+        )
     ops = choose(config.precision.kernels, device, dtype)
     built = build(config, grid, device, ops)
     engine, pipeline = built.engine, built.pipeline
@@ -98,10 +101,16 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
             look=FolderWatch(folder, warn).look,
         ),
         lambda: write_ledger(folder, grid, device),
-        wire.seat.now,
+        lambda step, phase: _tell(step, phase, wire.seat, config.run.steps),
         lambda own, say: _blame(own, say, grid, device),
     )
     return Ready(trainer, about, holdings_to_load(built, grid), ops)
+
+
+def _tell(step: int, phase: str, seat: Seat, steps: int) -> None:
+    """Put down what this rank does where the others can read it, and tell whoever watches if it takes long."""
+    seat.now(step, phase)
+    HEART.now(f"step {step}/{steps}", phase.partition(" of ")[0])
 
 
 def _blame(

@@ -23,6 +23,7 @@ from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError
 from megazero.expectation import Expectation
+from megazero.heartbeat import HEART, doing
 from megazero.ledger_file import write_ledger
 from megazero.observe.console import clock_text
 from megazero.observe.jsonl import read_rows
@@ -30,22 +31,21 @@ from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.out_of_memory import told
 from megazero.parallel.agreement import agree
-from megazero.parallel.board import BUILD, START, Board, Standing
+from megazero.parallel.board import BUILD, START, STOPPED, TRAIN, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
 from megazero.parallel.launch import Place, World, check_gpus, job_id, local_size, world_from_environment
 from megazero.parallel.lobby import together
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
-from megazero.parallel.signals import NOTED
+from megazero.parallel.signals import NOTED, REQUEUE, StoppedEarly, stopped_by
 from megazero.parallel.spawn import run_local
 from megazero.pipelining import model_shape
-from megazero.reading import open_regular
 from megazero.resuming import Job, find_job, from_first, owed_row, resume, share
 from megazero.run_folder import RunFolder
-from megazero.run_lock import RunLock
+from megazero.run_lock import RunLock, remove_dead
+from megazero.run_log import log_of
 from megazero.schedule_report import report, summary
-from megazero.stopping import REQUEUE
 from megazero.trainer import Trainer
 from megazero.zero.resting import resting_table
 
@@ -78,23 +78,28 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
             size,
             lambda place: run_training(config, name, place),
             lambda *how: _after_failure(config, name, *how),
-            notes_signals=True,
+            stopped=lambda number, standings: _stopped_early(config, name, number, standings[0].phase),
             shares_gpus=shares_gpus,
         )
     place = Place.of(world)
     place.signals.note()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
         return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
+    except StoppedEarly as stop:
+        return _stopped_early(config, name, stop.number, place.seat.phase)
     finally:
         place.signals.restore()
         place.stacks.close()
 
 
 def _one_of_many(config: Config, name: str, place: Place) -> int:
-    """A rank that has no parent of ours."""
+    """A rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
     code = outcome(lambda: run_training(config, name, place), place)
-    if code:
+    if place.seat.state == STOPPED:
+        if place.world.rank == 0 and place.signals.first is not None:
+            raise StoppedEarly(place.signals.first)
+    elif code:
         say_why(place)
     return code
 
@@ -107,12 +112,13 @@ def run_training(config: Config, name: str, place: Place) -> int:
         CollectiveError: another rank does not answer.
     """
     world = place.world
-    wire = connect(
-        place,
-        timeout=timedelta(seconds=config.parallel.timeout),
-        fingerprint=_fingerprint(config, world),
-        bucket=bucket_of(config),
-    )
+    with doing("meeting the other ranks"):
+        wire = connect(
+            place,
+            timeout=timedelta(seconds=config.parallel.timeout),
+            fingerprint=_fingerprint(config, world),
+            bucket=bucket_of(config),
+        )
     code = _train(config, name, place, grid_of(config, wire, world))
     disconnect()
     return code
@@ -122,10 +128,13 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
     """Has the folder, and the lock on it, around everything that is done there."""
     folder, first = _folder(config, name), place.world.rank == 0
     lock = RunLock(folder.lock, job_id())
+
+    def create() -> str | None:
+        with place.signals.held():
+            return folder.create(lock, resume=_resumes(config)) if first else None
+
     with together(grid.world.wire.lobby, "run folder"):  # whose board does not tell yet who is missing
-        dead = agree(
-            grid.world, place.world.device, lambda: folder.create(lock, resume=_resumes(config)) if first else None
-        )
+        dead = agree(grid.world, place.world.device, create)
     if dead:
         warn(f"{folder.path}: taken over from a job that has died ({dead})")
     try:
@@ -153,7 +162,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
                 _say(f"nothing done: {folder.stop} is there; remove it to train")
             return 0
         agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
-        trainer, done = _trained(config, grid, device, Site(folder, lock, job, place.signals), name)
+        trainer, done = _trained(config, grid, place, Site(folder, lock, job, place.signals), name)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
         if first:
@@ -164,12 +173,12 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
     lacking = from_first(first and not os.path.exists(folder.ledger), grid.world, device)
     if trained or lacking:
         write_ledger(folder, grid, device)
-    stopped = trainer.reason if done < config.run.steps else None
+    stopped = trainer.reason if done < config.run.steps or trainer.owes else None
     if stopped is not None and stopped.exit_code == REQUEUE and done == trainer.first:
         agree(grid.world, device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
-        drawn = (trained or folder.picture_is_old()) and _draw(folder)
-        if not trained and done >= config.run.steps:
+        drawn = (trained or (stopped is None and folder.picture_is_old())) and _draw(folder)
+        if not trained and done >= config.run.steps and stopped is None:
             did = "finished what an earlier job left" if trainer.score or lacking or drawn else "nothing to do"
             _say(f"{did}: {folder.checkpoints} has step {done}, run.steps is {config.run.steps}")
         if stopped is None:
@@ -181,12 +190,12 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
     return stopped.exit_code if stopped else 0
 
 
-def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name: str) -> tuple[Trainer, int]:
+def _trained(config: Config, grid: Grid, place: Place, site: Site, name: str) -> tuple[Trainer, int]:
     """Builds the trainer, runs it to the end, and closes what it holds, whatever happens; and how many steps it did."""
-    first, folder = grid.world.rank == 0, site.folder
+    first, folder, device = grid.world.rank == 0, site.folder, place.world.device
 
     def built() -> Ready:
-        with told(config, grid, device):
+        with told(config, grid, device), doing("building the model"):
             return build_trainer(config, grid, device, site)
 
     trainer, about, holdings, ops = agree(grid.world, device, built)
@@ -226,6 +235,8 @@ def _trained(config: Config, grid: Grid, device: torch.device, site: Site, name:
     try:
         if found is not None:
             trainer.go_on(found, own=site.job.own, owed=owed)
+        site.signals.only_note(HEART.say)
+        place.seat.now(0, TRAIN)
         with told(config, grid, device):
             return trainer, trainer.run()
     finally:
@@ -245,7 +256,8 @@ def _begin_files(
 def _draw(folder: RunFolder) -> bool:
     """Draw the loss curve; False, and a warning, where that fails: the weights are safe."""
     try:
-        draw_loss(read_rows(folder.metrics), folder.loss_plot)
+        with doing("drawing the loss curve"):
+            draw_loss(read_rows(folder.metrics), folder.loss_plot)
     except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk
         warn(f"no loss curve: {error or 'out of memory'}")
         return False
@@ -272,7 +284,7 @@ def _settle_in(folder: RunFolder, place: Place) -> logging.Logger:
     try:
         if place.world.launcher in ("torchrun", "srun"):
             place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
-        log = _log(folder, place.world.rank)
+        log = log_of(folder, place.world.rank)
         place.stacks.into(folder.log(place.world.rank))
         return log
     except OSError as error:
@@ -280,6 +292,24 @@ def _settle_in(folder: RunFolder, place: Place) -> logging.Logger:
         raise UserError(
             401, what, "every host must see run.dir; give one on a shared disk", where=folder.path
         ) from None
+
+
+def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
+    """A signal has ended a run before its first step, on all ranks: count it, and say so; the exit code.
+
+    Args:
+        phase: that rank 0 was in; before it had the run's folder nothing is counted there.
+
+    Raises:
+        UserError: 422, that has happened too often in a row.
+    """
+    folder, text = _folder(config, name), stopped_by(number)
+    if phase != START:
+        remove_dead(folder.lock)
+        folder.release()
+        folder.early_stops.add(text)
+    _say(f"{text} before the first step, nothing to save")
+    return REQUEUE
 
 
 def _after_failure(config: Config, name: str, standings: Sequence[Standing], line: str) -> None:
@@ -323,26 +353,6 @@ def _devices(grid: Grid, device: torch.device) -> str:
     return f"{grid.world.size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"
 
 
-class _LogFile(logging.FileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        warn(f"a line of {self.baseFilename} is lost (disk full?)")
-
-
-def _log(folder: RunFolder, rank: int) -> logging.Logger:
-    log = logging.getLogger("megazero")
-    log.setLevel(logging.INFO)
-    for handler in list(log.handlers):  # of an earlier run in this process
-        log.removeHandler(handler)
-        handler.close()
-    path = folder.log(rank)
-    path.touch()
-    with open_regular(path):  # a FIFO in its place would block for ever
-        handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    return log
-
-
 def _last_words(trainer: Trainer, folder: RunFolder, seconds: float) -> None:
     lines = [f"done in {clock_text(seconds)}"]
     if trainer.score is not None:
@@ -356,5 +366,5 @@ def _last_words(trainer: Trainer, folder: RunFolder, seconds: float) -> None:
 
 def _say(text: str) -> None:
     """Tells whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
-    with contextlib.suppress(OSError, ValueError):
+    with HEART.aside(), contextlib.suppress(OSError, ValueError):
         print(text, flush=True)

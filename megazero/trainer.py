@@ -118,6 +118,7 @@ class Trainer:
         self.first = self.skipped = self.overflows = 0
         self.reason: Reason | None = None
         self.score: Score | None = None
+        self.owes = False  # a validation was broken off
         self._pending: _Pending | None = None
         self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
         self._owed: Mapping[str, Value] | None = None
@@ -223,6 +224,9 @@ class Trainer:
         stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
         if row is not None and (self.pace.logs(pending.step) or not stops):
             self.recorder.write(row, self._validate(done) if self.validates(done) and not stops else None)
+        if self.owes:  # whoever goes on from here validates the step
+            self.summarise()
+            self._save(done, row)
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
@@ -254,12 +258,19 @@ class Trainer:
                 ),
             )
 
-    def _validate(self, done: int) -> float:
+    def _validate(self, done: int) -> float | None:
+        """Return the loss behind a step; None: it was broken off, and `reason` says why."""
         assert self.validation is not None, "see `validates`"
         self.now(done, "validation")
         with self.recorder.aside(), torch.no_grad():
-            self.score = self.validation.score()
-        return self.score.loss
+            score = self.validation.score(self._ends)
+        self.owes = score is None
+        self.score = score or self.score
+        return None if score is None else score.loss
+
+    def _ends(self) -> bool:
+        self.reason = self.reason or self.stopping.check()
+        return self.reason is not None
 
     def _not_finite(self, pending: _Pending) -> UserError:
         self.now(pending.step + 1, "examination")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 
 from megazero.errors import UserError
 from megazero.parallel.agreement import FailedElsewhere
-from megazero.parallel.board import DONE, FAILED, STUCK, Board, Standing
+from megazero.parallel.board import DONE, FAILED, STOPPED, STUCK, Board, Standing
 from megazero.parallel.collectives import CollectiveError
 from megazero.parallel.diagnosis import stuck
 from megazero.parallel.launch import Place
+from megazero.parallel.signals import REQUEUE, StoppedEarly
 from megazero.parallel.stacks import ask_for_stacks
 
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
@@ -37,6 +38,9 @@ def outcome(main: Callable[[], int | None], place: Place) -> int:
     except UserError as error:
         seat.set_state(FAILED, str(error.located(rank, seat.step or None, seat.place)))
         return error.exit_code
+    except StoppedEarly as stop:
+        seat.set_state(STOPPED, str(int(stop.number)))
+        return REQUEUE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException:
