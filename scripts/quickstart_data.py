@@ -16,6 +16,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, where megazero and data_tools are
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from megazero.heartbeat import HEART
+
+    HEART.begin(sys.stderr, "quickstart_data.py")  # before the imports, which take a second on a busy machine
 
 import argparse
 import json
@@ -36,7 +39,7 @@ VOCAB = 8192
 RECIPE = "2: without tables"  # of the corpus; another text for another choice of files
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 _ROW = re.compile(r"""[\[({]*(?:0x|-?\d|[bru]?['"]).*[,'")\]}](?:\s*#.*)?""")  # a line that is a literal, of a table
-_MOST_ROWS = 0.5  # of a file's lines; code has at most a fifth
+_MOST_ROWS = 0.5  # of a file's lines
 
 
 def quickstart_data(options: argparse.Namespace) -> None:
@@ -49,7 +52,7 @@ def quickstart_data(options: argparse.Namespace) -> None:
             documents = [text for path in _sources() if (text := _utf8(path)) and not is_table(text)]
         write_atomically(corpus, "".join(json.dumps({"text": text}) + "\n" for text in documents).encode())
         write_atomically(recipe, RECIPE.encode())
-        print(f"{corpus}: {len(documents):,} documents, {sum(len(text.encode()) for text in documents):,} bytes")
+        _tell(f"{corpus}: {len(documents):,} documents, {sum(len(text.encode()) for text in documents):,} bytes")
     if not _is_tokenizer(model):
         file_pair(prefix)[1].unlink(missing_ok=True)
         _command(train_tokenizer.main, ["--input", corpus, "--output", model, "--vocab", VOCAB])
@@ -57,7 +60,12 @@ def quickstart_data(options: argparse.Namespace) -> None:
         _command(preprocess.main, ["--input", corpus, "--tokenizer", model, "--output", prefix])
     dataset = IndexedDataset(prefix)
     ratio = Tokenizer(model).token_bytes()[dataset.read(0, dataset.num_tokens)].sum() / dataset.num_tokens
-    print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
+    _tell(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
+
+
+def _tell(text: str) -> None:
+    with HEART.aside():
+        print(text)
 
 
 def _sources() -> Iterator[Path]:

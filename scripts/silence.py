@@ -140,7 +140,7 @@ def _family(root: int) -> Iterator[int]:
 
 
 def _waits(pid: int) -> Iterator[tuple[str, float]]:
-    """Yield (thread, seconds that it has waited for a processor) of a process; nothing where the kernel says nothing."""
+    """Yield (thread, seconds that it has waited for a processor) of a process, where the kernel says so."""
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         words = _read(path).split()
         if len(words) == 3:
