@@ -58,7 +58,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
-def _sample(files: list[Path], key: str, skipped: Skipped | None) -> list[str]:
+def _sample(files: list[Path], key: str, skipped: Skipped | None = None) -> list[str]:
     """About SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
     total = sum(path.stat().st_size for path in files)
     share = min(1.0, SAMPLE_BYTES / max(total, 1))

@@ -15,6 +15,7 @@ rank 0. Whoever else writes does so inside `aside`, so that lines do not tear ea
 its import is among what takes long.
 """
 
+import atexit
 import os
 import signal
 import threading
@@ -83,6 +84,7 @@ class Heartbeat:
         self._redraws = stream is not None and stream.isatty()
         self._wrote = self._clock()
         self._doing = [Doing(what, began=self._wrote)]
+        atexit.register(self.end)
         self.resume()
 
     def end(self) -> None:

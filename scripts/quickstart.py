@@ -22,19 +22,10 @@ STAGE_2 = ["zero.stage=2", "batch.micro=4"]
 
 def main(overrides: list[str]) -> int:
     folder = fresh_folder(ROOT / "runs")
+    training = ["train.py", "--config", "tiny.yaml", *STAGE_2, f"run.dir={folder}", *overrides, "--nproc"]
     return (
         run("data", "scripts/quickstart_data.py")
-        or run(
-            "training",
-            "train.py",
-            "--config",
-            "tiny.yaml",
-            "--nproc",
-            ranks(),
-            *STAGE_2,
-            f"run.dir={folder}",
-            *overrides,
-        )
+        or run("training", *training, ranks())
         or run(f"sample after {PROMPT!r}", *GENERATE, "--run", folder, "--prompt", PROMPT, "--temperature", TEMPERATURE)
     )
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from megazero.errors import UserError
+from megazero.heartbeat import HEART
 from megazero.parallel.agreement import FailedElsewhere
 from megazero.parallel.board import DONE, FAILED, STOPPED, STUCK, Board, Standing
 from megazero.parallel.collectives import CollectiveError
@@ -66,7 +67,8 @@ def say_why(place: Place) -> None:
     own = standings[rank]
     line = _line(standings, own)
     if line and all(_line(standings, other) != line for other in standings[:rank]):
-        print(line, file=sys.stderr, flush=True)
+        with HEART.aside():
+            print(line, file=sys.stderr, flush=True)
 
 
 def first_here(standings: Sequence[Standing]) -> int | None:

@@ -16,6 +16,7 @@ import pytest
 from data_tools import preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import Tokenizer
+from tests.quiet import without_heartbeat
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -150,7 +151,7 @@ def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
         wait_for_tokens(tmp_path)
         workers = children_of(child.pid)
         os.kill(workers[0], signal.SIGKILL)
-        _, stderr = child.communicate(timeout=30)
+        stderr = without_heartbeat(child.communicate(timeout=60)[1])
     assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
     assert_all_end(workers)
@@ -167,16 +168,16 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
         else:
             wait_for_tokens(tmp_path)
         os.killpg(child.pid, signal.SIGINT)
-        stdout, stderr = child.communicate(timeout=30)
+        stdout, stderr = child.communicate(timeout=60)
     assert child.returncode == 130 and stdout == ""
-    assert stderr == "preprocess.py: interrupted, no half file is left\n"
+    assert without_heartbeat(stderr) == "preprocess.py: interrupted, no half file is left\n"
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_refused_write_is_one_line(tmp_path: Path, model: Path):
     """The operating system itself refuses: a limit on the size of the files that the command writes."""
     with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:
-        _, stderr = child.communicate(timeout=30)
+        stderr = without_heartbeat(child.communicate(timeout=60)[1])
     assert child.returncode == 1 and stderr.startswith("MZ-208 out/x.bin: cannot be written: File too large"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
 
