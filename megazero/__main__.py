@@ -142,8 +142,8 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
         tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
-    answer = as_json(rows, config, options.steps)
-    answer(json.dumps(answer, indent=1) if options.json else table(rows, config, options.steps))
+    found = as_json(rows, config, options.steps)
+    answer(json.dumps(found, indent=1) if options.json else table(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0
 
 

@@ -27,9 +27,9 @@ def compile_with(command: Sequence[str], output: Path) -> tuple[int, str]:
         OSError: no process can be started.
     """
     line = [sys.executable, "-I", "-S", __file__, str(output), *command]
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipe, out = subprocess.PIPE, subprocess.STDOUT
     # In a session of its own: Ctrl-C at a terminal reaches who waits here, and through the pipe the guard.
-    with subprocess.Popen(line, start_new_session=True, **streams) as guard:
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=out, start_new_session=True) as guard:
         assert guard.stdin is not None and guard.stdout is not None
         try:
             said = guard.stdout.read()
