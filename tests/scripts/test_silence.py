@@ -98,7 +98,7 @@ def test_train_and_resume(tiny_data: TinyData, tmp_path: Path, size: int) -> Non
 
 
 VERBS = {
-    "plan": ["plan", "--config", "gpt13b", "--gpus", "400", "--hardware", "h100-80gb"],
+    "plan": ["plan", "--config", "gpt13b", "--gpus", "64", "--hardware", "h100-80gb"],
     "search": [
         "plan",
         "--config",
@@ -113,7 +113,7 @@ VERBS = {
     "simulate": ["simulate", "--config", "gpt13b", "--gpus", "64"],
     "certify": ["certify", "--max-ranks", "2", "--layouts", "3"],
     "plant": ["certify", "--plant", "--fault", "nothing"],
-    "schedule": ["schedule", "--config", "gpt1t"],
+    "schedule": ["schedule", "--config", "gpt2_124m", "parallel.pipeline=4", "batch.micro=4"],
     "doctor": ["doctor"],
     "explain": ["explain"],
     "generate": ["generate", "--run", "RUN/run", "--prompt", "def ", "--tokens", "300"],
