@@ -2,7 +2,7 @@
 
 import sys
 
-from megazero.__main__ import main
+from megazero.__main__ import command
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(command(["train", *sys.argv[1:]]))

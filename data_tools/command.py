@@ -10,12 +10,15 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from data_tools.corpus import TEXT_SUFFIXES
 from megazero.errors import UserError
+from megazero.heartbeat import HEART
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,11 +42,29 @@ def prefix(text: str) -> Path:
     return Path(text)
 
 
+def suffix(text: str) -> str:
+    """An option that names the end of file names."""
+    if re.fullmatch(r"\.[^\s/]+", text) is None:
+        raise argparse.ArgumentTypeError(f"expected a suffix such as .txt, with its dot, got {text[:20]!r}")
+    return text
+
+
 def add_inputs(parser: Parser) -> None:
-    """The option --input, with the same meaning in every command that reads text."""
-    what = ".jsonl (a document per line), any other file (one document), or a folder (its .txt .md .py .jsonl files)"
+    """The options about the text, with the same meaning in every command that reads it."""
+    ends = " ".join(TEXT_SUFFIXES)
+    what = f".jsonl (a document per line), any other file (one document), or a folder (its {ends} files)"
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
     parser.add_argument("--key", default="text", help="field of the .jsonl lines that holds the text (default: text)")
+    instead = f"of a folder take the files whose names end so, instead of {ends}"
+    parser.add_argument("--suffix", nargs="+", type=suffix, default=TEXT_SUFFIXES, metavar=".END", help=instead)
+    bad = "skip, count and list files that are not UTF-8 and damaged lines of a .jsonl, instead of refusing them"
+    parser.add_argument("--skip-bad", action="store_true", help=bad)
+
+
+def say(said: object) -> None:
+    """Write a line on standard error."""
+    with HEART.aside():
+        print(said, file=sys.stderr)
 
 
 def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Sequence[str] | None) -> int:
@@ -53,12 +74,13 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
     try:
         command(parser.parse_args(argv))
         if sys.stdout is not None:  # closed before we started
-            sys.stdout.flush()
+            with HEART.aside():
+                sys.stdout.flush()
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted, no half file is left", file=sys.stderr)
+        say(f"{parser.prog}: interrupted, no half file is left")
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         _silence_stdout()
@@ -67,10 +89,8 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
         if error.errno == errno.ENOSPC:
             _silence_stdout()
         where = error.filename or parser.prog
-        print(
-            UserError(218, f"the system refused: {error.strerror}", "check the disk and the permissions", where=where),
-            file=sys.stderr,
-        )
+        what = f"the system refused: {error.strerror}"
+        say(UserError(218, what, "check the disk and the permissions", where=where))
         return 1
     return 0
 

@@ -5,16 +5,23 @@ document comes as a run of pieces of at most a quarter of a megabyte, cut after 
 one file of 100 GB costs no more memory than a thousand small ones. A newline is a token of its own in our vocabularies,
 hence cutting after one changes no token.
 
-Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON.
+Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. What is
+not is refused, or skipped, counted and listed where the user has asked for that (`Skipped`): a file that is not UTF-8
+as a whole, of a `.jsonl` the line. A file is looked through before its first piece is passed on, so that no half of it
+gets into a data set.
 """
 
+import codecs
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
+from megazero.data.atomic import write_atomically
 from megazero.errors import UserError
+from megazero.heartbeat import doing
 
 PIECE_BYTES = 256 * 1024
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
@@ -36,8 +43,46 @@ class Piece:
     bytes_read: int
 
 
-def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files of a corpus: named files in the order given, folders searched for TEXT_SUFFIXES and sorted.
+_LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
+
+
+@dataclass
+class Skipped:
+    """What was skipped of a corpus.
+
+    Attributes:
+        count: of files and lines.
+        lines: why, of the first ones.
+    """
+
+    count: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, error: UserError) -> None:
+        """Count one more, that was not as it should be."""
+        self.count += 1
+        if len(self.lines) < _LISTED:
+            self.lines.append(f"{error.where}: {error.what}")
+
+    def tell(self, output: Path, say: Callable[[str], object]) -> None:
+        """Say what was skipped, and leave the list beside the output; no list where nothing was.
+
+        Raises:
+            UserError: 208, the list cannot be written.
+        """
+        path = output.with_name(output.name + ".skipped.txt")
+        if not self.count:
+            path.unlink(missing_ok=True)  # of an earlier run
+            return
+        more = [f"... and {self.count - len(self.lines):,} more"] if self.count > len(self.lines) else []
+        write_atomically(path, "".join(f"{line}\n" for line in (*self.lines, *more)).encode(errors="backslashreplace"))
+        for line in self.lines[:_SHOWN]:
+            say(f"skipped {line}")
+        say(f"skipped {self.count:,} in all, which are listed in {path}")
+
+
+def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
+    """The files of a corpus: named files in the order given, folders searched for `suffixes` and sorted.
 
     Raises:
         UserError: 211 when a path does not exist or a folder cannot be read, 214 when there is no file at all.
@@ -45,45 +90,92 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            files += sorted(_walk(path))
+            files += sorted(_walk(path, tuple(suffixes)))
         elif path.is_file():
             files.append(path)
         else:
             raise UserError(211, "no such file or folder", "check --input", where=path)
     if not files:
-        expected = " ".join(TEXT_SUFFIXES)
-        raise UserError(214, f"expected {expected} files, found none", "check --input", where=inputs[0])
+        expected = " ".join(suffixes)
+        raise UserError(214, f"expected {expected} files, found none", "check --input and --suffix", where=inputs[0])
     return files
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from error
 
     for parent, _, names in os.walk(folder, onerror=refuse):
-        paths = (Path(parent, name) for name in names if name.endswith(TEXT_SUFFIXES))
+        paths = (Path(parent, name) for name in names if name.endswith(suffixes))
         yield from (path for path in paths if path.is_file())  # a FIFO would block for ever
 
 
-def read_pieces(files: Sequence[Path], key: str) -> Iterator[Piece]:
+def read_pieces(files: Sequence[Path], key: str, skipped: Skipped | None = None) -> Iterator[Piece]:
     """All documents of the files, in order.
+
+    Args:
+        skipped: takes what is bad; None: that is refused.
 
     Raises:
         UserError: 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected JSON (file and line).
     """
     for path in files:
         try:
-            yield from _json_lines(path, key) if path.suffix == ".jsonl" else _text(path)
+            yield from _json_lines(path, key, skipped) if path.suffix == ".jsonl" else _text(path, skipped)
         except OSError as error:
             raise _unreadable(path, error) from error
+
+
+def check_files(files: Sequence[Path], key: str) -> None:
+    """Look through all files, so that one that is bad is refused before any work is done. Raises as `read_pieces`."""
+    total = sum(path.stat().st_size for path in files)
+    with doing("checking the text, MB", total // 1_000_000) as progress:
+        read = 0
+        for path in files:
+            try:
+                if path.suffix == ".jsonl":
+                    for piece in _json_lines(path, key, None):
+                        read += piece.bytes_read
+                        progress.done = read // 1_000_000
+                    continue
+                with path.open("rb") as file:
+                    for size in _checked(file, path):
+                        read += size
+                        progress.done = read // 1_000_000
+            except OSError as error:
+                raise _unreadable(path, error) from error
+
+
+def _checked(file: BinaryIO, path: Path) -> Iterator[int]:
+    """Yield the sizes of blocks of a file of text. Raises UserError 212: not UTF-8."""
+    decoder, offset, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
+    while True:
+        block = file.read(PIECE_BYTES)
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error, path, offset - pending) from error
+        if not block:
+            return
+        offset += len(block)
+        pending = len(decoder.getstate()[0])  # of a character that the next block goes on with
+        yield len(block)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(211, f"cannot be read: {error.strerror}", "check --input", where=path)
 
 
-def _text(path: Path) -> Iterator[Piece]:
+def _text(path: Path, skipped: Skipped | None) -> Iterator[Piece]:
     with path.open("rb") as file:
+        if skipped is not None:
+            try:
+                for _ in _checked(file, path):
+                    pass
+            except UserError as error:
+                skipped.add(error)
+                return
+            file.seek(0)
         rest, offset = b"", 0
         while block := file.read(PIECE_BYTES - len(rest)):
             data = rest + block
@@ -108,25 +200,39 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        what = f"byte {offset + error.start:,} (0x{data[error.start]:02x}) is not UTF-8: {error.reason}"
-        raise UserError(212, what, "convert the file, for example with iconv", where=path) from error
+        raise _not_utf8(error, path, offset) from error
 
 
-def _json_lines(path: Path, key: str) -> Iterator[Piece]:
+def _not_utf8(error: UnicodeDecodeError, path: Path, offset: int) -> UserError:
+    """Return what is said of bytes that begin at `offset` of a file."""
+    what = f"byte {offset + error.start:,} (0x{error.object[error.start]:02x}) is not UTF-8: {error.reason}"
+    return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=path)
+
+
+def _json_lines(path: Path, key: str, skipped: Skipped | None) -> Iterator[Piece]:
     with path.open("rb") as file:
         offset = 0
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
-            text = _json_text(line, path, number, offset, key)
+            text, size = None, len(line)
+            try:
+                text = _json_text(line, path, number, offset, key)
+            except UserError as error:
+                if skipped is None:
+                    raise
+                skipped.add(UserError(error.code, error.what, "", where=f"{path}:{number}"))
+                while len(line) > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
+                    line = file.readline(LINE_BYTES + 1)
+                    size += len(line)
             if text is not None:
-                yield from _cut(text, len(line))
-            offset += len(line)
+                yield from _cut(text, size)
+            offset += size
 
 
 def _json_text(line: bytes, path: Path, number: int, offset: int, key: str) -> str | None:
     """The document of a line; None for a blank line."""
 
     def refuse(what: str) -> UserError:
-        return UserError(213, what, "mend the line or choose another --key", where=f"{path}:{number}")
+        return UserError(213, what, "mend the line, choose another --key, or give --skip-bad", where=f"{path}:{number}")
 
     if len(line) > LINE_BYTES:
         raise refuse(f"expected a line of at most {LINE_BYTES:,} bytes, got more")

@@ -11,6 +11,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from megazero.heartbeat import HEART
+
+    HEART.begin(sys.stderr, "merge.py")  # before the imports, which take a second on a busy machine
 
 import argparse
 from collections.abc import Sequence

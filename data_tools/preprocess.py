@@ -5,6 +5,10 @@
 Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
 whole or not at all.
+
+The text is looked through before the first token is made: encoding takes hours where checking takes minutes, and a file
+that is not UTF-8 at the end of a corpus would throw all of it away. Keeping what is finished would be the other way; it
+would leave a data set that is not what was asked for.
 """
 
 import sys
@@ -12,24 +16,28 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from megazero.heartbeat import HEART
+
+    HEART.begin(sys.stderr, "preprocess.py")  # before the imports, which take a second on a busy machine
 
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from data_tools.command import Parser, add_inputs, positive, prefix, run
-from data_tools.corpus import find_files, read_pieces
+from data_tools.command import Parser, add_inputs, positive, prefix, run, say
+from data_tools.corpus import Skipped, check_files, find_files, read_pieces
 from data_tools.encoding import encode_pieces
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
+from megazero.heartbeat import HEART, doing
 
 
 @dataclass
@@ -44,29 +52,61 @@ class Summary:
 
 def preprocess(options: argparse.Namespace) -> None:
     tokenizer = Tokenizer(options.tokenizer)
-    files = find_files(options.input)
+    with doing("finding files"):
+        files = find_files(options.input, options.suffix)
     started = time.monotonic()
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        bar = progress.add_task("", total=sum(path.stat().st_size for path in files))
-        summary = _write(options, tokenizer, files, lambda count: progress.advance(bar, count))
+    skipped = Skipped() if options.skip_bad else None
+    if skipped is None:
+        check_files(files, options.key)
+    with _progress(sum(path.stat().st_size for path in files)) as advance:
+        summary = _write(options, tokenizer, files, skipped, advance)
     seconds = time.monotonic() - started
-    print(
-        f"{options.output}: {summary.documents:,} documents ({summary.empty:,} empty ones skipped), "
-        f"{summary.tokens:,} tokens, {summary.bytes:,} bytes, {summary.bytes / summary.tokens:.3f} bytes per token, "
-        f"{seconds:.1f} s"
-    )
+    if skipped is not None:
+        skipped.tell(options.output, say)
+    with HEART.aside():
+        print(
+            f"{options.output}: {summary.documents:,} documents ({summary.empty:,} empty ones skipped), "
+            f"{summary.tokens:,} tokens, {summary.bytes:,} bytes, "
+            f"{summary.bytes / summary.tokens:.3f} bytes per token, {seconds:.1f} s"
+        )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, the heartbeat anywhere else; yields what is told of the bytes that were done."""
+    console, done = Console(stderr=True), 0
+    if console.is_terminal:
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        HEART.show_on(lambda words: None)
+        try:
+            with Progress(*columns, console=console, transient=True) as progress:
+                bar = progress.add_task("", total=total)
+                yield lambda count: progress.advance(bar, count)
+        finally:
+            HEART.show_on(None)
+        return
+    with doing("encoding, MB", total // 1_000_000) as beat:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            beat.done = done // 1_000_000
+
+        yield advance
 
 
 def _write(
-    options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], advance: Callable[[int], None]
+    options: argparse.Namespace,
+    tokenizer: Tokenizer,
+    files: list[Path],
+    skipped: Skipped | None,
+    advance: Callable[[int], None],
 ) -> Summary:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
     eod = np.array([tokenizer.eod], dtype)
     sizes = tokenizer.token_bytes()
     summary, length = Summary(), 0  # length: tokens of the document so far
-    pieces = read_pieces(files, options.key)
+    pieces = read_pieces(files, options.key, skipped)
     with (
         IndexedDatasetWriter(options.output, dtype) as writer,
         closing(encode_pieces(pieces, options.tokenizer, dtype, options.workers)) as encoded,

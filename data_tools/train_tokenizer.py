@@ -6,6 +6,8 @@ The text is used as it is: no normalisation, all white space kept, runs of space
 a program), newline and tab are pieces of their own, digits stand alone, and what has no piece is spelt in bytes. Ids:
 <unk> 0, <s> 1, </s> 2 (end of document), newline 3, tab 4, then 256 bytes, then the learned pieces; exactly --vocab of
 them. A large corpus is sampled evenly, so memory does not grow with it.
+
+The library trains in a process of its own (`training.py`), which can be ended: it minds no signal for minutes.
 """
 
 import sys
@@ -13,87 +15,72 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from megazero.heartbeat import HEART
+
+    HEART.begin(sys.stderr, "train_tokenizer.py")  # before the imports, which take a second on a busy machine
 
 import argparse
-import io
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import sentencepiece
-
-from data_tools.command import Parser, add_inputs, positive, run
-from data_tools.corpus import find_files, read_pieces
+from data_tools.command import Parser, add_inputs, positive, run, say
+from data_tools.corpus import Skipped, find_files, read_pieces
+from data_tools.training import TrainingError, train_apart
 from megazero.data.atomic import write_atomically
-from megazero.data.tokenizer import SPACE_MARK, Tokenizer
+from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
+from megazero.heartbeat import HEART, doing
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
 CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
-SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
     started = time.monotonic()
-    sample = _sample(find_files(options.input), options.key)
+    skipped = Skipped() if options.skip_bad else None
+    with doing("finding files"):
+        files = find_files(options.input, options.suffix)
+    sample = _sample(files, options.key, skipped)
     if not any(text.replace("\0", "").strip() for text in sample):
         raise UserError(214, "expected text, got none but white space", "check --input", where=options.input[0])
     model = _train(sample, options.vocab)
-    ratio = _check(model, sample)
+    with doing("checking the vocabulary"):
+        ratio = _check(model, sample)
     write_atomically(options.output, model)
+    if skipped is not None:
+        skipped.tell(options.output, say)
     used = sum(len(text.encode()) for text in sample)
     seconds = time.monotonic() - started
-    print(
-        f"{options.output}: {options.vocab:,} pieces from {used:,} bytes, {ratio:.3f} bytes per token, {seconds:.1f} s"
-    )
+    ending = f"{used:,} bytes, {ratio:.3f} bytes per token, {seconds:.1f} s"
+    with HEART.aside():
+        print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
-def _sample(files: list[Path], key: str) -> list[str]:
+def _sample(files: list[Path], key: str, skipped: Skipped | None = None) -> list[str]:
     """About SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
     total = sum(path.stat().st_size for path in files)
     share = min(1.0, SAMPLE_BYTES / max(total, 1))
-    sample, seen, kept = [], 0, 0
-    for piece in read_pieces(files, key):
-        size = len(piece.text)
-        if size and kept <= share * seen:
-            sample.append(piece.text)
-            kept += size
-        seen += size
+    sample, seen, kept, read = [], 0, 0, 0
+    with doing("reading the text, MB", total // 1_000_000) as progress:
+        for piece in read_pieces(files, key, skipped):
+            size = len(piece.text)
+            if size and kept <= share * seen:
+                sample.append(piece.text)
+                kept += size
+            seen += size
+            read += piece.bytes_read
+            progress.done = read // 1_000_000
     return sample
 
 
-def _sentences(sample: list[str]) -> Iterator[str]:
-    """Lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
-    size = SENTENCE_BYTES // 4
-    for text in sample:
-        for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL
-            yield from (line[start : start + size] for start in range(0, len(line), size))
-
-
 def _train(sample: list[str], vocab: int) -> bytes:
-    model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(sample),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n", "\t"],
-            split_digits=True,
-            character_coverage=0.9999,
-            required_chars=SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
-            max_sentence_length=SENTENCE_BYTES,
-            minloglevel=2,  # errors only
-        )
-    except RuntimeError as error:
+        with doing("training the vocabulary"):
+            return train_apart(sample, vocab)
+    except TrainingError as error:
         raise _training_error(str(error), vocab) from error
-    return model.getvalue()
 
 
 def _training_error(message: str, vocab: int) -> UserError:

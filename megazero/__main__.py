@@ -17,9 +17,7 @@ a typo costs a fraction of a second.
 """
 
 import argparse
-import io
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,14 +25,27 @@ from pathlib import Path
 from typing import Any
 
 from megazero import capability
+from megazero.answers import answer, check_picture, fail, flush_output, tell
 from megazero.errors import UserError, of_system
-from megazero.parallel.interruption import Interrupted, Interruption
+from megazero.heartbeat import HEART, doing
+from megazero.parallel.interruption import Interrupted, Interruption, ended_at_once
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
 
+def command(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb as a process of its own, which is never silent for long; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # What a run says is a log on standard output; of other verbs that is their answer, which a reader may parse.
+    HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["megazero", *given[:1]]))
+    try:
+        return main(given)
+    finally:
+        HEART.end()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit code."""
+    """Run one verb; return the exit code."""
     try:
         parser = _parser()
         options, unknown = parser.parse_known_args(arguments)
@@ -45,32 +56,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options.run(options)
     except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return fail(error, error.exit_code)
     except OSError as error:
-        print(said := of_system(error), file=sys.stderr)
-        return said.exit_code
+        return fail(said := of_system(error), said.exit_code)
     except Interrupted as interrupted:
-        print(interrupted, file=sys.stderr)
-        return interrupted.exit_code
+        return fail(interrupted, interrupted.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return fail("interrupted", 130)
     finally:
-        _flush_output()
+        flush_output()
 
 
 def _train(options: argparse.Namespace) -> int:
     from megazero.config_file import load, name_of, refuse_unbuilt
+    from megazero.parallel.launch import world_from_environment
     from megazero.parallel.signals import NOTED
 
+    first = world_from_environment().rank == 0
+    if not first:
+        HEART.end()
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    # A signal that comes while torch is imported waits until somebody can note it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
-    try:
+    with ended_at_once(speaks=first), doing("loading torch"):
         from megazero.run import launch
 
+        # One that comes from here on waits until the run can note it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
+    try:
         return launch(config, name_of(options.config), options.nproc, shares_gpus=options.share_gpus)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
@@ -89,17 +101,18 @@ def _explain(options: argparse.Namespace) -> int:
         raise UserError(108, f"{given[0]} changes a config", "give --config", where="explain")
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
-    _answer(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown))
+    answer(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown))
     return 0
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from megazero.generate import Sampling, generate
+    with doing("loading torch"):
+        from megazero.generate import Sampling, generate
     from megazero.run_folder import RunFolder
 
     sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
     text = generate(RunFolder(options.run_folder), options.prompt, sampling)
-    _answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
+    answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
     return 0
 
 
@@ -114,21 +127,23 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
 
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    from megazero.certify import as_json, certify, layouts_of, sample_of, table
+    with doing("loading torch"):
+        from megazero.certify import as_json, certify, layouts_of, sample_of, table
 
     interruption.check()
     if options.plant or options.fault:
         return _plant(config, options, interruption)
-    layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
+    with doing("choosing layouts"):
+        layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
     if not layouts:
         what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
         raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
     rows = []
     for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
-        print(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}", file=sys.stderr, flush=True)
-    answer = as_json(rows, config, options.steps)
-    _answer(json.dumps(answer, indent=1) if options.json else table(rows, config, options.steps))
+        tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
+    found = as_json(rows, config, options.steps)
+    answer(json.dumps(found, indent=1) if options.json else table(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0
 
 
@@ -141,8 +156,8 @@ def _plant(config: Any, options: argparse.Namespace, interruption: Interruption)
     for each in plant(config, chosen, options.steps, interruption):
         found.append(each)
         verdict = "" if each.right else "WRONG, "
-        print(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}", file=sys.stderr, flush=True)
-    _answer(json.dumps(as_json(found, options.steps), indent=1) if options.json else table(found, options.steps))
+        tell(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}")
+    answer(json.dumps(as_json(found, options.steps), indent=1) if options.json else table(found, options.steps))
     return 0 if all(each.right for each in found) else 1
 
 
@@ -151,21 +166,24 @@ def _schedule(options: argparse.Namespace) -> int:
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
-    _check_picture(options.draw, "schedule")
-    from megazero.build import check_world
-    from megazero.parallel.grid import data_size
-    from megazero.schedule_report import as_json, as_text, report
+    check_picture(options.draw, "schedule")
+    with doing("loading torch"):
+        from megazero.build import check_world
+        from megazero.parallel.grid import data_size
+        from megazero.schedule_report import as_json, as_text, report
 
     parallel = config.parallel
     world = options.nproc or parallel.tensor * parallel.pipeline
     check_world(config, world)
-    found, schedule, timeline = report(config, data_size(world, parallel.tensor, parallel.pipeline))
+    with doing("making the schedule"):
+        found, schedule, timeline = report(config, data_size(world, parallel.tensor, parallel.pipeline))
     if options.draw is not None:
         try:
-            draw(schedule, timeline, options.draw)
+            with doing("drawing"):
+                draw(schedule, timeline, options.draw)
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="schedule") from None
-    _answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
     return 0
 
 
@@ -177,25 +195,27 @@ def _plan(options: argparse.Namespace) -> int:
 
     config, machine = load(options.config, options.overrides), machine_of(options.hardware)
     refuse_unbuilt(config)
-    _check_picture(options.draw, "plan")
+    check_picture(options.draw, "plan")
     if options.search and (options.draw is not None or options.tokens is not None):
         raise UserError(100, "--draw and --tokens are of one plan, not of a --search", where="plan")
     if options.search:
-        found = find(config, options.gpus, machine)
-        _answer(
-            json.dumps(search_as_json(found, machine), indent=1) if options.json else search_as_text(found, machine)
-        )
+        with doing("searching layouts"):
+            found = find(config, options.gpus, machine)
+        answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else search_as_text(found, machine))
         return 0
-    from megazero.build import check_world
+    with doing("loading torch"):
+        from megazero.build import check_world
 
     check_world(config, options.gpus)
-    planned = plan(config, options.gpus, machine, options.tokens)
+    with doing("planning"):
+        planned = plan(config, options.gpus, machine, options.tokens)
     if options.draw is not None:
         try:
-            draw(planned, options.draw)
+            with doing("drawing"):
+                draw(planned, options.draw)
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="plan") from None
-    _answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned))
+    answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned))
     return 0
 
 
@@ -206,38 +226,42 @@ def _simulate(options: argparse.Namespace) -> int:
     refuse_unbuilt(config)
     if options.rank >= options.gpus:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
-    _check_picture(options.draw, "simulate")
-    from megazero.build import check_world
-    from megazero.simulation import simulate
-    from megazero.simulation_report import as_json, as_text, draw
+    check_picture(options.draw, "simulate")
+    with doing("loading torch"):
+        from megazero.build import check_world
+        from megazero.simulation import simulate
+        from megazero.simulation_report import as_json, as_text, draw
 
     check_world(config, options.gpus)
     found = simulate(config, options.rank, options.gpus, options.device)
     if options.draw is not None:
         try:
-            draw(found, name, options.draw)
+            with doing("drawing"):
+                draw(found, name, options.draw)
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="simulate") from None
     shape = as_json if options.json else as_text
-    answer = shape(found, name, options.device)
-    _answer(answer if isinstance(answer, str) else json.dumps(answer, indent=1))
+    shown = shape(found, name, options.device)
+    answer(shown if isinstance(shown, str) else json.dumps(shown, indent=1))
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
-    from megazero.observe.sinks import warn
+    with doing("loading torch"):
+        from megazero.observe.sinks import warn
+        from megazero.transformers_files import export_run
     from megazero.run_folder import RunFolder
-    from megazero.transformers_files import export_run
 
-    _answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb, warn))
+    answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb, warn))
     return 0
 
 
 def _import(options: argparse.Namespace) -> int:
+    with doing("loading torch"):
+        from megazero.transformers_files import import_run
     from megazero.run_folder import RunFolder
-    from megazero.transformers_files import import_run
 
-    _answer(import_run(options.model, RunFolder(options.out)))
+    answer(import_run(options.model, RunFolder(options.out)))
     return 0
 
 
@@ -245,44 +269,14 @@ def _doctor(options: argparse.Namespace) -> int:
     from megazero.doctor import as_json, as_text, diagnose, write
 
     found = diagnose(options.run_folder, options.nproc)
-    _answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
     if options.write is not None:
         write(found, options.write)
     return 1 if found.missing else 0
 
 
-def _check_picture(path: Path | None, verb: str) -> None:
-    from megazero.schedules.draw import FORMATS
-
-    if path is not None and path.suffix not in FORMATS:
-        raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
-
-
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
-
-
-def _answer(text: str) -> None:
-    """Prints what a verb was asked for. That nobody reads on (`| head`) is no fault."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        return
-    except OSError as error:
-        raise UserError(405, f"standard output: {error.strerror}", "free space there") from None
-
-
-def _flush_output() -> None:
-    """Python flushes standard output at exit and makes a failure exit code 120; what nobody can read goes nowhere."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except (OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -395,4 +389,4 @@ def _at_least(bound: float, kind: type, most: int = 2**63 - 1):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

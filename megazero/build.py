@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.errors import UserError
+from megazero.heartbeat import doing
 from megazero.kernels.choice import for_host
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.parameter import Declaration, declaration_of
@@ -163,17 +164,19 @@ def build_units(
     ledger = spread.data.wire.ledger
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
     units = []
-    for name, members in model.units():
-        if name not in names:
-            continue
-        declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
-        shared = name == TIED and spread.ends.size > 1
-        layout = layout_of(name, declarations)
-        unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared, ops=ops)
-        if seed is not None:
-            unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
-        model.take(unit.show())
-        units.append(unit)
+    with doing("making parameters", len(names)) as progress:
+        for name, members in model.units():
+            if name not in names:
+                continue
+            declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
+            shared = name == TIED and spread.ends.size > 1
+            layout = layout_of(name, declarations)
+            unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared, ops=ops)
+            if seed is not None:
+                unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
+            model.take(unit.show())
+            units.append(unit)
+            progress.advance()
     return units
 
 

@@ -18,6 +18,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
 from megazero.expectation import Expectation
 from megazero.folder_watch import FolderWatch
+from megazero.heartbeat import HEART, doing
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import Operations
 from megazero.learning_rate import LearningRate
@@ -65,9 +66,10 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     dtype = DTYPES[config.precision.dtype]
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
-    train, valid = open_datasets(
-        config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
-    )
+    with doing("opening the data"):
+        train, valid = open_datasets(
+            config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
+        )
     ops = choose(config.precision.kernels, device, dtype)
     built = build(config, grid, device, ops)
     engine, pipeline = built.engine, built.pipeline
@@ -79,8 +81,10 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
 
     def now(step: int, phase: str) -> None:
+        """Put down what this rank does where the others can read it, and tell whoever watches if it takes long."""
         wire.seat.now(step, phase)
         phases.now(phase)
+        HEART.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
 
     about = about_run(config, built, grid, site, Identity.of(train, tokenizer))
     trainer = Trainer(

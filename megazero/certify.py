@@ -24,6 +24,7 @@ from megazero.certified_training import Plant, nothing, settings, train_rank
 from megazero.config import Config, Memory, Recompute
 from megazero.config_file import flatten
 from megazero.errors import UserError
+from megazero.heartbeat import doing
 from megazero.parallel.interruption import Interruption
 from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.spawn import run_local
@@ -197,7 +198,8 @@ class Certificate:
     def _results(self, layout: Layout, plant: Plant) -> tuple[list[Results], str | None]:
         """Return what each rank computed; or why it did not."""
         lines: list[str] = []
-        with self._interruption.held(), scratch_folder("certify") as folder:
+        name = f"{self._config.precision.dtype} {layout}"
+        with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
             of_layout = layout.of(self._config)
             code = run_local(
                 layout.size,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.errors import UserError
 from megazero.files import replace_file
+from megazero.heartbeat import doing
 from megazero.probes import host, software
 from megazero.probes.finding import Finding, amount, duration, examine, reason
 
@@ -133,16 +134,18 @@ def write(found: Diagnosis, path: Path) -> None:
 
 def _devices(size: int) -> "tuple[list[Finding], Hardware | str]":
     """What `size` ranks measure, in lines and as hardware."""
-    import torch
+    with doing("loading torch"):
+        import torch
 
-    from megazero.probes import ranks
+        from megazero.probes import ranks
     from megazero.probes.gpus import gpu_name
     from megazero.probes.hardware import hardware_of
     from megazero.probes.network import network_rate
 
     on_gpus = torch.cuda.device_count() > 0  # does not touch them
     try:
-        messages, devices = ranks.measure(size, host.free_memory(), on_gpus=on_gpus)
+        with doing(f"measuring what {size} rank{'s' * (size > 1)} compute and send"):
+            messages, devices = ranks.measure(size, host.free_memory(), on_gpus=on_gpus)
     except Exception as error:  # an odd machine: the other probes go on
         return [_broken(reason(error))], "ranks cannot be started"
     lines = [_broken(why) for why in dict.fromkeys((messages.broken, devices.broken)) if why]

@@ -9,6 +9,7 @@ import torch
 
 from megazero.config import Config
 from megazero.files import replace_file
+from megazero.heartbeat import HEART
 from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.observe.sinks import warn
@@ -65,7 +66,8 @@ class Expectation:
             both = f"{held.get(worst, 0) / 1e6:,.1f} for {planned.held.get(worst, 0) / 1e6:,.1f}"
             warn(f"{line}; most of it {worst}, {both}")
         elif self._grid.world.rank == 0:
-            print(line, flush=True)
+            with HEART.aside():
+                print(line, flush=True)
 
     def _of(self, rank: int) -> RankMemory:
         return expected(self._layout, rank, self._ops)

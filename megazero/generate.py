@@ -16,6 +16,7 @@ from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
 from megazero.config_file import load
 from megazero.errors import UserError
+from megazero.heartbeat import doing
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
@@ -69,7 +70,7 @@ def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: in
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     context, new = list(ids), []
-    with torch.no_grad():
+    with torch.no_grad(), doing("generating", sampling.tokens) as progress:
         while len(new) < sampling.tokens:
             tokens_S1 = torch.tensor(context[-window:])[:, None]
             logits_V = model(tokens_S1, Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
@@ -78,6 +79,7 @@ def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: in
                 break
             context.append(token)
             new.append(token)
+            progress.advance()
     return new
 
 

@@ -24,6 +24,7 @@ from megazero.config import Config
 from megazero.config_file import dump, flatten
 from megazero.errors import UserError, is_refusal
 from megazero.expectation import Expectation
+from megazero.heartbeat import HEART, doing
 from megazero.ledger_file import write_ledger
 from megazero.loading import begin, check_same
 from megazero.observe.jsonl import read_rows
@@ -31,21 +32,20 @@ from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.out_of_memory import told
 from megazero.parallel.agreement import agree
-from megazero.parallel.board import BUILD, START, Standing
+from megazero.parallel.board import BUILD, START, STOPPED, TRAIN, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
 from megazero.parallel.launch import Place, World, check_gpus, job_id, local_size, world_from_environment
 from megazero.parallel.lobby import together
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
-from megazero.parallel.signals import NOTED
+from megazero.parallel.signals import NOTED, REQUEUE, StoppedEarly, stopped_by
 from megazero.parallel.spawn import run_local
 from megazero.resuming import Undone, find_job, from_first, owed_row, refuse_fewer, resume, share
 from megazero.run_folder import RunFolder, remove_empty
-from megazero.run_lock import RunLock
+from megazero.run_lock import RunLock, remove_dead
 from megazero.run_log import RunLog, settle_in
 from megazero.run_words import beginning, doubts, ending, sharing
-from megazero.stopping import REQUEUE
 from megazero.trainer import Trainer
 
 
@@ -78,23 +78,28 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
             size,
             lambda place: run_training(config, name, place),
             lambda *how: _after_failure(_folder(config, name), made, *how),
-            notes_signals=True,
+            stopped=lambda number, standings: _stopped_early(config, name, number, standings[0].phase),
             shares_gpus=shares_gpus,
         )
     place = Place.of(world)
     place.signals.note()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
         return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
+    except StoppedEarly as stop:
+        return _stopped_early(config, name, stop.number, place.seat.phase)
     finally:
         place.signals.restore()
         place.stacks.close()
 
 
 def _one_of_many(config: Config, name: str, place: Place) -> int:
-    """A rank that has no parent of ours."""
+    """A rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
     code = outcome(lambda: run_training(config, name, place), place)
-    if code:
+    if place.seat.state == STOPPED:
+        if place.world.rank == 0 and place.signals.first is not None:
+            raise StoppedEarly(place.signals.first)
+    elif code:
         say_why(place)
     return code
 
@@ -107,12 +112,13 @@ def run_training(config: Config, name: str, place: Place) -> int:
         CollectiveError: another rank does not answer.
     """
     world = place.world
-    wire = connect(
-        place,
-        timeout=timedelta(seconds=config.parallel.timeout),
-        fingerprint=_fingerprint(config, world),
-        bucket=bucket_of(config),
-    )
+    with doing("meeting the other ranks"):
+        wire = connect(
+            place,
+            timeout=timedelta(seconds=config.parallel.timeout),
+            fingerprint=_fingerprint(config, world),
+            bucket=bucket_of(config),
+        )
     code = _train(config, name, place, grid_of(config, wire, world))
     disconnect()
     return code
@@ -123,11 +129,14 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
     folder, first = _folder(config, name), place.world.rank == 0
     lock, made = RunLock(folder.lock, job_id()), folder.missing() if first else []
     refused = False
+
+    def create() -> str | None:
+        with place.signals.held():
+            return folder.create(lock, resume=_resumes(config)) if first else None
+
     try:
         with together(grid.world.wire.lobby, "run folder"):  # whose board does not tell yet who is missing
-            dead = agree(
-                grid.world, place.world.device, lambda: folder.create(lock, resume=_resumes(config)) if first else None
-            )
+            dead = agree(grid.world, place.world.device, create)
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
         return _train_in(config, name, place, grid, folder, lock)
@@ -164,7 +173,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
         agree(grid.world, device, lambda: refuse_fewer(job, config.run.steps) if first else None)
         site = Site(folder, lock, job, place.signals)
-        ran = _trained(config, grid, device, site, name, log_file)
+        ran = _trained(config, grid, place, site, name, log_file)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
         if first:
@@ -179,13 +188,13 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
     # A job that was killed behind its last save has left some of this undone.
     if trained or from_first(first and not folder.ledger.exists(), grid.world, device):
         write_ledger(folder, grid, device)
-    stopped = trainer.reason if done < config.run.steps else None
+    stopped = trainer.reason if done < config.run.steps or trainer.owes else None
     if stopped is not None and stopped.exit_code == REQUEUE and done == trainer.first:
         agree(grid.world, device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
-        if trained or folder.picture_is_old():
+        if trained or (stopped is None and folder.picture_is_old()):
             _draw(folder)
-        if not trained and done >= config.run.steps:
+        if not trained and done >= config.run.steps and stopped is None:
             _say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")
         if stopped is None:
             _say(ending(trainer, folder, time.monotonic() - began))
@@ -197,16 +206,17 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
 
 
 def _trained(
-    config: Config, grid: Grid, device: torch.device, site: Site, name: str, log_file: RunLog
+    config: Config, grid: Grid, place: Place, site: Site, name: str, log_file: RunLog
 ) -> tuple[Trainer, int] | None:
     """Build the trainer, run it to the end, and close what it holds, whatever happens.
 
     Returns:
         the trainer and how many steps are done; None where there was nothing to do: the folder is as it was.
     """
+    device = place.world.device
 
     def built() -> Ready:
-        with told(config, grid, device):
+        with told(config, grid, device), doing("building the model"):
             return build_trainer(config, grid, device, site)
 
     ready = agree(grid.world, device, built)
@@ -220,6 +230,8 @@ def _trained(
         _announce(config, grid, site, ready, name, found)
         if found is not None:
             begin(trainer, found, site.job, undone.row)
+        site.signals.only_note(HEART.say)
+        place.seat.now(0, TRAIN)
         with told(config, grid, device):
             return trainer, trainer.run()
     finally:
@@ -274,13 +286,32 @@ def _announce(config: Config, grid: Grid, site: Site, ready: Ready, name: str, f
 def _draw(folder: RunFolder) -> None:
     """Draw the loss curve; a warning where that fails: the weights are safe."""
     try:
-        draw_loss(read_rows(folder.metrics), folder.loss_plot)
+        with doing("drawing the loss curve"):
+            draw_loss(read_rows(folder.metrics), folder.loss_plot)
     except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk
         warn(f"no loss curve: {error or 'out of memory'}")
 
 
 def _resumes(config: Config) -> bool:
     return config.checkpoint.resume != "none"
+
+
+def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
+    """A signal has ended a run before its first step, on all ranks: count it, and say so; the exit code.
+
+    Args:
+        phase: that rank 0 was in; before it had the run's folder nothing is counted there.
+
+    Raises:
+        UserError: 422, that has happened too often in a row.
+    """
+    folder, text = _folder(config, name), stopped_by(number)
+    if phase != START:
+        remove_dead(folder.lock)
+        folder.release()
+        folder.early_stops.add(text)
+    _say(f"{text} before the first step, nothing to save")
+    return REQUEUE
 
 
 def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[Standing], line: str) -> None:
@@ -324,5 +355,5 @@ def _same_kernels(names: list[bytes]) -> None:
 
 def _say(text: str) -> None:
     """Tells whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
-    with contextlib.suppress(OSError, ValueError):
+    with HEART.aside(), contextlib.suppress(OSError, ValueError):
         print(text, flush=True)

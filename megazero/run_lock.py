@@ -170,6 +170,16 @@ class RunLock:
                     os.utime(self._path)
 
 
+def remove_dead(path: Path) -> None:
+    """Remove a lock whose owner was a process of this host that has ended."""
+    owner = _read(path)
+    if owner is None or (owner["host"], owner["kernel"]) != (socket.gethostname(), _kernel()):
+        return
+    if _born(owner["pid"]) != owner["born"]:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def _taken(path: Path, owner: dict[str, Any]) -> UserError:
     what = f"another job trains here: {_who(owner)}"
     return UserError(420, what, "wait for it, end it, or give another run.dir", where=path.parent)

@@ -23,6 +23,7 @@ from megazero.build import DTYPES, Built, Feed, assemble, bucket_of, feeds_of
 from megazero.config import Config
 from megazero.data.loader import MicroBatch
 from megazero.expectation import expected
+from megazero.heartbeat import Doing, doing
 from megazero.kernels.choice import choose
 from megazero.kernels.operations import Operations
 from megazero.observe.timeline import Timeline
@@ -140,14 +141,19 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     """
     ledger = grid.world.wire.ledger
     assert isinstance(ledger, ToldLedger)
-    built = assemble(config, grid, CPU, ops, host, seed=None)
+    with doing("building the rank's model"):
+        built = assemble(config, grid, CPU, ops, host, seed=None)
     stopping = Stopping(grid.world, CPU, Signals(), Path(os.devnull, "STOP"), None)
     feed = feeds_of(grid.tensor, CPU, config.parallel.sequence)
 
     def bring(batch: MicroBatch, step: int) -> Feed:
         return feed(_copy(batch) if device == "cuda" else batch, step, True)
 
-    first, steady = (_step(config, built, ledger, stopping, bring, number) for number in range(2))
+    records = []
+    for number in range(2):
+        with doing(f"simulating step {number + 1} of 2") as progress:
+            records.append(_step(config, built, ledger, stopping, bring, number, progress))
+    first, steady = records
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
     layout, rank = layout_of(config, grid.world.size, apart=host.apart), grid.pipeline.rank
@@ -161,6 +167,7 @@ def _step(
     stopping: Stopping,
     feed: Callable[[MicroBatch, int], Feed],
     number: int,
+    progress: Doing,
 ) -> StepRecord:
     """One step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
@@ -169,9 +176,15 @@ def _step(
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
     timeline = ledger.timeline = Timeline(held)
     hooks = _name_places(built.model, timeline)
+    progress.total = built.pipeline.num_passes(len(batches))
+
+    def at(action: str) -> None:
+        progress.advance()
+        timeline.at(action)
+
     with timeline:
         built.engine.begin_step()
-        built.pipeline.train(batches, lambda batch: feed(batch, number), now=timeline.at)
+        built.pipeline.train(batches, lambda batch: feed(batch, number), now=at)
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
         stopping.ask(failed=False, saving=0.0)

@@ -7,7 +7,6 @@ one in which it was told to.
 """
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis
-from megazero.parallel.signals import NOTED, Signals
-
-REQUEUE = 75  # the exit code that says: saved, start me again (EX_TEMPFAIL of sysexits.h)
+from megazero.parallel.signals import NOTED, REQUEUE, Signals, stopped_by
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Reason:
 FAILED = Reason("a checkpoint could not be written", 1)
 FILE = Reason("stopped by the file STOP", 0)
 TIME = Reason("stopped by run.time_limit")
-BY_SIGNAL = {number: Reason(f"stopped by {signal.Signals(number).name}") for number in NOTED}
+BY_SIGNAL = {number: Reason(stopped_by(number)) for number in NOTED}
 REASONS = (FAILED, *BY_SIGNAL.values(), TIME, FILE)  # the first one that any rank has is everybody's
 
 
@@ -94,6 +91,14 @@ class Stopping:
         if self._answers == 2 and self._world.rank == 0:  # the first one comes before the first step
             self._first_step()
         return next((reason for reason, count in zip(REASONS, said, strict=True) if count), None)
+
+    def check(self) -> Reason | None:
+        """Ask and answer at once, in the middle of something long that is no step. Every rank calls it."""
+        answers = self._answers
+        self.ask(failed=False, saving=0.0)
+        reason = self.answer()
+        self._answers = answers
+        return reason
 
     def _own(self, failed: bool, saving: float) -> Iterator[Reason]:
         now = self._clock()

@@ -120,6 +120,7 @@ class Trainer:
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.score: Score | None = None
+        self.owes = False  # a validation was broken off
         self._pending: _Pending | None = None
         self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
         self._owed: Mapping[str, Value] | None = None
@@ -230,6 +231,9 @@ class Trainer:
         stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
         if row is not None:
             self._write(row, done, validates=self.validates(done) and not stops)
+        if self.owes:  # whoever goes on from here validates the step
+            self.summarise()
+            self._save(done, row)
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
@@ -252,11 +256,11 @@ class Trainer:
         return self.recorder.row(done, numbers)
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
-        if not validates:
+        score = self._validate(done) if validates else None
+        if score is None:
             self.recorder.write(row)
-            return
-        self.score = self._validate(done)
-        self.recorder.write(row, self.score.loss, self.score.bits_per_byte)
+        else:
+            self.recorder.write(row, score.loss, score.bits_per_byte)
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         self.now(done, "save")
@@ -277,11 +281,19 @@ class Trainer:
                 ),
             )
 
-    def _validate(self, done: int) -> Score:
+    def _validate(self, done: int) -> Score | None:
+        """Return the score behind a step; None: it was broken off, and `reason` says why."""
         assert self.validation is not None, "see `validates`"
         self.now(done, "validation")
         with self.recorder.aside(), torch.no_grad():
-            return self.validation.score()
+            score = self.validation.score(self._ends)
+        self.owes = score is None
+        self.score = score or self.score
+        return score
+
+    def _ends(self) -> bool:
+        self.reason = self.reason or self.stopping.check()
+        return self.reason is not None
 
     def _not_finite(self, pending: _Pending) -> UserError:
         self.now(pending.step + 1, "examination")

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megazero.data.loader import MicroBatch
 from megazero.errors import UserError
+from megazero.heartbeat import doing
 from megazero.parallel.collectives import all_reduce
 from megazero.parallel.grid import Axis
 
-_AT_ONCE = 8  # batches for each stage of the pipeline: enough to fill it, few enough to hold
+_AT_ONCE = 8  # batches for each of several stages of a pipeline: enough to fill it, few enough to hold
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Validation:
     ):
         self._batches, self._losses, self._data, self._device = batches, losses, data, device
         self._pipeline = pipeline
+        self._count = 0  # of the batches, once they have been checked
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
     def check(self, where: str) -> None:
@@ -60,22 +62,34 @@ class Validation:
         Raises:
             UserError: 205, an id outside the vocabulary; 112, one that the tokenizer does not have.
         """
-        for batch in self._batches():
-            largest = int(batch.targets_SB.max())
-            if self._token_bytes is not None and largest >= len(self._token_bytes):
-                what = f"token {largest} is not one of the tokenizer's {len(self._token_bytes)} pieces"
-                raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
+        self._count = 0
+        with doing("checking the validation data"):
+            for batch in self._batches():
+                self._count += 1
+                largest = int(batch.targets_SB.max())
+                if self._token_bytes is not None and largest >= len(self._token_bytes):
+                    what = f"token {largest} is not one of the tokenizer's {len(self._token_bytes)} pieces"
+                    raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
 
-    def score(self) -> Score:
-        """One pass over the batches. The loss is nan where no token counts."""
+    def score(self, stop: Callable[[], bool] = lambda: False) -> Score | None:
+        """One pass over the batches. The loss is nan where no token counts.
+
+        Args:
+            stop: asked now and then, as often on every rank; True, on all of them: break off, and return None.
+        """
         sums = [0.0, 0.0, 0.0]
         batches = iter(self._batches())
-        while some := list(islice(batches, _AT_ONCE * self._pipeline.size)):
-            for batch, losses_SB in zip(some, self._losses(some), strict=False):  # of none, or of all
-                sums[0] += losses_SB.sum(dtype=torch.float64).item()
-                sums[1] += int(batch.valid_SB.sum())
-                if self._token_bytes is not None:
-                    sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+        at_once = _AT_ONCE * self._pipeline.size if self._pipeline.size > 1 else 1
+        with doing("validating", self._count) as progress:
+            while some := list(islice(batches, at_once)):
+                if stop():
+                    return None
+                for batch, losses_SB in zip(some, self._losses(some), strict=False):  # of none, or of all
+                    sums[0] += losses_SB.sum(dtype=torch.float64).item()
+                    sums[1] += int(batch.valid_SB.sum())
+                    if self._token_bytes is not None:
+                        sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+                progress.advance(len(some))
         everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
         all_reduce(all_reduce(everyone, self._data, "validation"), self._pipeline, "validation")
         nats, tokens, size = everyone.tolist()

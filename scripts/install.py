@@ -9,7 +9,8 @@ and `pip check` shows at the end that nothing is missing. The locks (written by 
     PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, taken instead where pip is configured to find it
     PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
 
-Only the standard library is there when this runs.
+Only the standard library is there when this runs, and the heartbeat, which needs nothing else: pip says nothing for
+minutes.
 """
 
 import argparse
@@ -22,6 +23,11 @@ import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+if __name__ == "__main__":  # as a script: from the repository, where megazero is
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from megazero.heartbeat import HEART, doing
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"
@@ -48,7 +54,8 @@ def asks_for_any(package: str, names: Sequence[str]) -> bool:
 
 def pip(*options: str | Path) -> None:
     """Run pip; this process ends where pip fails, which has said why."""
-    done = subprocess.run([sys.executable, "-m", "pip", *map(str, options)], check=False)
+    with doing(f"pip {options[0]}"):
+        done = subprocess.run([sys.executable, "-m", "pip", *map(str, options)], check=False)
     if done.returncode:
         sys.exit(f"pip {options[0]} failed")
 
@@ -64,7 +71,8 @@ def is_found(lock: Path) -> bool:
     One lock with both builds of a version would not do: pip prefers a file of which an index tells the hash.
     """
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--require-hashes", "--no-deps", "-r"]
-    done = subprocess.run([*command, str(lock)], capture_output=True, text=True, check=False)
+    with doing("looking for a build of torch for the CPU"):
+        done = subprocess.run([*command, str(lock)], capture_output=True, text=True, check=False)
     if done.returncode and "No matching distribution" not in done.stderr:
         sys.exit(done.stderr)
     return done.returncode == 0
@@ -111,8 +119,14 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Installs what the project needs into this Python's environment.")
     parser.add_argument("--torch", default=LOCKED, help='"locked", or a requirement and options for pip')
+    parser.add_argument("--environment", type=Path, help="make this virtual environment instead, and nothing else")
     parser.add_argument("extras", nargs="*", metavar="EXTRA", help="what else to install: bench")
     options = parser.parse_args()
+    HEART.begin(sys.stdout, "install.py")
+    if options.environment is not None:
+        with doing(f"making {options.environment}"):
+            done = subprocess.run([sys.executable, "-m", "venv", options.environment], check=False)
+        sys.exit(done.returncode)
     install(options.torch, options.extras)
 
 

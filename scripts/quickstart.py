@@ -9,32 +9,43 @@ import subprocess
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # as a script: from the repository, where megazero is
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from megazero.heartbeat import HEART, doing
+
 ROOT = Path(__file__).resolve().parent.parent
-PROMPT = "def "
+PROMPT, TEMPERATURE = "def __init__(self, ", "0.7"
+GENERATE = ["-m", "megazero", "generate"]
 STAGE_2 = ["zero.stage=2", "batch.micro=4"]
 
 
 def main(overrides: list[str]) -> int:
-    python = sys.executable
     folder = fresh_folder(ROOT / "runs")
-    commands = [
-        [python, "scripts/quickstart_data.py"],
-        [python, "train.py", "--config", "tiny.yaml", "--nproc", ranks(), *STAGE_2, f"run.dir={folder}", *overrides],
-        [python, "-m", "megazero", "generate", "--run", str(folder), "--prompt", PROMPT],
-    ]
-    for title, command in zip(("data", "training", f"sample after {PROMPT!r}"), commands, strict=True):
-        print(f"--- {title}", flush=True)
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if code:
-            return code
-    return 0
+    training = ["train.py", "--config", "tiny.yaml", *STAGE_2, f"run.dir={folder}", *overrides, "--nproc"]
+    return (
+        run("data", "scripts/quickstart_data.py")
+        or run("training", *training, ranks())
+        or run(f"sample after {PROMPT!r}", *GENERATE, "--run", folder, "--prompt", PROMPT, "--temperature", TEMPERATURE)
+    )
+
+
+def run(title: str, *command: object) -> int:
+    """Run a Python command from the root; return its exit code."""
+    print(f"--- {title}", flush=True)
+    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=False).returncode
 
 
 def ranks() -> str:
     """Two, unless they would share a GPU."""
-    import torch
+    HEART.begin(sys.stdout, "quickstart")
+    try:
+        with doing("looking for GPUs"):
+            import torch
 
-    return "1" if torch.cuda.device_count() == 1 else "2"
+            return "1" if torch.cuda.device_count() == 1 else "2"
+    finally:
+        HEART.end()
 
 
 def fresh_folder(runs: Path) -> Path:

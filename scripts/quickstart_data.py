@@ -2,10 +2,11 @@
 
     python scripts/quickstart_data.py --output data/quickstart
 
-The text is the Python standard library's own sources, without its tests: some 12 MB of English and code, nothing to
+The text is the Python standard library's own sources, without its tests and without its tables (of character sets, of
+entities, of help texts: a model that learns them spends its words on them): some 10 MB of English and code, nothing to
 download. Three steps, each skipped when its result is there and sound; a step that runs makes the later ones run:
 
-    corpus.jsonl      one source file per line
+    corpus.jsonl      one source file per line; recipe.txt says by which recipe, and another one's is made again
     tokenizer.model   8,192 pieces
     train.bin, .idx   the tokens; configs split validation off by documents
 """
@@ -15,10 +16,14 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, where megazero and data_tools are
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from megazero.heartbeat import HEART
+
+    HEART.begin(sys.stderr, "quickstart_data.py")  # before the imports, which take a second on a busy machine
 
 import argparse
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,19 +33,26 @@ from megazero.data.atomic import write_atomically
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
+from megazero.heartbeat import HEART, doing
 
 VOCAB = 8192
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+RECIPE = "2: without tables"  # of the corpus; another text for another choice of files
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
+_ROW = re.compile(r"""[\[({]*(?:0x|-?\d|[bru]?['"]).*[,'")\]}](?:\s*#.*)?""")  # a line that is a literal, of a table
+_MOST_ROWS = 0.5  # of a file's lines
 
 
 def quickstart_data(options: argparse.Namespace) -> None:
-    corpus, model, prefix = (options.output / name for name in ("corpus.jsonl", "tokenizer.model", "train"))
-    if not corpus.exists():
+    names = ("corpus.jsonl", "recipe.txt", "tokenizer.model", "train")
+    corpus, recipe, model, prefix = (options.output / name for name in names)
+    if not corpus.exists() or not recipe.exists() or recipe.read_text() != RECIPE:
         model.unlink(missing_ok=True)  # later results first: an interruption must not leave new text and old tokens
         file_pair(prefix)[1].unlink(missing_ok=True)
-        documents = [text for path in _sources() if (text := _utf8(path))]
+        with doing("reading Python's sources"):
+            documents = [text for path in _sources() if (text := _utf8(path)) and not is_table(text)]
         write_atomically(corpus, "".join(json.dumps({"text": text}) + "\n" for text in documents).encode())
-        print(f"{corpus}: {len(documents):,} documents, {sum(len(text.encode()) for text in documents):,} bytes")
+        write_atomically(recipe, RECIPE.encode())
+        _tell(f"{corpus}: {len(documents):,} documents, {sum(len(text.encode()) for text in documents):,} bytes")
     if not _is_tokenizer(model):
         file_pair(prefix)[1].unlink(missing_ok=True)
         _command(train_tokenizer.main, ["--input", corpus, "--output", model, "--vocab", VOCAB])
@@ -48,7 +60,12 @@ def quickstart_data(options: argparse.Namespace) -> None:
         _command(preprocess.main, ["--input", corpus, "--tokenizer", model, "--output", prefix])
     dataset = IndexedDataset(prefix)
     ratio = Tokenizer(model).token_bytes()[dataset.read(0, dataset.num_tokens)].sum() / dataset.num_tokens
-    print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
+    _tell(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
+
+
+def _tell(text: str) -> None:
+    with HEART.aside():
+        print(text)
 
 
 def _sources() -> Iterator[Path]:
@@ -65,6 +82,12 @@ def _utf8(path: Path) -> str:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def is_table(text: str) -> bool:
+    """Return whether most lines of a source are rows of literals."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return sum(_ROW.fullmatch(line) is not None for line in lines) > _MOST_ROWS * len(lines)
 
 
 def _is_tokenizer(model: Path) -> bool:

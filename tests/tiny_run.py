@@ -30,6 +30,7 @@ from megazero.resuming import Job
 from megazero.run_folder import RunFolder
 from megazero.run_lock import RunLock
 from megazero.trainer import Trainer
+from tests.quiet import without_heartbeat
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 400
@@ -119,7 +120,9 @@ def train(config: Config) -> Outcome:
 
 
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python arguments ...` from the repository's root, as a user runs it."""
+    """`python arguments ...` from the repository's root, as a user runs it; without the heartbeat's lines."""
     line = [sys.executable, *map(str, arguments)]
     env = {**os.environ, **environment}
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    done.stdout, done.stderr = without_heartbeat(done.stdout), without_heartbeat(done.stderr)
+    return done

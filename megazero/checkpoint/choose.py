@@ -8,6 +8,7 @@ of the user's, and an older step has the same.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 from typing import TypeVar
 
 import torch
@@ -47,12 +48,12 @@ def load_newest(
     """
     for step in steps:
         folder = store.path(step)
-        manifest, fault = _attempt(lambda folder=folder: read_manifest(folder), world, device)
+        manifest, fault = _attempt(lambda stop, folder=folder: read_manifest(folder), world, device)
         if manifest is not None:
             agree(world, device, lambda found=manifest, folder=folder: check(found, folder))
             read, fault = _attempt(
-                lambda folder=folder, found=manifest: load_tensors(
-                    folder, found, holdings, rank=world.rank, size=world.size
+                lambda stop, folder=folder, found=manifest: load_tensors(
+                    folder, found, holdings, rank=world.rank, size=world.size, stop=stop
                 ),
                 world,
                 device,
@@ -67,15 +68,19 @@ def load_newest(
     raise UserError(411, what, f"{do} in another run.dir", where=store.folder)
 
 
-def _attempt(action: Callable[[], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
+def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
     """(its result, "") where it went well on all ranks; else (None, what the first rank that found damage says).
 
     What is no damage, a disk that does not answer, is no reason to fall back: it is raised.
     """
-    result, fault, other = None, "", None
+    result, fault, other, stop = None, "", None, Event()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
-        future = thread.submit(action)
-        until_all(world, device, lambda seconds: not wait([future], seconds).not_done)
+        future = thread.submit(action, stop.is_set)
+        try:
+            until_all(world, device, lambda seconds: not wait([future], seconds).not_done)
+        except BaseException:  # a signal, say: who leaves here would wait for the thread
+            stop.set()
+            raise
         try:
             result = future.result()
         except UserError as error:

@@ -5,11 +5,11 @@ import math
 import os
 import platform
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,8 +31,10 @@ from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.errors import UserError
 from megazero.files import flush_file, new_folder, replace_file
+from megazero.heartbeat import doing
 from megazero.reading import UnexpectedFileError, open_regular, parse_object, read_file
 
+T = TypeVar("T")
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
 _CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
@@ -67,7 +69,7 @@ def export(
     try:
         with new_folder(target) as staging:
             weight_map: dict[str, str] = {}
-            for name, group in zip(names, groups, strict=True):
+            for name, group in _counted("writing", zip(names, groups, strict=True), len(names)):
                 theirs = dict(_theirs(source, manifest, group, dtype))
                 (staging / name).touch()  # as readable as the user's other files; the library's own are private
                 mode = (staging / name).stat().st_mode
@@ -186,7 +188,8 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
     try:
         staging = store.staging(0)
         staging.mkdir(parents=True)
-        for index, group in enumerate(_groups(theirs.links, sizes, _PART)):
+        groups = list(_groups(theirs.links, sizes, _PART))
+        for index, group in _counted("importing", enumerate(groups), len(groups)):
             ours = [(link.ours, theirs.read(link)) for link in group]
             keys = [(key_of(KINDS[0], name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
@@ -198,6 +201,14 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
         store.commit(0, _manifest(model, tensors, shards).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
+
+
+def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
+    """Yield the parts of something that takes long, and say how many are done."""
+    with doing(f"{what} weights", total) as progress:
+        for part in parts:
+            yield part
+            progress.advance()
 
 
 def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:

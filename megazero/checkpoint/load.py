@@ -7,7 +7,7 @@ says which tensor lies where too; where the manifest says another thing the chec
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import ShardReader, key_of
+from megazero.heartbeat import doing
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,15 @@ class _Copy:
     into: Tensor
 
 
-def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], *, rank: int, size: int) -> int:
+def load_tensors(
+    folder: Path,
+    manifest: Manifest,
+    holdings: Sequence[Holding],
+    *,
+    rank: int,
+    size: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
     """Fills a rank's tensors, and returns how many bytes were read for it.
 
     Args:
@@ -37,6 +46,7 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
             theirs without rounding.
         holdings: what to fill, of the kinds that they have; with zeros where the manifest does not have the kind.
         rank, size: in the world, which shares the files that nobody needs anything of.
+        stop: asked now and then; True: nobody wants the tensors any more.
 
     Raises:
         UserError: 410, something is damaged; what has been filled by then is not to be used.
@@ -50,15 +60,18 @@ def load_tensors(folder: Path, manifest: Manifest, holdings: Sequence[Holding], 
         copies[copy.shard].append(copy)
     read = 0
     expected = headers(manifest, {index for index, of_file in enumerate(copies) if of_file or index % size == rank})
-    for index, header in expected.items():
-        reader = ShardReader(folder, manifest.shard(index))
-        try:
-            reader.check_header(header)
-            for copy in sorted(copies[index], key=lambda copy: copy.at):
-                _fill(reader, copy, DTYPES[manifest.dtype])
-        finally:
-            read += reader.bytes_read
-            reader.close()
+    with doing(f"reading {folder}", sum(len(copies[index]) for index in expected)) as progress:
+        for index, header in expected.items():
+            reader = ShardReader(folder, manifest.shard(index))
+            try:
+                reader.check_header(header)
+                for copy in sorted(copies[index], key=lambda copy: copy.at):
+                    if not _fill(reader, copy, DTYPES[manifest.dtype], stop):
+                        return read
+                    progress.advance()
+            finally:
+                read += reader.bytes_read
+                reader.close()
     return read
 
 
@@ -82,14 +95,18 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
         yield logical.pieces[index]
 
 
-def _fill(reader: ShardReader, copy: _Copy, dtype: torch.dtype) -> None:
+def _fill(reader: ShardReader, copy: _Copy, dtype: torch.dtype, stop: Callable[[], bool]) -> bool:
+    """Read what belongs into a tensor; False: stopped on the way."""
     values = copy.into if copy.into.dtype == dtype else torch.empty(copy.into.shape, dtype=dtype)
     target = values.view(torch.uint8)
     for at, data in reader.read(copy.at, copy.at + len(target)):
+        if stop():
+            return False
         start = at - copy.at
         target[start : start + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     if values is not copy.into:
         copy.into.copy_(values)
+    return True
 
 
 def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:

@@ -8,21 +8,24 @@ from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.shard import ShardReader
 from megazero.checkpoint.store import Store
 from megazero.errors import UserError
+from megazero.heartbeat import doing
 
 
 def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
     """Reads a whole checkpoint, unless it is told to stop. Raises UserError 410: something in it is damaged."""
     manifest = read_manifest(folder)
     expected = headers(manifest, range(len(manifest.files)))
-    for index, file in enumerate(manifest.files):
-        reader = ShardReader(folder, manifest.shard(index))
-        try:
-            reader.check_header(expected[index])
-            for _ in reader.read(0, file.size):
-                if stop():
-                    return
-        finally:
-            reader.close()
+    with doing(f"verifying {folder}", len(manifest.files)) as progress:
+        for index, file in enumerate(manifest.files):
+            reader = ShardReader(folder, manifest.shard(index))
+            try:
+                reader.check_header(expected[index])
+                for _ in reader.read(0, file.size):
+                    if stop():
+                        return
+                progress.advance()
+            finally:
+                reader.close()
 
 
 def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callable[[], bool] = lambda: False) -> None:

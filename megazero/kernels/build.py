@@ -1,11 +1,14 @@
 """From C++ or CUDA source to a shared library, once per machine: the only builder.
 
-The library's name is a hash of everything it depends on (sources, flags, compiler, torch), so a stale one is never
-loaded and nothing needs cleaning; what is loaded is checked against the hash of its own content too (`cache.py`).
-Many ranks may start at once: one compiles under a file lock while the others wait, and the finished library appears by
-a rename, so a half-written one is never loaded either. It lives in the user's cache folder (XDG_CACHE_HOME, else
-~/.cache), with what the compiler said beside it: nvcc's is the report of the resources that each kernel takes
-(`ptxas`).
+The library's name is a hash of what decides its code (sources, flags, compiler, torch, machine), so a stale one is
+never loaded and nothing needs cleaning. Where torch and the compiler lie does not decide it: two environments with the
+same torch share one library. Nor does it carry a path to torch's libraries: these are loaded before it and the loader
+knows them by their names, and the path would be of an environment that may be gone.
+
+What is loaded is checked against the hash of its own content too (`cache.py`). Many ranks may start at once: one
+compiles under a file lock while the others wait, and the finished library appears by a rename, so a half-written one is
+never loaded either. It lives in the user's cache folder (XDG_CACHE_HOME, else ~/.cache), with what the compiler said
+beside it: nvcc's is the report of the resources that each kernel takes (`ptxas`).
 """
 
 import fcntl
@@ -23,15 +26,16 @@ import torch
 import xxhash
 
 from megazero.files import flush_file
+from megazero.heartbeat import doing
 from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, seal
+from megazero.kernels.compiler import compile_with
 from megazero.reading import read_file
 
 _LOG = logging.getLogger("megazero")
 _TORCH = Path(torch.__file__).parent
 # The oldest torch whose stable ABI has what the sources use (parallel_for): 2.10.
-_TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}"]
-_TORCH_FLAGS += ["-ltorch_cpu", "-lc10"]
-_RUN_PATH = f"-Wl,-rpath,{_TORCH / 'lib'}"
+_TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-ltorch_cpu", "-lc10"]
+_TORCH_FOLDERS = [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}"]
 _CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 # The runtime is linked in, so that the library loads where there is no CUDA too.
 _CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "-shared", "-cudart=static", "-Xptxas=-v,-warn-spills"]
@@ -62,7 +66,7 @@ def build_cpu(source: Path) -> Path:
     Raises:
         BuildError: no compiler, it failed, or the cache folder cannot be written.
     """
-    return build_library(source, [find_gcc(), *_CPU_FLAGS], [*_TORCH_FLAGS, _RUN_PATH])
+    return build_library(source, [find_gcc(), *_CPU_FLAGS], _TORCH_FLAGS, folders=_TORCH_FOLDERS)
 
 
 def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> Path:
@@ -83,11 +87,17 @@ def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> P
     if unknown := sorted(set(archs) - set(known)):
         raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
-    libraries = [*_TORCH_FLAGS, _CUDA_NEEDS, f"-Xlinker={_RUN_PATH[4:]}"]
-    return build_library(source, [nvcc, *_CUDA_FLAGS, *([] if spills else [_NO_SPILLS]), *targets], libraries)
+    command = [nvcc, *_CUDA_FLAGS, *([] if spills else [_NO_SPILLS]), *targets]
+    return build_library(source, command, [*_TORCH_FLAGS, _CUDA_NEEDS], folders=_TORCH_FOLDERS)
 
 
-def build_library(source: Path, command: Sequence[str], libraries: Sequence[str], headers: Sequence[Path] = ()) -> Path:
+def build_library(
+    source: Path,
+    command: Sequence[str],
+    libraries: Sequence[str],
+    headers: Sequence[Path] = (),
+    folders: Sequence[str] = (),
+) -> Path:
     """The shared library that `command` makes of a source, unless that has been done before.
 
     A cache that can only be read does where the library is in it. Who waited while somebody else's compiler failed is
@@ -97,13 +107,16 @@ def build_library(source: Path, command: Sequence[str], libraries: Sequence[str]
         command: the compiler and its options.
         libraries: options that follow the source.
         headers: what the source includes beside the headers in the folder that has its name.
+        folders: options that only say where what belongs to torch's version lies.
 
     Raises:
         BuildError: the compiler failed, or the cache folder cannot be written.
     """
     version = _said([command[0], "--version"])
     machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
-    parts = [*_texts(source, headers), *command, *libraries, version, torch.__version__, *machine]
+    # A compiler is told by what it says of itself, and torch by its version and the commit that it was built from.
+    made_by = [version, torch.__version__, str(torch.version.git_version)]
+    parts = [*_texts(source, headers), *command[1:], *libraries, *made_by, *machine]
     name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
     folder = _cache_folder()
     library, failed = folder / name, (folder / name).with_suffix(".failed")
@@ -116,7 +129,8 @@ def build_library(source: Path, command: Sequence[str], libraries: Sequence[str]
             if _stamp(failed) not in (None, earlier) and (reason := _reason(failed)):
                 raise BuildError(reason)
             if not is_sealed(library):
-                _compile(source, command, libraries, library, failed)
+                with doing(f"compiling {source.name}"):
+                    _compile(source, command, [*folders, *libraries], library, failed)
     except UntrustedCacheError as error:
         raise BuildError(f"the kernel cache is not used: {error}") from None
     except OSError as error:
@@ -214,7 +228,12 @@ def _reason(failed: Path) -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with open(os.open(path, _LOCK_FLAGS, 0o600), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process dies
+        # Released when the file closes, also when this process dies.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with doing("waiting for another process that compiles the kernels"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -222,11 +241,8 @@ def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], lib
     _LOG.info("compiling %s (%s)", source.name, library.name)
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     try:
-        result = subprocess.run(
-            [*command, str(source), *libraries, "-o", str(unfinished)], capture_output=True, text=True, check=False
-        )
-        said = result.stdout + result.stderr
-        if result.returncode:
+        code, said = compile_with([*command, str(source), *libraries, "-o", str(unfinished)], unfinished)
+        if code:
             errors = [line for line in said.splitlines() if "error" in line or "spill" in line] or ["no message"]
             reason = f"{command[0]} failed on {source.name}: {errors[0][:200]}"
             with suppress(OSError):  # a full disk: the others will see for themselves

@@ -17,6 +17,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from megazero.heartbeat import HEART
 from megazero.observe.metrics import Value
 
 
@@ -64,11 +65,12 @@ class ConsoleSink:
         if self._stream is None:
             return
         try:
-            if self._live is not None:
-                self._live.show(int(_number(row, "step")), self._short(row, left))
-            else:
-                self._stream.write(self._long(row, left) + "\n")
-                self._stream.flush()
+            with HEART.aside():
+                if self._live is not None:
+                    self._live.show(int(_number(row, "step")), self._short(row, left))
+                else:
+                    self._stream.write(self._long(row, left) + "\n")
+                    self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream object itself was closed
             self._fall_silent()
             raise OSError(f"standard output is gone ({error})") from error
@@ -128,7 +130,7 @@ class _Terminal(Console):
 
 
 class _Live:
-    """The live line. Redrawn only when a row comes: no thread of its own beside the training loop."""
+    """The live line, redrawn when a row comes, and by the heartbeat where the next one is long in coming."""
 
     def __init__(self, total_steps: int, stream: TextIO):
         self._progress = Progress(
@@ -138,16 +140,26 @@ class _Live:
             auto_refresh=False,
         )
         self._task: TaskID | None = None
+        self._text = ""
         self._total = total_steps
 
     def show(self, step: int, text: str) -> None:
         if self._task is None:
             self._progress.start()
             self._task = self._progress.add_task(text, total=self._total)
+            HEART.show_on(self._beat)
+        self._text = text
         self._progress.update(self._task, completed=step, description=text, refresh=True)
 
     def stop(self) -> None:
+        HEART.show_on(None)
+        if self._task is not None:
+            self._progress.update(self._task, description=self._text)
         self._progress.stop()
+
+    def _beat(self, words: str) -> None:
+        assert self._task is not None, "shown before"
+        self._progress.update(self._task, description=f"{self._text}  {words}", refresh=True)
 
 
 def _number(row: Mapping[str, Value], key: str) -> float:

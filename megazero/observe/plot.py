@@ -1,23 +1,27 @@
 """The loss curve of a run, as a picture.
 
-The training loss of single batches is noise around a trend: it is drawn thin, with its mean on top. Row i's mean is
-over the rows i - w .. i + w: a mean of the past alone would lag behind a falling loss and show it too high. w is
-HALF_WIDTH of all rows and shrinks towards both ends, so that the window stays centred and the line starts and ends on
-the data. Validation losses are points: few, and each one a measurement.
+The training loss of single batches is noise around a trend: it is drawn thin, with its trend on top. The trend at a
+step is the value there of the straight line that fits the rows around it best (local linear regression with tricube
+weights: Cleveland 1979, "Robust locally weighted regression and smoothing scatterplots"), always as many rows, WIDTH of
+all and at least LEAST. A mean would lag behind a falling loss where the rows lie to one side only; a window that
+shrinks towards the ends would end on the noise of the last batch. A line has neither fault, so both ends mean what the
+middle means. Validation losses are joined points: few, and each one a measurement.
 
 matplotlib is used through its object interface, on the Agg canvas: no display, no shared state with a caller's plots.
 """
 
 import io
 import math
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megazero.files import replace_file
 
-HALF_WIDTH = 0.02  # of the rows: in a run of 1,000 rows, a mean over 41
+WIDTH, LEAST = 0.1, 15  # of the rows, and in rows: the window of the trend
+POINTS = 1000  # that the trend is drawn through, at most
 TRAIN, TREND, VALID = "#9db7d5", "#1f4e8c", "#d1495b"
 
 
@@ -43,9 +47,9 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
         steps = [step for step, _ in train]
         losses = [loss for _, loss in train]
         axes.plot(steps, losses, color=TRAIN, linewidth=0.8, marker="o" if len(train) == 1 else "", label="training")
-        axes.plot(steps, centred_mean(losses), color=TREND, linewidth=1.8, label="training, mean")
+        axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label="training, trend")
     if valid:
-        axes.plot(*zip(*valid, strict=True), "o", color=VALID, markersize=5, label="validation")
+        axes.plot(*zip(*valid, strict=True), "o-", color=VALID, linewidth=1, markersize=4, label="validation")
         step, loss = valid[-1]
         axes.annotate(f"{loss:.3f}", (step, loss), (0, 7), textcoords="offset points", ha="right", color=VALID)
     axes.set_xlabel("step")
@@ -63,16 +67,27 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     replace_file(path, image.getvalue())
 
 
-def centred_mean(values: list[float]) -> list[float]:
-    """Mean of each value and its neighbours, equally many on both sides: at most HALF_WIDTH of all values each."""
-    widest = int(HALF_WIDTH * len(values))
-    sums = [0.0, *accumulate(values)]
-    means = []
-    for place in range(len(values)):
-        width = min(widest, place, len(values) - 1 - place)
-        first, end = place - width, place + width + 1
-        means.append((sums[end] - sums[first]) / (end - first))
-    return means
+def trend(steps: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return steps, and at each the value of the line that fits the rows around it best.
+
+    Args:
+        steps: ascending; as many as losses. Fewer than LEAST are given back as they are.
+    """
+    if len(steps) < LEAST:
+        return list(steps), list(losses)
+    x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
+    width = max(LEAST, round(WIDTH * len(x)))
+    places = np.unique(np.linspace(0, len(x) - 1, min(POINTS, len(x))).round().astype(int))
+    return x[places].tolist(), [_line_at(x, y, int(place), width) for place in places]
+
+
+def _line_at(x: np.ndarray, y: np.ndarray, place: int, width: int) -> float:
+    first = min(max(place - width // 2, 0), len(x) - width)  # as many rows at the ends as in the middle
+    near, values = x[first : first + width] - x[place], y[first : first + width]
+    weights = (1 - (np.abs(near) / (1.001 * np.abs(near).max())) ** 3) ** 3
+    mean, height = np.average(near, weights=weights), np.average(values, weights=weights)
+    slope = (weights * (near - mean) * (values - height)).sum() / (weights * (near - mean) ** 2).sum()
+    return float(height - slope * mean)
 
 
 def _points(rows: list[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:

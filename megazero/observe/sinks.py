@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megazero.errors import one_line
+from megazero.heartbeat import HEART
 from megazero.observe.metrics import Value
 
 
@@ -70,6 +71,7 @@ def say(text: str) -> None:
     line = one_line(text)
     try:
         if sys.stderr is not None:
-            print(line, file=sys.stderr, flush=True)
+            with HEART.aside():
+                print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         return

@@ -34,11 +34,11 @@ SEAT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over e
 assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
 assert _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
 
-# Phases before the first step: meeting the others; having a folder.
-START, BUILD = "start", "build"
+# Phases before the first step: meeting the others; having a folder; what is built trains.
+START, BUILD, TRAIN = "start", "build", "train"
 
 # States of a rank.
-EMPTY, RUNNING, FAILED, STUCK, DONE = range(5)
+EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,15 @@ class Seat:
     def step(self) -> int:
         """As told to `now`; 0 before the first."""
         return _HEAD.unpack_from(self._memory, self._at)[3]
+
+    @property
+    def phase(self) -> str:
+        """As told to `now`."""
+        return _text(_HEAD.unpack_from(self._memory, self._at)[4])
+
+    @property
+    def state(self) -> int:
+        return self._memory[self._at]
 
     @property
     def place(self) -> str:

@@ -5,13 +5,15 @@ it is noted, and raised when that is done. An exception that comes while a libra
 what was noted is not, and the next `check` raises it again.
 """
 
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from megazero.parallel.signals import NOTED, noted
+from megazero.heartbeat import HEART
+from megazero.parallel.signals import NOTED, REQUEUE, noted, stopped_by
 
 
 class Interrupted(BaseException):
@@ -74,3 +76,28 @@ class Interruption:
     def _note(self, number: int) -> None:
         if self._number is None:
             self._number = number
+
+
+@contextmanager
+def ended_at_once(*, speaks: bool) -> Iterator[None]:
+    """Let a signal end this process where it is, a run that has nothing yet: neither a folder nor other ranks.
+
+    An exception would not do: while a library is imported it may be lost, or come out as another one.
+
+    Args:
+        speaks: say that on standard output.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        HEART.end()
+        if speaks:
+            with suppress(OSError):
+                os.write(1, f"{stopped_by(number)} before the first step, nothing to save\n".encode())
+        os._exit(REQUEUE)
+
+    before = {number: signal.signal(number, end) for number in noted()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

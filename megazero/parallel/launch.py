@@ -1,4 +1,4 @@
-"""Where a process stands in the world: the only file that reads the environment.
+"""Where a process stands in the world: the only file that reads the environment, before torch is imported.
 
 Three ways to start a run, told apart by what they leave in the environment:
 
@@ -13,8 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megazero.errors import UserError
 from megazero.parallel import addresses
@@ -22,6 +21,9 @@ from megazero.parallel.board import Board, Seat
 from megazero.parallel.job_token import Secret
 from megazero.parallel.signals import Signals
 from megazero.parallel.stacks import Stacks
+
+if TYPE_CHECKING:
+    import torch
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -50,8 +52,10 @@ class World:
     shares_gpus: bool = False
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> "torch.device":
         """This rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
+        import torch
+
         if not torch.cuda.is_available():
             return torch.device("cpu")
         gpus = torch.cuda.device_count()
@@ -126,6 +130,8 @@ def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bo
     Raises:
         UserError: 106, more ranks than GPUs.
     """
+    import torch
+
     gpus = torch.cuda.device_count()
     if asked and gpus and asked > gpus and not shares_gpus:
         what = f"expected --nproc <= {gpus} GPUs, got {asked}"
@@ -140,6 +146,8 @@ def check_gpus(world: World) -> None:
     Raises:
         UserError: 106, more ranks than GPUs.
     """
+    import torch
+
     gpus = torch.cuda.device_count()
     if world.shares_gpus or not gpus:
         return

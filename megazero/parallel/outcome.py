@@ -12,11 +12,13 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from megazero.errors import UserError
+from megazero.heartbeat import HEART
 from megazero.parallel.agreement import FailedElsewhere
-from megazero.parallel.board import DONE, FAILED, STUCK, Board, Standing
+from megazero.parallel.board import DONE, FAILED, STOPPED, STUCK, Board, Standing
 from megazero.parallel.collectives import CollectiveError
 from megazero.parallel.diagnosis import stuck
 from megazero.parallel.launch import Place
+from megazero.parallel.signals import REQUEUE, StoppedEarly
 from megazero.parallel.stacks import ask_for_stacks
 
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
@@ -37,6 +39,9 @@ def outcome(main: Callable[[], int | None], place: Place) -> int:
     except UserError as error:
         seat.set_state(FAILED, str(error.located(rank, seat.step or None, seat.place)))
         return error.exit_code
+    except StoppedEarly as stop:
+        seat.set_state(STOPPED, str(int(stop.number)))
+        return REQUEUE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException:
@@ -62,7 +67,8 @@ def say_why(place: Place) -> None:
     own = standings[rank]
     line = _line(standings, own)
     if line and all(_line(standings, other) != line for other in standings[:rank]):
-        print(line, file=sys.stderr, flush=True)
+        with HEART.aside():
+            print(line, file=sys.stderr, flush=True)
 
 
 def first_here(standings: Sequence[Standing]) -> int | None:

@@ -19,16 +19,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megazero.parallel.board import DONE, STUCK, Board, Standing
+from megazero.heartbeat import HEART
+from megazero.parallel.board import BUILD, DONE, START, STOPPED, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
 from megazero.parallel.launch import Place, World, threads_for
 from megazero.parallel.outcome import outcome
 from megazero.parallel.scratch import scratch_folder
-from megazero.parallel.signals import NOTED, TWICE, noted
+from megazero.parallel.signals import NOTED, REQUEUE, TWICE, noted
 from megazero.parallel.stacks import ask_for_stacks
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
+_EARLY = 0.5  # seconds that ranks have to end by themselves when a signal comes before the first step
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
@@ -39,6 +41,7 @@ class _Ranks:
     pids: dict[int, int]
     ended: dict[int, int] = field(default_factory=dict)
     signalled: int | None = None
+    since: float = math.inf  # when the first signal was passed on
     interrupted: float = math.inf  # when the first SIGINT came
     impatient: bool = False
 
@@ -61,6 +64,7 @@ class _Ranks:
             self.impatient = now - self.interrupted > TWICE
             self.interrupted = min(self.interrupted, now)
         self.signalled = number
+        self.since = min(self.since, now)
         self.send(signal.SIGKILL if self.impatient else number)
 
 
@@ -69,7 +73,7 @@ def run_local(
     main: Callable[[Place], int | None],
     clean_up: Callable[[Sequence[Standing], str], None],
     *,
-    notes_signals: bool = False,
+    stopped: Callable[[int, Sequence[Standing]], int] | None = None,
     shares_gpus: bool = False,
     signalled: Callable[[int], object] = lambda number: None,
 ) -> int:
@@ -80,10 +84,13 @@ def run_local(
 
     Args:
         clean_up: called after a failure with where all ranks were and the line, once none of them is left.
-        notes_signals: `main` looks at its place's signals, and ends when it is asked to; else a signal ends it.
+        stopped: given, `main` looks at its place's signals, and ends when it is asked to; rank 0 has the heartbeat.
+            Called with the signal and where all ranks were when it came before `main` trained, once none of them is
+            left; returns the exit code, and may raise. None: a signal ends `main`, and the heartbeat stays here.
         shares_gpus: see `World`.
         signalled: told of a signal that was passed on, however the ranks ended, when none is left; may raise.
     """
+    HEART.pause()
     sys.stdout.flush()
     sys.stderr.flush()
     board = Board.private(size)
@@ -99,10 +106,13 @@ def run_local(
                 pid = os.fork()
                 if not pid:
                     place = Place(World(rank, size, rank, "local", shares_gpus), board.seat(rank), store)
-                    _be(place, main, parent, notes_signals)
+                    _be(place, main, parent, notes_signals=stopped is not None)
                 ranks.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
-            code, line = _watch(ranks, board)
+            if stopped is None:
+                HEART.resume()
+            early = _watch(ranks, board, early=stopped is not None)
+            code, line = (REQUEUE, "") if early else _verdict(ranks, board)
         finally:
             ranks.send(signal.SIGKILL)
             while ranks.pids:
@@ -110,6 +120,8 @@ def run_local(
                 time.sleep(_POLL if ranks.pids else 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if early and stopped is not None and ranks.signalled is not None:
+            return stopped(ranks.signalled, board.read_all())
         if ranks.signalled is not None:
             signalled(ranks.signalled)
         if line:
@@ -118,7 +130,7 @@ def run_local(
         return code
 
 
-def _be(place: Place, main: Callable[[Place], int | None], parent: int, notes_signals: bool) -> None:
+def _be(place: Place, main: Callable[[Place], int | None], parent: int, *, notes_signals: bool) -> None:
     """The life of a rank's process; does not return."""
     code = 1
     try:
@@ -128,17 +140,26 @@ def _be(place: Place, main: Callable[[Place], int | None], parent: int, notes_si
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         if notes_signals:
             place.signals.note()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
         place.seat.take()
         threads = threads_for(place.world.size)
         if threads is not None:
             torch.set_num_threads(threads)
-        code = outcome(lambda: main(place), place)
+        code = outcome(lambda: _unblocked(main, place, speaks=notes_signals and place.world.rank == 0), place)
+        HEART.end()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # nobody reads
                 stream.flush()
     finally:
         os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
+
+
+def _unblocked(main: Callable[[Place], int | None], place: Place, *, speaks: bool) -> int | None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)  # from here on one that comes is this rank's outcome
+    if speaks:
+        HEART.resume()
+    else:
+        HEART.end()
+    return main(place)
 
 
 def _die_with(parent: int) -> None:
@@ -156,11 +177,20 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _watch(ranks: _Ranks, board: Board) -> tuple[int, str]:
-    """Waits for all ranks, or for the first failure and what the others have to say about it."""
+def _watch(ranks: _Ranks, board: Board, *, early: bool) -> bool:
+    """Wait for all ranks, or for the first failure and what the others have to say about it.
+
+    Args:
+        early: look whether a signal ends the ranks before they train.
+
+    Returns:
+        True if one does.
+    """
     first: float | None = None
     while ranks.pids:
         ranks.look()
+        if early and _ends_early(ranks, board):
+            return True
         failed = [rank for rank in ranks.ended if board.read(rank).state != DONE]
         if failed and first is None:
             first = time.monotonic()
@@ -169,7 +199,30 @@ def _watch(ranks: _Ranks, board: Board) -> tuple[int, str]:
             if known or time.monotonic() - first > _GRACE:
                 break
         time.sleep(_POLL)
-    return _verdict(ranks, board)
+    return early and _ends_early(ranks, board)
+
+
+def _ends_early(ranks: _Ranks, board: Board) -> bool:
+    """Return whether a signal has come before the ranks train, to this process or to a rank, and they have had time.
+
+    One rank may have got it, the others wait for that rank where no signal reaches them (in a library), or build
+    something large: they are told too, and not waited for longer than a moment.
+    """
+    standings = board.read_all()
+    stopped = any(standing.state == STOPPED for standing in standings)
+    if stopped and ranks.signalled is None:
+        ranks.pass_on(signal.SIGTERM if (number := _signal_of(standings)) is None else number, None)
+    if ranks.signalled is None or ranks.impatient:
+        return False
+    waited = not ranks.pids or time.monotonic() - ranks.since > _EARLY
+    builds = all(standing.phase in ("", START, BUILD) for standing in standings if standing.rank in ranks.pids)
+    return waited and (stopped or (builds and bool(ranks.pids)))
+
+
+def _signal_of(standings: Sequence[Standing]) -> int | None:
+    """Return which signal a rank says that has stopped it."""
+    said = next((standing.message for standing in standings if standing.state == STOPPED), "")
+    return int(said) if said.isdecimal() else None
 
 
 def _verdict(ranks: _Ranks, board: Board) -> tuple[int, str]:

@@ -93,6 +93,11 @@ class Pipeline:
         self._feed, self._look = feed, look
         self._run(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, now, between)
 
+    def num_passes(self, micro_batches: int) -> int:
+        """Return how many passes of a step this rank has, which are as many as `now` is told of."""
+        schedule = self._lowered(self._training, micro_batches, lambda schedule: schedule)
+        return sum(action.kind in _WORDS for action in schedule.ranks[self._rank])
+
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], Feed]) -> list[Tensor]:
         """Token losses of every batch where the last stage is, nothing elsewhere."""

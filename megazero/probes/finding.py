@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megazero.heartbeat import doing
+
 State = Literal["there", "absent", "missing", "unknown"]
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -42,7 +44,8 @@ def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool =
     """
     found: list[Finding] = []
     try:
-        found.extend(probe())
+        with doing(f"looking at: {name}"):
+            found.extend(probe())
     except Exception as error:  # odd machines raise what they like, and the other probes go on
         found.append(Finding(name, reason(error), "missing" if needed else "unknown"))
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import train_tokenizer
+from tests.quiet import without_heartbeat
 
 REPOSITORY = Path(__file__).parent.parent.parent
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,7 +30,9 @@ def command(tmp_path: Path) -> Command:
 
     def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, REPOSITORY / f"data_tools/{name}.py", *map(str, arguments)]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done.stderr = without_heartbeat(done.stderr)
+        return done
 
     return run
 

@@ -17,6 +17,7 @@ from data_tools import preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import Tokenizer
 from tests.processes import alive, children, until, until_gone
+from tests.quiet import without_heartbeat
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -133,7 +134,7 @@ def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
         wait_for_tokens(tmp_path)
         workers = children_of(child.pid)
         os.kill(workers[0], signal.SIGKILL)
-        _, stderr = child.communicate()
+        stderr = without_heartbeat(child.communicate()[1])
     assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
     until_gone(workers)
@@ -152,14 +153,14 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
         os.killpg(child.pid, signal.SIGINT)
         stdout, stderr = child.communicate()
     assert child.returncode == 130 and stdout == ""
-    assert stderr == "preprocess.py: interrupted, no half file is left\n"
+    assert without_heartbeat(stderr) == "preprocess.py: interrupted, no half file is left\n"
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_refused_write_is_one_line(tmp_path: Path, model: Path):
     """The operating system itself refuses: a limit on the size of the files that the command writes."""
     with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:
-        _, stderr = child.communicate()
+        stderr = without_heartbeat(child.communicate()[1])
     assert child.returncode == 1 and stderr.startswith("MZ-208 out/x.bin: cannot be written: File too large"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
 

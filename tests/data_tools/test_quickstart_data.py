@@ -13,7 +13,13 @@ from scripts import quickstart_data
 @pytest.fixture
 def few_sources(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    sources = [root / "argparse.py", root / "textwrap.py", root / "encodings/cp037.py", root / "none.py"]
+    sources = [
+        root / "argparse.py",
+        root / "textwrap.py",
+        root / "string.py",
+        root / "none.py",
+        root / "html/entities.py",
+    ]
     monkeypatch.setattr(quickstart_data, "VOCAB", 500)
     monkeypatch.setattr(quickstart_data, "_sources", lambda: iter(sources))
     return sources[:3]
@@ -30,7 +36,7 @@ def make(folder: Path) -> set[str]:
     return {name for name, *_ in stamps() - before}
 
 
-EVERYTHING = {"corpus.jsonl", "tokenizer.model", "train.bin", "train.idx"}
+EVERYTHING = {"corpus.jsonl", "recipe.txt", "tokenizer.model", "train.bin", "train.idx"}
 
 
 def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
@@ -48,11 +54,32 @@ def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
     assert make(folder) == EVERYTHING
 
 
+def test_a_folder_of_another_recipe_is_made_again(few_sources: list[Path], tmp_path: Path):
+    """As an earlier version has left it: whole, of another text, and without a word of how it was chosen."""
+    make(tmp_path)
+    (tmp_path / "recipe.txt").unlink()
+    assert make(tmp_path) == EVERYTHING
+    (tmp_path / "recipe.txt").write_text("1: everything")
+    assert make(tmp_path) == EVERYTHING and make(tmp_path) == set()
+
+
+def test_tables_are_no_part_of_the_corpus():
+    root = Path(sysconfig.get_path("stdlib"))
+    tables = [root / "html/entities.py", root / "encodings/cp037.py", root / "encodings/mac_arabic.py"]
+    assert all(quickstart_data.is_table(path.read_text()) for path in tables)
+    code = [root / name for name in ("argparse.py", "typing.py", "turtle.py", "encodings/utf_8.py", "opcode.py")]
+    assert not any(quickstart_data.is_table(path.read_text()) for path in code)
+    assert not any("pydoc_data" in path.parts for path in quickstart_data._sources())
+
+
 def test_failure_of_a_step_is_the_failure_of_the_script(few_sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quickstart_data, "VOCAB", 100)
     with pytest.raises(SystemExit) as caught:
         quickstart_data.main(["--output", str(tmp_path / "x")])
-    assert caught.value.code == 1 and [path.name for path in (tmp_path / "x").iterdir()] == ["corpus.jsonl"]
+    assert caught.value.code == 1 and sorted(path.name for path in (tmp_path / "x").iterdir()) == [
+        "corpus.jsonl",
+        "recipe.txt",
+    ]
 
 
 @pytest.mark.full

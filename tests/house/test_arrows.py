@@ -12,12 +12,15 @@ from tests.house.source import FOLDERS, Source, imports, project
 
 EVERYTHING = None
 
-# A room (or top-level module) and what of ours it may import; everyone may import `errors`, `files` and `reading`.
+# What everyone may import of ours, and a room (or top-level module) beside it.
+COMMON = {"errors", "files", "reading", "heartbeat"}
 MAY_IMPORT: dict[str, set[str] | None] = {
     "errors": set(),
     "files": set(),
     "reading": set(),
+    "heartbeat": set(),
     "learning_rate": set(),
+    "answers": {"schedules"},
     "run_lock": set(),
     "early_stops": set(),
     "run_folder": {"run_lock", "early_stops"},
@@ -46,6 +49,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "validation": {"data", "parallel"},
     "stopping": {"parallel"},
     "resuming": {"checkpoint", "observe", "parallel", "run_folder"},
+    "run_log": {"observe", "run_folder"},
     "folder_watch": {"run_folder", "run_lock"},
     "ledger_file": {"observe", "parallel", "run_folder", "run_lock"},
     "trainer": {
@@ -201,7 +205,7 @@ def allowed(room: str, target: str) -> bool:
     may = MAY_IMPORT[room]
     if may is EVERYTHING or not inside:  # the bare package holds the version only
         return True
-    return any(inside == name or inside.startswith(f"{name}.") for name in {room, "errors", "files", "reading", *may})
+    return any(inside == name or inside.startswith(f"{name}.") for name in {room, *COMMON, *may})
 
 
 def circle(sources: list[Source]) -> list[str]:

@@ -1,0 +1,94 @@
+"""SentencePiece's trainer, in a process of its own.
+
+The library trains for seconds to minutes in one call, and a signal's handler runs when that returns: Ctrl-C would wait
+for it. So it runs in a child, which is killed when this process stops waiting, and ends when this process does.
+"""
+
+import io
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import sentencepiece
+
+from megazero.data.tokenizer import SPACE_MARK
+
+SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
+
+
+class TrainingError(Exception):
+    """The library's complaint, or how its process ended."""
+
+
+def train_apart(sample: list[str], vocab: int) -> bytes:
+    """Return the model of a vocabulary. Raises TrainingError."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_be, args=(theirs, sample, vocab), daemon=True)
+    # A new process inherits that Ctrl-C, which a terminal sends to it too, is held back: this one ends it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        child.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    try:
+        model, complaint = ours.recv()
+    except EOFError:
+        raise TrainingError("its process died (killed, or out of memory)") from None
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+    if complaint:
+        raise TrainingError(complaint)
+    return model
+
+
+def _be(to: Connection, sample: list[str], vocab: int) -> None:
+    """The life of the child."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        to.send((_train(sample, vocab), ""))
+    except RuntimeError as error:
+        to.send((b"", str(error) or "no message"))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child only"
+    parent.join()
+    os._exit(1)
+
+
+def _sentences(sample: list[str]) -> Iterator[str]:
+    """Lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
+    size = SENTENCE_BYTES // 4
+    for text in sample:
+        for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL
+            yield from (line[start : start + size] for start in range(0, len(line), size))
+
+
+def _train(sample: list[str], vocab: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=_sentences(sample),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["\n", "\t"],
+        split_digits=True,
+        character_coverage=0.9999,
+        required_chars=SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
+        max_sentence_length=SENTENCE_BYTES,
+        minloglevel=2,  # errors only
+    )
+    return model.getvalue()

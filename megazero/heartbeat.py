@@ -1,0 +1,228 @@
+"""The heartbeat: nothing is silent for more than two seconds.
+
+Whatever may take longer says what it is with `doing`; one thread looks every quarter of a second, and when nothing has
+been written for a while it writes what is being done:
+
+    compiling the CPU kernels  12 s                      a terminal: one line, redrawn every second, cleared afterwards
+    compiling the CPU kernels............ 12 s           anywhere else: the words once, then a dot a second
+    step 3 forward..backward....update. 8 s              a step says its phases on one line
+    validating.......... 40/120.......... 80/120 25 s    and now and then how far it is
+
+There is one heartbeat for a process, `HEART`, as there is one standard output, and it is reached from everywhere as a
+logger is: what a process is doing belongs to the process, and handing it through every constructor between a command
+and a compiler would put it into forty signatures. It is silent until `begin`, which only commands call, and only on
+rank 0. Whoever else writes does so inside `aside`, so that lines do not tear each other. No torch is needed here, for
+its import is among what takes long.
+"""
+
+import atexit
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TextIO
+
+FIRST = 0.6  # seconds of silence before the words: within the first second, with some room for a busy machine
+SECOND = 1.0  # between dots
+_LOOK = 0.2
+_WIDTH = 100  # characters of a line with dots before it is ended
+_PROGRESS_EVERY = 10  # dots
+
+
+@dataclass(eq=False)
+class Doing:
+    """Something that takes long.
+
+    Attributes:
+        what: as one says it: "validating".
+        detail: a part of it; one line tells several.
+        done, total: how far it is, where that is known.
+    """
+
+    what: str
+    detail: str = ""
+    done: int = 0
+    total: int | None = None
+    began: float = 0.0
+
+    def advance(self, count: int = 1) -> None:
+        """So much more of it is done."""
+        self.done += count
+
+    @property
+    def progress(self) -> str:
+        return f" {self.done:,}/{self.total:,}" if self.total else ""
+
+
+class Heartbeat:
+    """Writes what is being done when nothing else is written. Silent until `begin`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._lock = clock, threading.RLock()
+        self._stream: TextIO | None = None
+        self._redraws = False
+        self._live: Callable[[str], object] | None = None
+        self._doing: list[Doing] = []
+        self._wrote = 0.0
+        self._open: Doing | None = None  # whose line has no end yet
+        self._detail, self._length, self._dots = "", 0, 0
+        self._promised = ""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, stream: TextIO | None, what: str) -> None:
+        """Speak from here on.
+
+        Args:
+            stream: where to; None (it was closed before the start): stay silent.
+            what: is being done as long as nothing else is said.
+        """
+        self._stream = stream
+        self._redraws = stream is not None and stream.isatty()
+        self._wrote = self._clock()
+        self._doing = [Doing(what, began=self._wrote)]
+        atexit.register(self.end)
+        self.resume()
+
+    def end(self) -> None:
+        """Say nothing any more."""
+        self.pause()
+        self._stream = None
+
+    def pause(self) -> None:
+        """Finish the line and end the thread: before a fork, which copies no threads and would copy a taken lock."""
+        thread, self._thread = self._thread, None
+        self._stop.set()
+        if thread is not None:
+            thread.join()
+        with self._lock:
+            self._close()
+
+    def resume(self) -> None:
+        """Start the thread, if there is anywhere to write to."""
+        if self._stream is None or self._thread is not None:
+            return
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        # Inherited: a signal that the main thread holds back must not be taken here instead.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @contextmanager
+    def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
+        """Around something that may take long; yields what counts how much of it is done."""
+        entry = Doing(what, total=total, began=self._clock())
+        self._doing.append(entry)
+        try:
+            yield entry
+        finally:
+            if entry in self._doing:  # `begin` forgets all
+                self._doing.remove(entry)
+
+    def now(self, what: str, detail: str) -> None:
+        """What the process does from here on, until it says something else."""
+        base = self._doing[0] if self._doing else None
+        if base is None or base.what != what:
+            base = Doing(what, began=self._clock())
+            self._doing[:1] = [base]
+        base.detail = detail
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around writing of others: the line that is open ends first, and none begins in between."""
+        with self._lock:
+            self._close()
+            try:
+                yield
+            finally:
+                self._wrote = self._clock()
+
+    def say(self, text: str) -> None:
+        """Write a line at the next beat; for a handler of signals, which may not write itself."""
+        self._promised = text
+
+    def show_on(self, live: Callable[[str], object] | None) -> None:
+        """A line that somebody else redraws takes the words; None: no longer."""
+        with self._lock:
+            self._close()
+            self._live = live
+
+    def tick(self) -> None:
+        """Write if it is time to."""
+        with self._lock:
+            if self._stream is None:
+                return
+            now = self._clock()
+            if self._promised and self._live is None:
+                self._close()
+                self._write(self._promised + "\n", now)
+                self._promised = ""
+            if not self._doing or now - self._wrote < (SECOND if self._open else FIRST):
+                return
+            current = self._doing[-1]
+            if self._live is not None or self._redraws:
+                self._redraw(current, now)
+            else:
+                self._dot(current, now)
+
+    def _redraw(self, current: Doing, now: float) -> None:
+        words = f"{current.what} {current.detail}".rstrip() + f"{current.progress}  {now - current.began:.0f} s"
+        self._open = current
+        if self._live is not None:
+            self._wrote = now
+            self._live(self._promised or words)
+            return
+        self._write(f"\r\x1b[2K{words[: self._columns() - 1]}", now)
+
+    def _dot(self, current: Doing, now: float) -> None:
+        if self._open is not None and (self._open is not current or self._length > _WIDTH):
+            self._close()
+        if self._open is None:
+            self._open, self._detail, self._dots = current, current.detail, 0
+            self._length = self._write(f"{current.what} {current.detail}".rstrip(), now)
+        elif current.detail != self._detail:
+            self._detail = current.detail
+            self._length += self._write(f" {self._detail}", now)
+        else:
+            self._dots += 1
+            self._length += self._write(".", now)
+            if current.total and self._dots % _PROGRESS_EVERY == 0:
+                self._length += self._write(current.progress, now)
+
+    def _close(self) -> None:
+        """End the line that is open."""
+        ended, self._open = self._open, None
+        if ended is None or self._live is not None:
+            return
+        now = self._clock()
+        self._write("\r\x1b[2K" if self._redraws else f"{ended.progress} {now - ended.began:.0f} s\n", now)
+
+    def _write(self, text: str, now: float) -> int:
+        """Write and return how much; whoever does not read any more is not written to again."""
+        self._wrote = now
+        try:
+            if self._stream is not None:
+                self._stream.write(text)
+                self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None
+        return len(text)
+
+    def _columns(self) -> int:
+        with suppress(OSError, ValueError, AttributeError):
+            return max(20, os.get_terminal_size(self._stream.fileno()).columns)  # type: ignore[union-attr]
+        return 80
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_LOOK):
+            self.tick()
+
+
+HEART = Heartbeat()
+doing = HEART.doing
