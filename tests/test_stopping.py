@@ -138,7 +138,8 @@ def test_a_second_interruption_leaves_at_once(tiny_data: TinyData, tmp_path: Pat
     with training(tiny_data, run, *long, *ranks) as process:
         said = ""
         while " forward" not in said:  # the heartbeat's line has no end as long as the step goes on
-            assert (more := stream(process.stdout).read(1)), said
+            more = stream(process.stdout).read(1)
+            assert more, said
             said += more
         family = [process.pid, *children(process.pid)]
         interrupt_twice(process)
