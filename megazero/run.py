@@ -33,7 +33,7 @@ from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, Board, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
-from megazero.parallel.launch import Place, World, check_gpus, job_id, local_size, world_from_environment
+from megazero.parallel.launch import Place, World, check_gpus, job_id, job_output, local_size, world_from_environment
 from megazero.parallel.lobby import together
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
@@ -238,8 +238,19 @@ def _begin_files(
     """Remove what an earlier job has written beyond the step to go on from, and return the row that it owes."""
     check_space(config, about, site.folder.checkpoints)
     dump(config, site.folder.config)
+    _keep_output(site.folder)
     due = found is not None and validates(found.step)
     return owed_row(site.folder.metrics, found, own=site.job.own, validates=due, warn=warn)
+
+
+def _keep_output(folder: RunFolder) -> None:
+    """Give a batch job's output a name in the run's folder; a disk that cannot costs a warning."""
+    output = job_output()
+    if output is not None and output.is_file():
+        try:
+            folder.keep_output(output, job_id())
+        except OSError as error:
+            warn(f"the job's output stays in {output} alone: {error.strerror}")
 
 
 def _draw(folder: RunFolder) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from megazero.parallel.board import DONE, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
-from megazero.parallel.launch import Place, World, threads_for
+from megazero.parallel.launch import Place, World, host_name, threads_for
 from megazero.parallel.outcome import outcome
 from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.signals import NOTED, TWICE, noted
@@ -129,7 +129,7 @@ def _be(place: Place, main: Callable[[Place], int | None], parent: int, notes_si
         if notes_signals:
             place.signals.note()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
-        place.seat.take()
+        place.seat.take(host_name())
         threads = threads_for(place.world.size)
         if threads is not None:
             torch.set_num_threads(threads)
