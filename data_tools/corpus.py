@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.errors import UserError
+from megazero.reading import looked_up
 
 PIECE_BYTES = 256 * 1024
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
@@ -49,7 +50,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
         elif path.is_file():
             files.append(path)
         else:
-            raise UserError(211, "no such file or folder", "check --input", where=path)
+            raise UserError(211, f"no such file or folder{looked_up(path)}", "check --input", where=path)
     if not files:
         expected = " ".join(TEXT_SUFFIXES)
         raise UserError(214, f"expected {expected} files, found none", "check --input", where=inputs[0])
