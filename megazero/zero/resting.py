@@ -21,7 +21,7 @@ def resting_table(units: list[Unit], spread: Spread) -> str:
     ):
         here, there = (held[category].now if category in held else 0 for category in (name, f"host_{name}"))
         size, share = here + there, _WORDS[placement].format(size=spread.data.size)
-        lines.append(f"  {name:<11}{share:>6}{size / 1e6:>11,.1f} MB{size / parameters:>7.2f} bytes per parameter")
+        lines.append(f"  {name:<11}{share:>6}{size / 1e6:>10,.1f} MB{size / parameters:>8.2f} bytes per parameter")
         if there:
-            lines.append(f"  {'on the host':<17}{there / 1e6:>11,.1f} MB of these")
+            lines.append(f"  {'on the host':<17}{there / 1e6:>10,.1f} MB of these")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(obstacle() is not None, reason=f"no SLURM here: {obstacle()}"),
 ]
-# A site whose tasks are started through a command; on node2 that command hides a package.
+# A site whose tasks are started through a command; on node2 that command shows an old package.
 SITE = """
 module() { echo "module $*"; }
 module load gcc
@@ -25,7 +25,7 @@ container=(bash "$PWD/container.sh")
 """
 CONTAINER = """
 [ "$OF_THE_SITE" = 1 ] || exit 9
-[ "$SLURMD_NODENAME" = node2 ] && export PYTHONPATH=$PWD/broken
+[ "$SLURMD_NODENAME" = node2 ] && export PYTHONPATH=$PWD/old
 exec "$@"
 """
 
@@ -33,8 +33,9 @@ exec "$@"
 def test_preflight_names_the_node_that_lacks_something(slurm, checkout: Path, tmp_path: Path) -> None:
     (checkout / "scripts/slurm/site.sh").write_text(SITE)
     (checkout / "container.sh").write_text(CONTAINER)
-    (checkout / "broken").mkdir()
-    (checkout / "broken/einops.py").write_text("raise ImportError('no such thing here')")
+    old = checkout / "old/pydantic-1.0.dist-info/METADATA"
+    old.parent.mkdir(parents=True)
+    old.write_text("Metadata-Version: 2.1\nName: pydantic\nVersion: 1.0\n")
     line = ["--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1", "scripts/slurm/preflight.sbatch", tmp_path]
     job = Job(slurm, tmp_path / "preflight.out", line, checkout)
     job.until(job.ended)
@@ -42,17 +43,17 @@ def test_preflight_names_the_node_that_lacks_something(slurm, checkout: Path, tm
     assert job.state() == "FAILED" and job.shown("ExitCode") == "1:0", job.text()
     assert lines[0] == "module load gcc"
     assert [line[:11] for line in lines if line.startswith("node1: ")] == ["node1: ok: "]
-    assert any(line.startswith("node2: missing: einops") for line in lines), job.text()
+    assert any(line.startswith("node2: missing: pydantic (1.0, expected pydantic>=2.10)") for line in lines), job.text()
     assert f"1 of 2 nodes can train; what each said is in preflight-{job.number}" in lines
     found = json.loads((checkout / f"preflight-{job.number}/node2.json").read_text())
-    assert found["missing"] == ["einops"]
+    assert found["missing"] == ["pydantic"]
 
 
 def test_every_task_of_an_array_trains_in_a_folder_of_its_own(
     tiny_data: TinyData, slurm, checkout: Path, tmp_path: Path
 ) -> None:
     options = ("--array=0,4,6", "--gpus-per-node=0", "--cpus-per-task=1")
-    line = [*options, "scripts/slurm/array.sbatch", tiny_data.config, "run.steps=3"]
+    line = [*options, "scripts/slurm/array.sbatch", tiny_data.config, "run.steps=3", "schedule.min_lr=1e-5"]
     job = Job(slurm, tmp_path / "task-%a.out", line, checkout)
     job.until(job.ended)
     said = {task: (tmp_path / f"task-{task}.out").read_text() for task in (0, 4, 6)}
