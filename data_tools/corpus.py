@@ -22,6 +22,7 @@ from typing import BinaryIO
 from megazero.data.atomic import write_atomically
 from megazero.errors import UserError
 from megazero.heartbeat import doing
+from megazero.reading import looked_up
 
 PIECE_BYTES = 256 * 1024
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
@@ -94,7 +95,7 @@ def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) 
         elif path.is_file():
             files.append(path)
         else:
-            raise UserError(211, "no such file or folder", "check --input", where=path)
+            raise UserError(211, f"no such file or folder{looked_up(path)}", "check --input", where=path)
     if not files:
         expected = " ".join(suffixes)
         raise UserError(214, f"expected {expected} files, found none", "check --input and --suffix", where=inputs[0])

@@ -26,9 +26,13 @@ from typing import Any
 
 from megazero import capability
 from megazero.answers import answer, check_picture, fail, flush_output, tell
+from megazero.command_line import OVERRIDES
+from megazero.command_line import Parser as _Parser
+from megazero.command_line import at_least as _at_least
 from megazero.errors import UserError, of_system
 from megazero.heartbeat import HEART, doing
 from megazero.parallel.interruption import Interrupted, Interruption, ended_at_once
+from megazero.terminal import width
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -101,7 +105,7 @@ def _explain(options: argparse.Namespace) -> int:
         raise UserError(108, f"{given[0]} changes a config", "give --config", where="explain")
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
-    answer(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown))
+    answer(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown, width()))
     return 0
 
 
@@ -128,7 +132,7 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
     with doing("loading torch"):
-        from megazero.certify import as_json, certify, layouts_of, sample_of, table
+        from megazero.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
 
     interruption.check()
     if options.plant or options.fault:
@@ -142,8 +146,8 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
         tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
-    found = as_json(rows, config, options.steps)
-    answer(json.dumps(found, indent=1) if options.json else table(rows, config, options.steps))
+    found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
+    answer(json.dumps(found, indent=1) if options.json else shape(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0
 
 
@@ -183,17 +187,22 @@ def _schedule(options: argparse.Namespace) -> int:
                 draw(schedule, timeline, options.draw)
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="schedule") from None
-    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found, width(), every=options.all))
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
     from megazero.config_file import load, refuse_unbuilt
     from megazero.machine_file import machine_of
+    from megazero.plan.machines import MACHINES
     from megazero.planning import as_json, find, plan, search_as_json
     from megazero.planning_report import as_text, draw, search_as_text
 
-    config, machine = load(options.config, options.overrides), machine_of(options.hardware)
+    config = load(options.config, options.overrides)
+    if options.hardware is None:
+        what = f"--hardware is missing; known are {', '.join(MACHINES)}"
+        raise UserError(100, what, "or give a file of `megazero doctor --write FILE.yaml`", where="plan")
+    machine = machine_of(options.hardware)
     refuse_unbuilt(config)
     check_picture(options.draw, "plan")
     if options.search and (options.draw is not None or options.tokens is not None):
@@ -201,7 +210,8 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
-        answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else search_as_text(found, machine))
+        shown = search_as_text(found, machine, width())
+        answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
     with doing("loading torch"):
         from megazero.build import check_world
@@ -215,7 +225,7 @@ def _plan(options: argparse.Namespace) -> int:
                 draw(planned, options.draw)
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="plan") from None
-    answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned))
+    answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned, width()))
     return 0
 
 
@@ -240,9 +250,8 @@ def _simulate(options: argparse.Namespace) -> int:
                 draw(found, name, options.draw)
         except OSError as error:
             raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="simulate") from None
-    shape = as_json if options.json else as_text
-    shown = shape(found, name, options.device)
-    answer(shown if isinstance(shown, str) else json.dumps(shown, indent=1))
+    shown = as_text(found, name, options.device, width())
+    answer(json.dumps(as_json(found, name, options.device), indent=1) if options.json else shown)
     return 0
 
 
@@ -266,22 +275,19 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from megazero.doctor import as_json, as_text, diagnose, write
+    from megazero.doctor import BUSY, as_json, as_text, diagnose, write
 
     found = diagnose(options.run_folder, options.nproc)
-    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found))
+    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found, width()))
     if options.write is not None:
         write(found, options.write)
+        if found.is_busy:
+            tell(f"warning: {options.write}: {BUSY}")
     return 1 if found.missing else 0
 
 
 def _not_built(options: argparse.Namespace) -> int:
     raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(100, message, f"see `{self.prog} --help`")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -319,10 +325,11 @@ def _add_planning(verbs: Any) -> None:
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what every rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run; decides the data axis")
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
+    schedule.add_argument("--all", action="store_true", help="all actions of all ranks, not the first of some")
     plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
     plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
-    plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
+    plan.add_argument("--hardware", metavar="NAME|FILE.yaml", help=hardware)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
     plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
@@ -368,24 +375,12 @@ def _add_run_folders(verbs: Any) -> None:
 
 def _with_config(verbs: Any, run: Callable[[argparse.Namespace], int], name: str, what: str) -> argparse.ArgumentParser:
     """A verb that takes a config and overrides."""
-    parser = verbs.add_parser(name, help=what)
+    parser = verbs.add_parser(name, help=what, epilog=OVERRIDES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a shipped config's name, or a path")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml")
+    overrides = "options that differ from the config's, see below"
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml", help=overrides)
     parser.set_defaults(run=run)
     return parser
-
-
-def _at_least(bound: float, kind: type, most: int = 2**63 - 1):
-    """Return an argparse type: a number of `kind` that is >= `bound` and <= `most`."""
-
-    def parse(text: str):
-        value = kind(text) if len(text) < 100 else None  # Python refuses to read thousands of digits
-        if value is None or not bound <= value <= most:
-            raise argparse.ArgumentTypeError(f"expected a number from {bound} to {most:,}, got {text:.40}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it in "invalid float value"
-    return parse
 
 
 if __name__ == "__main__":

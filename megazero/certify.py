@@ -240,6 +240,34 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
     return "\n".join(lines)
 
 
+def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """For a terminal: under each layout its numbers, in 60 columns."""
+    tolerance = tolerance_of(config.precision.dtype)
+    limits = (tolerance.loss, tolerance.norm, tolerance.gradients, tolerance.weights)
+    lines = [
+        f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process:",
+        "relative differences, in an update of Adam's moments too",
+        "",
+        "layout",
+        "   equal   loss   norm  first   wei-   mom-    up-   its",
+        "   bits?                grads   ghts   ents   date  size",
+        "  allow."
+        + "".join(f"{limit:>7.0e}" for limit in (*limits, tolerance.states, tolerance.states))
+        + f"{tolerance.sizes:>6.0e}",
+    ]
+    for row in rows:
+        values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update)
+        bitwise = "yes" if row.bitwise else "no"
+        lines.append(f"{row.layout}, {row.layout.size} ranks")
+        lines.append(
+            f"{bitwise:>8}"
+            + "".join(f"{value:>7.0e}" if value else f"{0:>7}" for value in values)
+            + (f"{row.size:>6.0e}" if row.size else f"{0:>6}")
+        )
+        lines += [f"  BEYOND ITS TOLERANCE: {row.fault}"] if row.fault else []
+    return "\n".join(lines)
+
+
 def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     tolerance = asdict(tolerance_of(config.precision.dtype))
     found = [asdict(row) | {"name": str(row.layout), "ranks": row.layout.size} for row in rows]

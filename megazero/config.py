@@ -35,7 +35,9 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    dir: Text | None = Field(default=None, description="Run directory; null: runs/<config name>.")
+    dir: Text | None = Field(
+        default=None, description="Run directory, from the current folder; null: runs/<config name>."
+    )
     steps: Positive = Field(default=1000, description="Training steps (batches consumed, skipped or not).")
     seed: NonNegative = Field(default=0, description="Decides initial weights, dropout masks and the order of samples.")
     time_limit: Positive | None = Field(default=None, description="Seconds after which the run saves and exits 75.")
@@ -173,15 +175,18 @@ class Batch(Section):
 
 class Data(Section):
     train: Text = Field(
-        default="data/quickstart/train", description="Token files to train on (path without .bin/.idx)."
+        default="data/quickstart/train",
+        description="Token files to train on: a path without .bin/.idx, from the current folder.",
     )
     valid: Annotated[Text | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
         default=None,
-        description="Validation: token files, or the share of train's documents held out; null: none.",
+        description="Validation: token files as in data.train, or the share of its documents held out; null: none.",
     )
     valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
     valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
-    tokenizer: Text | None = Field(default=None, description="sentencepiece model, for samples and bits per byte.")
+    tokenizer: Text | None = Field(
+        default=None, description="sentencepiece model, from the current folder; for samples and bits per byte."
+    )
     mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
 
 
@@ -189,7 +194,10 @@ class Checkpoint(Section):
     every: Positive | None = Field(default=None, description="Steps between checkpoints; null: only at the end.")
     keep: Positive | None = Field(default=None, description="Newest checkpoints kept; null: all.")
     async_: bool = Field(default=False, alias="async", description="Write in the background.")
-    resume: Text = Field(default="none", description="none, auto (newest verified of the run directory), or a path.")
+    resume: Text = Field(
+        default="none",
+        description="none, auto (newest verified of the run directory), or a path from the current folder.",
+    )
     load: Literal["all", "weights", "optimizer"] = Field(
         default="all",
         description="What a run takes of the path it begins from: all (goes on), weights, or weights with moments.",

@@ -25,7 +25,7 @@ from megazero import capability
 from megazero.config import Config, resolved
 from megazero.errors import FaultList, UserError
 from megazero.files import replace_file
-from megazero.reading import exists, read_file
+from megazero.reading import exists, looked_up, read_file
 from megazero.yaml_text import MOST_BYTES, parse_yaml
 
 _DEEPEST = 5  # dots of a key; the options have two at most
@@ -95,7 +95,8 @@ def find(name_or_path: str, *folders: Path) -> Path:
     shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     near = difflib.get_close_matches(given.stem, shipped, n=1)
     hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped)}"
-    raise UserError(101, "no such config", hint, where=name_or_path)
+    where = looked_up(given) if given.parent != Path() else ""  # a bare name is looked up in configs/ too
+    raise UserError(101, f"no such config{where}", hint, where=name_or_path)
 
 
 def name_of(name_or_path: str) -> str:

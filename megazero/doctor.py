@@ -16,6 +16,7 @@ from megazero.files import replace_file
 from megazero.heartbeat import doing
 from megazero.probes import host, software
 from megazero.probes.finding import Finding, amount, duration, examine, reason
+from megazero.terminal import wrapped
 
 if TYPE_CHECKING:
     from megazero.probes.hardware import Hardware
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MARKS = {"there": " ", "absent": "-", "unknown": "?", "missing": "!"}
 _COLUMN = 26
+BUSY = "this machine is busy: the speeds above are lower than it is when quiet; do not plan with them"
 _RANKS = 2  # that measure, where neither a GPU nor the user says how many
 
 
@@ -42,6 +44,11 @@ class Diagnosis:
     def missing(self) -> list[str]:
         """What training needs and is not there."""
         return [finding.name for finding in self._all() if finding.state == "missing"]
+
+    @property
+    def is_busy(self) -> bool:
+        """Other work ran while this was measured."""
+        return any(finding.name == "load" and finding.values.get("busy") for finding in self._all())
 
     @property
     def absent(self) -> list[str]:
@@ -98,16 +105,19 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     return Diagnosis(parts, hardware)
 
 
-def as_text(found: Diagnosis) -> str:
+def as_text(found: Diagnosis, columns: int | None = None) -> str:
+    """A line for each finding; longer ones broken at so many columns, None: nowhere."""
     lines = []
     for part, findings in found.parts.items():
         lines.append(part)
         for finding in findings:
             do = f"; {finding.do}" if finding.do else ""
-            lines.append(f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}")
-    lines += ["", f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"]
-    if found.absent:
-        lines.append(f"could be added: {', '.join(found.absent)}")
+            line = f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}"
+            lines += wrapped(line, columns, "    ")
+    last = [f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"]
+    last += [f"could be added: {', '.join(found.absent)}"] if found.absent else []
+    last += [BUSY] if found.is_busy else []
+    lines += ["", *(part for line in last for part in wrapped(line, columns, "    "))]
     return "\n".join(lines)
 
 

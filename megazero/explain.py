@@ -16,6 +16,7 @@ from megazero import capability
 from megazero.config import Config
 from megazero.config_file import flatten, spelt
 from megazero.errors import UserError
+from megazero.terminal import wrapped
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def as_json(options: list[Option]) -> list[dict[str, Any]]:
     return [asdict(option) for option in options]
 
 
-def as_text(options: list[Option]) -> str:
-    """Options as aligned lines, each followed by its relations."""
+def as_text(options: list[Option], columns: int | None = None) -> str:
+    """Options as lines, each followed by its relations; broken at so many columns, None: nowhere."""
     lines = []
     for option in options:
         shown = spelt(option.value)
@@ -67,7 +68,7 @@ def as_text(options: list[Option]) -> str:
         if option.built is not None:
             built = " or ".join(spelt(value) for value in option.built)
             lines.append(f"    not built yet: runs start with {built} only")
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in wrapped(line, columns, "        "))
 
 
 def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:

@@ -20,6 +20,7 @@ from megazero.heartbeat import doing
 from megazero.model.step import Step
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
+from megazero.reading import looked_up
 from megazero.run_folder import RunFolder
 
 
@@ -41,7 +42,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
             no tokenizer; 402, it has no weights yet; 404, they are another model's; 410, they are damaged.
     """
     if not folder.config.is_file():
-        raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
+        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
+        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
     config = load(str(folder.config))
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megazero.errors import UserError
 from megazero.plan.machines import MACHINES, Machine, Reached
-from megazero.reading import exists, read_file
+from megazero.reading import exists, looked_up, read_file
 from megazero.yaml_text import MOST_BYTES, parse_yaml
 
 
@@ -88,7 +88,7 @@ def machine_of(name_or_path: str) -> Machine:
     path = Path(name_or_path)
     if not exists(path):
         known = ", ".join(MACHINES)
-        what = f"no machine and no file of that name; known are {known}"
+        what = f"no machine and no file of that name{looked_up(path)}; known are {known}"
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
         read = _MachineFile.model_validate(parse_yaml(read_file(path, MOST_BYTES).decode()))

@@ -12,7 +12,9 @@ from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.draw import draw_on
 from megazero.schedules.simulate import Costs, Timeline, simulate
+from megazero.terminal import wrapped
 
+_BESIDE = 4  # pipeline ranks beside each other in a table
 _COLOURS = {
     "parameters": "#4f86bd",
     "gradients": "#8fb8de",
@@ -23,25 +25,28 @@ _COLOURS = {
 }
 
 
-def as_text(plan: Plan) -> str:
-    """Everything a plan knows."""
-    blocks = (_head(plan), _memory(plan), _settings(plan), _traffic(plan), _time(plan))
+def as_text(plan: Plan, columns: int | None = None) -> str:
+    """Everything a plan knows; sentences broken at so many columns, None: nowhere."""
+    sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
+    blocks = (sentences, _memory(plan), _settings(plan), _traffic(plan), _time(plan))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def search_as_text(found: Search, machine: Machine) -> str:
-    """The best layouts with what makes them, and those that would be faster."""
+def search_as_text(found: Search, machine: Machine, columns: int | None = None) -> str:
+    """The best layouts with what makes them, and those that would be faster; as `as_text`."""
     lines = [f"{found.tried} layouts tried; the fastest that fit:", ""]
     for one in found.best:
         rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
-        lines.append(f"{rate}  data {one.layout.data:<4} {why(one, machine)}")
-        lines.append("    " + " ".join(f"{name}={_spelt(value)}" for name, value in options(one.layout)))
+        lines += [f"{rate}  data {one.layout.data}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
+        overrides = " ".join(f"{name}={_spelt(value)}" for name, value in options(one.layout))
+        parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
+        lines += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]  # as a shell joins them
     lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
     for one in found.excluded:
         layout = one.layout
         axes = f"tensor {layout.tensor}, pipeline {layout.pipeline} {layout.schedule}, data {layout.data}"
         rest = f"stage {layout.stage}, micro-batch {layout.micro_batch}"
-        lines.append(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}")
+        lines += wrapped(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}", columns, "    ")
     return "\n".join(lines)
 
 
@@ -118,33 +123,38 @@ def _head(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     categories = list(dict.fromkeys(category for rank in plan.ranks for category in rank.held))
-    yield "GB on a rank" + "".join(f"{category:>17}" for category in categories) + f"{'on the device':>15}  most is"
-    for place, rank in enumerate(plan.ranks):
-        cells = "".join(f"{rank.held.get(category, 0) / 1e9:>17,.3f}" for category in categories)
-        yield f"pipeline {place:<3}{cells}{rank.peak / 1e9:>15,.3f}  {rank.cause}"
-    yield f"logits of a micro-batch, in the last rank's activations: {plan.logits / 1e9:,.3f} GB"
+    for first in range(0, len(plan.ranks), _BESIDE):
+        some = plan.ranks[first : first + _BESIDE]
+        yield f"{'GB, pipeline rank':<18}" + "".join(f"{first + place:>10}" for place in range(len(some)))
+        for category in categories:
+            cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
+            yield f"  {category.replace('_', ' '):<16}{cells}"
+        yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
+        yield f"  {'most is in':<16}" + "".join(f"{rank.cause:>10}" for rank in some)
+    yield "logits of a micro-batch, in the last rank's"
+    yield f"activations: {plan.logits / 1e9:,.3f} GB"
 
 
 def _settings(plan: Plan) -> Iterator[str]:
-    yield "GB with recompute   activations     inputs   on the device"
+    yield "GB, recompute  activations    inputs  on device"
     for words, rank in plan.settings:
         sizes = (rank.held.get("activations", 0), rank.held.get("inputs", 0), rank.peak)
         first, second, last = (size / 1e9 for size in sizes)
-        yield f"{words:<18}{first:>13,.3f}{second:>11,.3f}{last:>16,.3f}" + (
-            "" if rank.peak <= usable(plan.machine) else "  does not fit"
+        yield f"{words:<14}{first:>12,.3f}{second:>10,.3f}{last:>11,.3f}" + (
+            "" if rank.peak <= usable(plan.machine) else "  too much"
         )
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
-    yield "GB sent by a rank in a step (of those that send most)"
+    yield "GB sent in a step by the rank that sends most"
     for axis, purposes in plan.traffic.items():
         crossing = plan.by_node.get(axis, {})
         where = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.3f}" for name, size in crossing.items() if size)
         for purpose, size in purposes.items():
             if size:
-                yield f"  {axis:<9} {purpose:<14} {size / 1e9:>10,.4f}"
+                yield f"  {axis:<9} {purpose:<18} {size / 1e9:>10,.4f}"
         if where:
-            yield f"  {axis:<9} {where}"
+            yield f"  {axis:<9} in all: {where}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -156,9 +166,8 @@ def _time(plan: Plan) -> Iterator[str]:
     for name, part in time.hidden.items():
         if part > 0:
             yield f"  {name + ' traffic':<17}{part:>10,.3f} s  beside the computation"
-    yield f"{time.tokens_per_second_per_device:,.0f} tokens/s and {time.tflops_per_device:,.1f} TFLOP/s a device, " + (
-        f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"
-    )
+    yield f"{time.tokens_per_second_per_device:,.0f} tokens/s and {time.tflops_per_device:,.1f} TFLOP/s a device"
+    yield f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"
     cost = "" if plan.dollars is None else f", {plan.dollars:,.0f} dollars"
     yield f"{plan.tokens:.3g} tokens: {plan.days:,.1f} days{cost}"
 

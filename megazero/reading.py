@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MIB = 1 << 20
+_MOST_FOLDER = 80  # characters of a folder in an error, which has 300 in all
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -81,6 +82,17 @@ def exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def looked_up(path: str | Path) -> str:
+    """Return where a relative path was looked up, to stand behind a fault; "" for an absolute one."""
+    try:
+        folder = "" if Path(path).is_absolute() else os.getcwd()
+    except OSError:  # the current folder was deleted
+        return ""
+    if len(folder) > _MOST_FOLDER:
+        folder = f"…{folder[-_MOST_FOLDER:]}"
+    return f" (relative to the current folder, {folder})" if folder else ""
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -24,6 +24,7 @@ from megazero.observe.jsonl import drop_rows_after
 from megazero.parallel.agreement import agree
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Axis
+from megazero.reading import looked_up
 from megazero.run_folder import RunFolder
 
 
@@ -85,7 +86,8 @@ def _find_job(resume: str, load: str, folder: RunFolder, word: str) -> Job:
         store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         steps = store.steps()
         if not steps:
-            raise UserError(402, "no checkpoint to resume from", "give a run's folder, or one of a step", where=path)
+            what = f"no checkpoint to resume from{looked_up(path)}"
+            raise UserError(402, what, "give a run's folder, or one of a step", where=path)
     is_own = store.folder.resolve() == folder.checkpoints.resolve()
     if not is_own and (mine := own.steps()):
         if not any(_asked_for(own.path(step)) == resume for step in mine):

@@ -35,7 +35,7 @@ from megazero.parallel.agreement import agree
 from megazero.parallel.board import BUILD, START, STOPPED, TRAIN, Standing
 from megazero.parallel.collectives import gather_bytes
 from megazero.parallel.grid import Grid
-from megazero.parallel.launch import Place, World, check_gpus, job_id, local_size, world_from_environment
+from megazero.parallel.launch import Place, World, check_gpus, job_id, job_output, local_size, world_from_environment
 from megazero.parallel.lobby import together
 from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
@@ -268,6 +268,7 @@ def _begin_files(
         row = owed_row(folder.metrics, found, own=site.job.own, validates=due, warn=warn)
         if trains:
             dump(config, folder.config)
+            _keep_output(folder)
             Expectation(config, grid, device, ready.ops).write(folder.plan)
         return asdict(Undone(trains, row, not folder.ledger.exists(), folder.picture_is_old()))
 
@@ -281,6 +282,16 @@ def _announce(config: Config, grid: Grid, site: Site, ready: Ready, name: str, f
         _say("\n".join([start, *more]))
         for text in doubts(config, site, ready, found):
             warn(text)
+
+
+def _keep_output(folder: RunFolder) -> None:
+    """Give a batch job's output a name in the run's folder; a disk that cannot costs a warning."""
+    output = job_output()
+    if output is not None and output.is_file():
+        try:
+            folder.keep_output(output, job_id())
+        except OSError as error:
+            warn(f"the job's output stays in {output} alone: {error.strerror}")
 
 
 def _draw(folder: RunFolder) -> None:

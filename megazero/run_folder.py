@@ -1,7 +1,7 @@
 """The folder of a run and the names in it (the contract's):
 
 config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
-lock  STOP  early_stops
+logs/slurm-1234.out  lock  STOP  early_stops
 """
 
 import contextlib
@@ -62,6 +62,23 @@ class RunFolder:
             if found.exists():
                 do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
                 raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
+
+    def keep_output(self, output: Path, job: str) -> None:
+        """Give a job's output file a name in logs/ too, unless it has one there from before the job was requeued.
+
+        Raises:
+            OSError: it cannot be linked.
+        """
+        number, link = 0, self.path / "logs" / f"slurm-{job}.out"
+        while os.path.lexists(link):
+            if os.path.exists(link) and link.samefile(output):
+                return
+            number += 1
+            link = link.with_name(f"slurm-{job}.{number}.out")
+        try:
+            link.hardlink_to(output)
+        except OSError:  # on another file system, or one that has no second names
+            link.symlink_to(output)
 
     def release(self) -> None:
         """A run that ended before its first row does not keep the folder."""

@@ -5,7 +5,7 @@ run counts them: from the units of the model as they are laid out, padding inclu
 units for each forward, and all for each backward but the embedding, which needs none, and the head, which stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +19,20 @@ from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.layers import Layers
 from megazero.schedules.lower import Bill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
+from megazero.terminal import wrapped
 from megazero.zero.placement import STAGES, Placement
 
+_SHOWN_RANKS, _SHOWN_CHARACTERS = 8, 46
+_TABLE_LEGEND = (
+    "work: in passes of a block; live: micro-batches of one stage whose activations are there at most",
+    "MB: of one rank in a step, beside what stages 1 and 2 gather after the update",
+)
+_ACTION_LEGEND = (
+    "each rank's actions in their order: the stage, what it does, the micro-batch, [bytes it sends or gathers first]",
+    "F forward, B backward, I and W its two parts (gradients of inputs, of weights)",
+    "SEND_F, RECV_F outputs to and from a neighbour; SEND_B, RECV_B gradients; REDUCE over the data axis; TIE of the "
+    "embedding that first and last stage share",
+)
 _WHAT = {
     Kind.SEND_FORWARD: "sent",
     Kind.SEND_BACKWARD: "sent",
@@ -126,23 +138,39 @@ def as_json(found: Report) -> dict[str, Any]:
     return asdict(found)
 
 
-def as_text(found: Report) -> str:
-    """The lists, and a table of what each rank does."""
-    lines = []
+def as_text(found: Report, columns: int | None = None, *, every: bool = False) -> str:
+    """The schedule in a sentence, what each rank holds, what it costs, and the lists of actions.
+
+    Args:
+        columns: to break sentences at; None: nowhere.
+        every: all actions of all ranks; otherwise the first of the first ranks.
+    """
+    lines = [*wrapped(summary(found), columns), ""]
     for number, rank in enumerate(found.ranks):
-        lines.append(f"rank {number}: {' '.join(rank.actions)}")
-    lines += ["", summary(found), ""]
-    lines.append(
-        "rank  stages                                    work  live  sent MB  reduced MB  gathered MB  tied MB"
-    )
+        stages = "; ".join(f"stage {stage}: {words}" for stage, words in rank.stages.items())
+        lines += wrapped(f"rank {number} has {stages}", columns, "    ")
+    lines += ["", "rank   work  live  sent MB  reduced  gathered     tied"]
     for number, rank in enumerate(found.ranks):
-        stages = ", ".join(f"{stage}: {words}" for stage, words in rank.stages.items())
         sent, reduced, gathered, tied = (rank.bytes[kind] / 1e6 for kind in ("sent", "reduced", "gathered", "tied"))
-        line = f"{number:<5} {stages:<40} {rank.work:>5.0f} {rank.peak_live:>5}"
-        lines.append(f"{line} {sent:>8.2f} {reduced:>11.2f} {gathered:>12.2f} {tied:>8.2f}")
-    lines += ["", "work: in passes of a block; live: micro-batches of one stage whose activations are there at most;"]
-    lines.append("bytes of one rank in a step, beside what stages 1 and 2 gather after the update")
-    return "\n".join(lines)
+        line = f"{number:<5}{rank.work:>6.0f}{rank.peak_live:>6}"
+        lines.append(f"{line}{sent:>9.2f}{reduced:>9.2f}{gathered:>10.2f}{tied:>9.2f}")
+    for legend in _TABLE_LEGEND:
+        lines += wrapped(legend, columns, "  ")
+    return "\n".join([*lines, "", *_actions(found, columns, every)])
+
+
+def _actions(found: Report, columns: int | None, every: bool) -> Iterator[str]:
+    """What every rank does, behind what the words mean."""
+    for legend in _ACTION_LEGEND:
+        yield from wrapped(legend, columns, "    ")
+    for number, rank in enumerate(found.ranks[: None if every else _SHOWN_RANKS]):
+        words = "".join(f" {action}" for action in rank.actions)
+        if not every and len(words) > _SHOWN_CHARACTERS:
+            words = f"{words[:_SHOWN_CHARACTERS].rpartition(' ')[0]} ..."
+        yield f"rank {number}:{words}"
+    if not every:
+        most = max(len(rank.actions) for rank in found.ranks)
+        yield from wrapped(f"--all shows all of them: {len(found.ranks)} ranks, up to {most} actions each", columns)
 
 
 def summary(found: Report) -> str:

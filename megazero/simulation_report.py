@@ -12,16 +12,17 @@ from megazero.files import replace_file
 from megazero.observe.timeline import Moment, by_origin
 from megazero.parallel.grid import Grid
 from megazero.simulation import Simulated, StepRecord
+from megazero.terminal import WIDEST_TABLE, wrapped
 
 _SHOWN = 8  # origins of what is there at the peak
 
 
-def as_text(found: Simulated, name: str, device: str) -> str:
-    """Tables: memory at the peak, what the step has made then, traffic."""
+def as_text(found: Simulated, name: str, device: str, columns: int | None = None) -> str:
+    """Tables: memory at the peak, what the step has made then, traffic; sentences broken at so many columns."""
     grid, steady = found.grid, found.steady
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
-    lines = [f"{name}: rank {grid.world.rank} of {grid.world.size} on {device} ({there})", ""]
+    lines = [*wrapped(f"{name}: rank {grid.world.rank} of {grid.world.size} on {device} ({there})", columns), ""]
     lines += ["at the peak of a step                      MB"]
     lines += [f"  {category:<26} {_mb(size):>15}" for category, size in _sorted(highest)]
     lines += [f"  {'in all':<26} {_mb(highest.total):>15}"]
@@ -30,10 +31,16 @@ def as_text(found: Simulated, name: str, device: str) -> str:
     words = "by the plan" + f", {apart} apart" * bool(apart)
     lines += [f"  {words:<26} {_mb(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
-    lines += [f"the peak is in {_where(highest)}", f"(of the first step, {_mb(first.total)} MB: {_where(first)})"]
-    lines += ["", "the largest that the step has made then    MB"]
+    for sentence in (
+        f"the peak is in {_where(highest)}",
+        f"(of the first step, {_mb(first.total)} MB: {_where(first)})",
+    ):
+        lines += wrapped(sentence, columns, "  ")
+    lines += ["", "         MB  the largest that the step has made then"]
     for size, count, module, operation in by_origin(live)[:_SHOWN]:
-        lines.append(f"  {_mb(size):>15}  {count:>4} x {module}  {operation}")
+        line = f"  {_mb(size):>11}  {count:>4} x {module}"
+        whole = f"{line}  {operation}"
+        lines += [whole] if len(whole) <= WIDEST_TABLE else [line, f"{operation:>{WIDEST_TABLE}}"]
     host = {category: held.peak for category, held in found.ledger.bytes.items() if category.startswith("host_")}
     if host:
         lines += ["", "on the host                                MB"]

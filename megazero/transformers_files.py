@@ -19,6 +19,7 @@ from megazero.config_file import dump, flatten, load
 from megazero.errors import UserError
 from megazero.files import new_folder
 from megazero.pipelining import model_shape
+from megazero.reading import looked_up
 from megazero.run_folder import RunFolder
 
 
@@ -33,7 +34,8 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
             the last one tried is damaged; and those of `export`.
     """
     if not folder.config.is_file():
-        raise UserError(113, "is not a run's folder (no config.yaml)", "give --run runs/NAME", where=folder.path)
+        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
+        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
     config = load(str(folder.config))
     source = newest_whole(Store(folder.checkpoints), warn)
     manifest, model = read_manifest(source), config.model.model_dump()

@@ -95,7 +95,8 @@ def test_the_file_is_what_was_shown(answer: Answer):
     assert file["memory_bytes"] * file["devices_per_node"] <= host.share().memory
 
 
-def test_as_text(measured, capsys, tmp_path: Path):
+def test_as_text(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(host.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     assert main(["doctor", "--run", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -106,6 +107,17 @@ def test_as_text(measured, capsys, tmp_path: Path):
     assert "nothing that training needs is missing" in lines
 
 
+@pytest.mark.parametrize("load", [0.0, 17.2], ids=["quiet", "busy"])
+def test_a_busy_machine_is_said(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: float):
+    monkeypatch.setattr(host.os, "getloadavg", lambda: (load, load, load))
+    file = tmp_path / "machine.yaml"
+    assert main(["doctor", "--run", str(tmp_path), "--write", str(file)]) == 0 and file.exists()
+    out, err = capsys.readouterr()
+    assert (out.splitlines()[-1] == doctor.BUSY) == (load > 1)
+    assert (err == f"warning: {file}: {doctor.BUSY}\n") if load > 1 else (err == "")
+    assert ("? load                       busy: 17.2 processes ran" in out) == (load > 1)
+
+
 def test_no_compiler_is_a_line(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(software, "_INSTALLED", tmp_path)
@@ -114,7 +126,8 @@ def test_no_compiler_is_a_line(measured, capsys, monkeypatch: pytest.MonkeyPatch
     for name in ("g++", "nvcc"):
         (line,) = (line for line in lines if line.startswith(f"- {name} "))
         assert "not found; install" in line
-    assert "g++, nvcc" in lines[-1] and lines[-1].startswith("could be added: ")
+    (last,) = (line for line in lines if line.startswith("could be added: "))
+    assert "g++, nvcc" in last
 
 
 @pytest.mark.parametrize(

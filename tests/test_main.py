@@ -13,6 +13,7 @@ import torch
 
 from megazero import capability, run
 from megazero.__main__ import main
+from megazero.config_file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.parallel.bounce import bounce_pool
 from megazero.parallel.grid import Axis, single
@@ -232,3 +233,42 @@ def test_console_script_and_module_are_the_same(capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(
         command("-m", "megazero", "explain", "--json", "batch").stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (101, ["train", "--config", "no/such.yaml"]),
+        (209, ["train", "--config", "tiny", "data.tokenizer=no/such.model", "run.dir=r"]),
+        (201, ["train", "--config", "tiny", "data.tokenizer=null", "data.train=no/such", "run.dir=r"]),
+        (402, ["train", "--config", "tiny", "checkpoint.resume=no/such", "run.dir=r"]),
+        (113, ["generate", "--run", "no/such", "--prompt", "a"]),
+        (113, ["export", "--to", "hf", "--run", "no/such", "--out", "o"]),
+        (414, ["import", "--from", "hf", "--model", "no/such", "--out", "o"]),
+        (116, ["plan", "--config", "tiny", "--gpus", "1", "--hardware", "no/such.yaml"]),
+    ],
+    ids=lambda given: str(given) if isinstance(given, int) else given[0],
+)
+@pytest.mark.parametrize("deep", [False, True], ids=["near", "deep"])
+def test_a_relative_path_is_said_with_the_folder_it_was_looked_up_in(
+    refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, arguments: list[str], deep: bool
+) -> None:
+    folder = tmp_path / "/".join(["a_folder_with_a_name"] * 9) if deep else tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(folder)
+    shown = f"…{str(folder)[-80:]}" if len(str(folder)) > 80 else str(folder)
+    assert f"(relative to the current folder, {shown})" in refused(2 if code < 200 else 1, code, *arguments)
+
+
+def test_an_absolute_path_is_said_without_one(refused, tmp_path: Path) -> None:
+    assert "current folder" not in refused(2, 101, "train", "--config", tmp_path / "such.yaml")
+
+
+def test_help_says_how_options_are_changed_and_where_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    for words in ("section.key=value changes one option", "run.steps=50", "megazero explain", "current folder"):
+        assert words in said
+    (example,) = (line.split() for line in said.splitlines() if "--config tiny run.steps" in line)
+    load("tiny", [word.strip("'") for word in example[3:5]])

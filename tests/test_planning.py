@@ -66,6 +66,10 @@ def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
 
 
 FAULTS = [
+    (
+        [],
+        "MZ-100 plan: --hardware is missing; known are v100-32gb, a100-80gb, h100-80gb, h200, b200; or give a file of",
+    ),
     (["--hardware", "v1000"], "MZ-116 v1000"),
     (["--hardware", "a100-80gb", "--draw", "plan.pdf"], "MZ-100 plan"),
     (["--hardware", "v100-32gb", "precision.dtype=fp64", "--gpus", "0"], "MZ-100"),

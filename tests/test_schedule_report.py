@@ -1,6 +1,7 @@
 """The bill of a schedule is what a run's ledger says, to the byte; the verb shows and draws it."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,11 +63,11 @@ def test_the_verb_shows_lists_bubble_and_bytes(
     tiny_data: TinyData, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("parallel.pipeline=2", "pipeline.schedule=zb-h1", "zero.stage=3", "batch.micro=1")
-    verb = ["schedule", "--config", str(tiny_data.config), "--nproc", "4", *options]
+    verb = ["schedule", "--config", str(tiny_data.config), "--nproc", "4", "--all", *options]
     assert main(verb) == 0
     text = capsys.readouterr().out
     assert "zb-h1 over 2 ranks, 2 micro-batches" in text and "ZeRO stage 3 gathers parameters" in text
-    lists = [line.partition(": ")[2].split() for line in text.splitlines() if line.startswith("rank ") and ":" in line]
+    lists = [line.partition(": ")[2].split() for line in text.splitlines() if re.match(r"rank \d+:", line)]
     assert [len([a for a in map(Action.parse, words) if a.kind.computes]) for words in lists] == [6, 6]
     for name in ("timeline.svg", "timeline.png"):
         assert main([*verb, "--draw", str(tmp_path / name), "--json"]) == 0
@@ -91,3 +92,19 @@ def test_what_cannot_be_shown_is_one_line(
 ) -> None:
     assert main(["schedule", "--config", str(tiny_data.config), "parallel.pipeline=2", *words]) != 0
     assert line in capsys.readouterr().err
+
+
+def test_what_actions_mean_comes_before_them_and_they_are_cut(
+    tiny_data: TinyData, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("parallel.pipeline=2", "pipeline.schedule=zb-h1", "batch.micro=1", "batch.global=64")
+    verb = ["schedule", "--config", str(tiny_data.config), *options]
+    assert main(verb) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("rank 0: "))
+    assert any("F forward, B backward" in line for line in lines[:first])
+    assert lines[first].endswith(" ...") and len(lines[first]) <= 60
+    assert "--all shows all of them: 2 ranks, up to " in lines[-1]
+    assert main([*verb, "--all"]) == 0
+    whole = capsys.readouterr().out
+    assert len(max(whole.splitlines(), key=len)) > 1000 and "..." not in whole and "--all" not in whole

@@ -207,6 +207,7 @@ _FIXED = {
 }
 
 
+_OTHER_FUNCTION = "the weights would compute something else here, so they are not taken; import"
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -263,7 +264,7 @@ def config_from_theirs(theirs: Mapping[str, Any]) -> dict[str, Any]:
     for option, allowed in _FIXED[kind].items():
         if theirs.get(option) not in allowed:
             got = f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}"
-            raise UserError(415, got, "this model is another function: it cannot be imported")
+            raise UserError(415, got, f"{_OTHER_FUNCTION} a {kind} model with {option} {allowed[0]}")
     try:
         return _gpt2_section(_Gpt2(**theirs)) if kind == "gpt2" else _llama_section(_Llama(**theirs))
     except ValidationError as error:
@@ -296,7 +297,7 @@ def _llama_section(theirs: _Llama) -> dict[str, Any]:
     heads = theirs.num_attention_heads
     if theirs.head_dim is not None and theirs.head_dim * heads != theirs.hidden_size:
         what = f"head_dim {theirs.head_dim}: our models have hidden / heads, {theirs.hidden_size} / {heads}"
-        raise UserError(415, what, "this model is another function: it cannot be imported")
+        raise UserError(415, what, f"{_OTHER_FUNCTION} one with head_dim {theirs.hidden_size // heads}")
     rope = theirs.rope_parameters or _Rope()
     return {
         "layers": theirs.num_hidden_layers,

@@ -32,7 +32,7 @@ from megazero.checkpoint.weights import read_weights
 from megazero.errors import UserError
 from megazero.files import flush_file, new_folder, replace_file
 from megazero.heartbeat import doing
-from megazero.reading import UnexpectedFileError, open_regular, parse_object, read_file
+from megazero.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
 
 T = TypeVar("T")
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
@@ -295,7 +295,7 @@ def _refused(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = error.strerror or str(error)
+        what = f"{error.strerror or error}{looked_up(path)}"
         raise UserError(414, f"cannot be read: {what}", "a folder of safetensors is needed", where=path) from None
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise UserError(414, f"cannot be read: {error}", "a folder of safetensors is needed", where=path) from None

@@ -35,7 +35,7 @@ import numpy as np
 from megazero.data.atomic import write_error
 from megazero.errors import UserError
 from megazero.files import flush, flush_folder, temporary_name
-from megazero.reading import open_regular
+from megazero.reading import looked_up, open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -77,7 +77,7 @@ class IndexedDataset:
         self.bin_path, self.idx_path = file_pair(prefix)
         for path in (self.idx_path, self.bin_path):
             if not path.exists():
-                raise UserError(201, "no such token file", _how_to_make(self.prefix), where=path)
+                raise UserError(201, f"no such token file{looked_up(path)}", _how_to_make(self.prefix), where=path)
         try:
             with open_regular(self.idx_path) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 self.dtype, lengths, pointers, indices = _read_index(file, self.idx_path)

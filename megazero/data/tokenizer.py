@@ -16,7 +16,7 @@ import sentencepiece
 import xxhash
 
 from megazero.errors import UserError
-from megazero.reading import read_file
+from megazero.reading import looked_up, read_file
 
 _MODEL_BYTES = 64 << 20
 SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
@@ -43,7 +43,7 @@ class Tokenizer:
         try:
             content = read_file(self.path, _MODEL_BYTES)
         except OSError as error:
-            raise UserError(209, f"no tokenizer: {error.strerror}", make, where=path) from error
+            raise UserError(209, f"no tokenizer: {error.strerror}{looked_up(path)}", make, where=path) from error
         try:
             if not content:  # accepted by the library, which then answers everything with errors
                 raise RuntimeError("an empty file")

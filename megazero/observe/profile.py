@@ -10,6 +10,11 @@ The steps themselves run slower while they are recorded, so their `step_time` is
 asked for) nothing is started or written.
 """
 
+import logging
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megazero.observe.sinks import warn
 
 TABLE_ROWS = 25
+_LOG = logging.getLogger("megazero")
+_OF_THE_LIBRARY = re.compile(r"[A-Z]+:\d{4}-\d{2}-\d{2} ")  # how the lines of kineto, torch's recorder, begin
 
 
 class Profile:
@@ -62,7 +69,8 @@ class Profile:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        profiler.stop()
+        with _library_lines_in_log():
+            profiler.stop()
         base = self._folder / f"profile_step_{self._recorded[0]:08d}"
         try:
             self._folder.mkdir(exist_ok=True)
@@ -83,11 +91,36 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities, record_shapes=True)
-        self._profiler.start()
+        with _library_lines_in_log():
+            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler.start()
 
     def _table(self, profiler: profile) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         events = profiler.key_averages()
         title = f"steps {self._recorded[0]} to {self._recorded[-1]}, operators by their own {device} time\n"
         return title + events.table(sort_by=f"self_{device}_time_total", row_limit=TABLE_ROWS) + "\n"
+
+
+@contextmanager
+def _library_lines_in_log() -> Iterator[None]:
+    """Put the lines that torch's recorder writes to standard error into the log; others go where they would."""
+    try:
+        sys.stderr.flush()
+        real = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # there is no standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            said.seek(0)
+            for line in said.read().decode(errors="replace").splitlines():
+                if _OF_THE_LIBRARY.match(line):
+                    _LOG.info("profiler: %s", line)
+                else:
+                    print(line, file=sys.stderr)

@@ -10,7 +10,6 @@ no cooperation: whoever is left reads the seats of all (`diagnosis.py`).
 import hashlib
 import mmap
 import os
-import socket
 import struct
 from dataclasses import dataclass
 from functools import cache
@@ -162,11 +161,10 @@ class Seat:
         self.board: Board | None = None
         self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
 
-    def take(self) -> None:
-        """This process is the rank now."""
+    def take(self, host: str) -> None:
+        """This process is the rank now, on the host of that name."""
         self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
-        host = socket.gethostname().encode()[:64]
-        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host)
+        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host.encode()[:64])
         _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
 
     def move(self, board: Board, rank: int) -> None:

@@ -76,7 +76,7 @@ class Place:
     def of(cls, world: World) -> "Place":
         """The place of a process that no parent of ours started; its seat is its own for now."""
         seat = Board.private().seat(0)
-        seat.take()
+        seat.take(host_name())
         return cls(world, seat)
 
 
@@ -204,6 +204,16 @@ def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, s
 def job_id(environment: Mapping[str, str] = os.environ) -> str:
     """The scheduler's name for this job, "" if there is no scheduler."""
     return environment.get("SLURM_JOB_ID", "")
+
+
+def job_output(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file that the batch script's output goes to, which only the script can know; None: it did not say."""
+    return Path(given) if (given := environment.get("MEGAZERO_OUTPUT")) else None
+
+
+def host_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return this host's name, as SLURM calls it where SLURM started this process: its commands know no other."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def threads_for(size: int) -> int | None:

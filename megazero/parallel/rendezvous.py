@@ -24,7 +24,7 @@ from megazero.parallel import addresses
 from megazero.parallel.bounce import bounce_pool
 from megazero.parallel.channel import Refused
 from megazero.parallel.job_store import JobStore, NoAnswer
-from megazero.parallel.launch import Meeting, Place, World, meeting_of_step, secret_of_step, stay_on
+from megazero.parallel.launch import Meeting, Place, World, host_name, meeting_of_step, secret_of_step, stay_on
 from megazero.parallel.ledger import Ledger
 from megazero.parallel.lobby import FailedElsewhere, Lobby, absent
 from megazero.parallel.presence import NOWHERE, NoPresence, Presence
@@ -181,7 +181,7 @@ def _presence(fingerprint: str, mail: Mail | None) -> Presence:
     """Return what this rank says of itself."""
     own = Process.own()
     near, handle = ("", NOWHERE) if mail is None else (host_id(), mail.handle)
-    return Presence(socket.gethostname(), fingerprint, own.pid, own.started, near, handle)
+    return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
 
 
 def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -> dict[int, Presence]:

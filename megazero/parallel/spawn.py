@@ -22,7 +22,7 @@ import torch
 from megazero.heartbeat import HEART
 from megazero.parallel.board import BUILD, DONE, START, STOPPED, STUCK, Board, Standing
 from megazero.parallel.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
-from megazero.parallel.launch import Place, World, threads_for
+from megazero.parallel.launch import Place, World, host_name, threads_for
 from megazero.parallel.outcome import outcome
 from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.signals import NOTED, REQUEUE, TWICE, noted
@@ -140,7 +140,7 @@ def _be(place: Place, main: Callable[[Place], int | None], parent: int, *, notes
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         if notes_signals:
             place.signals.note()
-        place.seat.take()
+        place.seat.take(host_name())
         threads = threads_for(place.world.size)
         if threads is not None:
             torch.set_num_threads(threads)

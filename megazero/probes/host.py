@@ -72,7 +72,8 @@ def load() -> Iterator[Finding]:
     others, cores = os.getloadavg()[0], _num_cores()
     text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
     if others > _QUIET * cores:
-        yield Finding("load", f"{text}: what is measured comes out low, do it when it is quiet", "unknown")
+        values = {"busy": others / cores}
+        yield Finding("load", f"busy: {text}; what is measured comes out low", "unknown", values=values)
     else:
         yield Finding("load", text)
 

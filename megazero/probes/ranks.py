@@ -30,7 +30,7 @@ from megazero.probes.speed import DTYPES, copy_bandwidth, host_bandwidth, matmul
 SHARED, SOCKETS, NCCL = "shared memory", "sockets", "NCCL"
 
 _TALKERS = 2  # ranks that measure messages where fewer compute
-_TIMEOUT = timedelta(seconds=20)
+_TIMEOUT = timedelta(seconds=120)  # on a busy machine operations of milliseconds take seconds
 _MESSAGE = 16 << 20  # bytes of the full tensor of a collective; on GPUs as many times more
 _GPU_TIMES = 16
 _FEW, _MANY = 7, 60  # repetitions: of long and of short operations

@@ -21,6 +21,7 @@ def resting_table(units: list[Unit], spread: Spread) -> str:
     ):
         here, there = (held[category].now if category in held else 0 for category in (name, f"host_{name}"))
         size, share = here + there, _WORDS[placement].format(size=spread.data.size)
-        line = f"  {name:<11} {share:>5}  {size / 1e6:>10,.1f} MB  {size / parameters:>6.2f} bytes per parameter"
-        lines.append(line + (f", {there / 1e6:,.1f} MB of it on the host" if there else ""))
+        lines.append(f"  {name:<11}{share:>6}{size / 1e6:>10,.1f} MB{size / parameters:>8.2f} bytes per parameter")
+        if there:
+            lines.append(f"  {'on the host':<17}{there / 1e6:>10,.1f} MB of these")
     return "\n".join(lines)

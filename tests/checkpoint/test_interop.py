@@ -191,6 +191,7 @@ def refused(capsys, code: int, *line: object) -> str:
         ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon: Input should be greater than 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: Input should be a valid boolean"),
         ({"add_cross_attention": {}}, "add_cross_attention {}: our models have False"),
+        ({"activation_function": "relu"}, "import a gpt2 model with activation_function gelu_new"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
     ],
 )

@@ -33,6 +33,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "plan": {"schedules", "capability"},
     "config": {"capability", "schedules", "plan"},
     "yaml_text": set(),
+    "terminal": set(),
+    "command_line": set(),
     "config_file": {"config", "capability", "yaml_text"},
     # first floor
     "model": {"parallel", "kernels"},
@@ -49,7 +51,6 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "validation": {"data", "parallel"},
     "stopping": {"parallel"},
     "resuming": {"checkpoint", "observe", "parallel", "run_folder"},
-    "run_log": {"observe", "run_folder"},
     "folder_watch": {"run_folder", "run_lock"},
     "ledger_file": {"observe", "parallel", "run_folder", "run_lock"},
     "trainer": {
@@ -83,7 +84,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "pipelining": {"config", "plan", "schedules"},
     "out_of_memory": {"config", "parallel", "pipelining", "plan"},
     "recomputing": {"config", "memory", "model", "parallel", "schedules"},
-    "explain": {"config", "config_file", "capability", "plan"},
+    "explain": {"config", "config_file", "capability", "plan", "terminal"},
     "generate": {"build", "build_run", "model", "data", "checkpoint", "config", "config_file", "observe", "run_folder"},
     "transformers_files": {
         "build",
@@ -116,7 +117,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "parallel",
     }
     | {"config", "config_file", "run_folder"},
-    "doctor": {"probes", "parallel"},
+    "doctor": {"probes", "parallel", "terminal"},
     "simulation": {
         "build",
         "config",
@@ -129,12 +130,12 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "plan",
         "stopping",
     },
-    "simulation_report": {"expectation", "observe", "parallel", "simulation"},
+    "simulation_report": {"terminal", "expectation", "observe", "parallel", "simulation"},
     "machine_file": {"plan", "yaml_text"},
     "expectation": {"config", "kernels", "observe", "parallel", "pipelining", "plan"},
     "planning": {"capability", "config", "config_file", "pipelining", "plan"},
-    "planning_report": {"plan", "planning", "schedules"},
-    "schedule_report": {"build", "config", "model", "parallel", "pipelining", "schedules", "zero"},
+    "planning_report": {"plan", "planning", "schedules", "terminal"},
+    "schedule_report": {"build", "config", "model", "parallel", "pipelining", "schedules", "terminal", "zero"},
     "certified_rank": {"build", "model", "parallel", "zero"},
     "certified_training": {
         "build",

@@ -1,11 +1,13 @@
 """A profile records the steps it was asked for, and is nothing when off."""
 
 import json
+import logging
+import os
 
 import pytest
 import torch
 
-from megazero.observe.profile import Profile
+from megazero.observe.profile import Profile, _library_lines_in_log
 
 
 def train(profile: Profile, steps: range) -> None:
@@ -52,3 +54,18 @@ def test_vanished_folder_costs_the_files_only(tmp_path, capsys):
     with Profile(1, 1, tmp_path / "gone" / "profile") as profile:
         train(profile, range(1, 3))
     assert "training goes on" in capsys.readouterr().err
+
+
+def test_what_the_recorder_says_goes_into_the_log(tmp_path, capfd, caplog):
+    with caplog.at_level(logging.INFO, "megazero"), Profile(1, 1, tmp_path) as profile:
+        train(profile, range(1, 3))
+        os.write(2, b"of ours\n")
+    assert capfd.readouterr().err == "of ours\n"
+    assert all(record.message.startswith("profiler: ") for record in caplog.records)
+
+
+def test_what_others_say_meanwhile_stays_on_standard_error(tmp_path, capfd, caplog):
+    with caplog.at_level(logging.INFO, "megazero"), _library_lines_in_log():
+        os.write(2, b"USDT:2026-01-31 17:31:45 1:1 Some.cpp:52] profiler_start\nanother library\n")
+    assert capfd.readouterr().err == "another library\n"
+    assert [record.message[-14:] for record in caplog.records] == ["profiler_start"]

@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on this host: real daemons, their own keys and ports, nothing left behind.
+"""A SLURM cluster of four nodes on this host: real daemons, their own keys and ports, nothing left behind.
 
 apt-get install slurmctld slurmd slurm-client munge
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo", "srun", "scontrol")
 MUNGED = "/usr/sbin/munged"
-NODES = 2
+NODES = 4
 _CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -1,0 +1,27 @@
+"""How wide what people read may be: a terminal's own width, or any where nobody's terminal would break the lines.
+
+Tables of ours have at most 60 columns. Sentences are broken between words at the terminal's width; into a pipe or a
+file they go whole, so that `grep` finds what it looks for.
+"""
+
+import shutil
+import sys
+import textwrap
+
+WIDEST_TABLE = 60  # columns
+_BOUNDS = 40, 120  # of a terminal: narrower ones break lines themselves, wider ones are no easier to read
+
+
+def width() -> int | None:
+    """Return the columns that standard output has; None: it is no terminal."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    least, most = _BOUNDS
+    return min(max(shutil.get_terminal_size().columns, least), most)
+
+
+def wrapped(text: str, columns: int | None, indent: str = "") -> list[str]:
+    """Return a text as lines of at most so many columns, all but the first behind `indent`; None: one line."""
+    if columns is None:
+        return [text]
+    return textwrap.wrap(text, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)

@@ -1,0 +1,1 @@
+"""Batch scripts for SLURM, and what they ask Python."""

@@ -1,0 +1,28 @@
+"""Prints the folder that a run of a config will have: python -m scripts.slurm.folder CONFIG [section.key=value ...].
+
+A batch script asks before it starts any rank, so that a config with a mistake is one line and exit code 2. It imports
+no torch.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from megazero.config_file import load, name_of, refuse_unbuilt
+from megazero.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the folder; return the exit code."""
+    name, *overrides = arguments
+    try:
+        config = load(name, overrides)
+        refuse_unbuilt(config)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(config.run.dir or f"runs/{name_of(name)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""The README's first screen: its figures are those of the pages it names, its configs fit, its picture is drawn so."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megazero.__main__ import main
+from megazero.config import Config
+from megazero.config_file import CONFIGS, load, refuse_unbuilt
+from megazero.pipelining import model_shape
+from megazero.plan.machines import MACHINES
+from megazero.planning import plan
+from tests.tiny_run import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURE = re.compile(r"\d[\d,.]*(?:e-?\d+)?%?")
+
+
+def results() -> list[list[str]]:
+    """Cells of the table of results."""
+    rows = [line for line in README.splitlines() if line.startswith("| ") and "](docs/" in line]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def fitting(config: Config) -> int:
+    """The fewest A100s with 80 GB that a config fits on as it is."""
+    machine, split = MACHINES["a100-80gb"], config.parallel.tensor * config.parallel.pipeline
+    most = config.batch.global_ // config.batch.micro
+    sizes = (split * data for data in range(1, most + 1) if most % data == 0)
+    return next(size for size in sizes if plan(config, size, machine).fits)
+
+
+def test_it_is_short_and_says_what_there_is_before_how():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    first = README.split("\n## ")[0].splitlines()
+    assert (
+        len(first) <= 35
+        and any(line.startswith("![") for line in first)
+        and not [line for line in first if line.startswith("    ")]
+    )
+    assert "On GPUs: not measured" in README
+
+
+def test_five_results_are_those_of_their_pages():
+    assert len(results()) == 5
+    for what, figures, how in results():
+        command, page = re.fullmatch(r"`(.+)`, \[table\]\((docs/[a-z]+\.md)#[a-z-]+\)", how).groups()
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert command.removeprefix("megazero ") in text, "the page has the whole command"
+        numbers = FIGURE.findall(figures)
+        assert numbers, what
+        for number in numbers:
+            assert re.search(rf"(?<![\d.]){re.escape(number.rstrip('.,'))}(?!\d)", text), (what, number, page)
+
+
+def test_links_lead_to_sections():
+    for page, anchor in re.findall(r"\]\((docs/[a-z]+\.md)#([a-z0-9-]+)\)", README):
+        heads = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}, anchor
+
+
+def test_every_shipped_config_starts_and_fits_where_it_is_said():
+    configs = {path.stem: load(path.stem) for path in CONFIGS.glob("*.yaml")}
+    for config in configs.values():
+        refuse_unbuilt(config)
+    tiny = configs.pop("tiny")
+    assert plan(tiny, 1, MACHINES["a100-80gb"]).fullest.peak < 1e9, "a laptop"
+    least = {name: fitting(config) for name, config in configs.items()}
+    order = sorted(configs, key=lambda name: (least[name], model_shape(configs[name]).parameters()))
+    said = ", ".join(f"`{name}` {least[name]}" for name in order)
+    assert f"`tiny` on a laptop; of A100s with 80 GB {said}." in " ".join(README.split()), said
+
+
+def test_the_picture_is_drawn_by_the_command_below_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (shown,) = re.findall(r"^!\[.+\]\((docs/pictures/\w+\.svg)\)$", README, re.MULTILINE)
+    assert (ROOT / shown).stat().st_size < 150_000
+    text = " ".join(README.split())
+    (command,) = re.findall(rf"`python -m megazero ([^`]+ --draw {re.escape(shown)})`", text)
+    drawn = tmp_path / "drawn.svg"
+    assert main([*shlex.split(command)[:-1], str(drawn)]) == 0
+    capsys.readouterr()
+    # Names within the file differ from one drawing to the next.
+    paths = [re.findall(r' d="([^"]+)"', path.read_text(encoding="utf-8")) for path in (ROOT / shown, drawn)]
+    assert len(paths[0]) > 100 and paths[0] == paths[1]
