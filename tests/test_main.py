@@ -215,7 +215,7 @@ def test_reader_that_goes_away_is_no_fault(arguments: list[str], lines: int):
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert without_heartbeat(process.stderr.read()) == "" and process.wait(60) == 0
+    assert without_heartbeat(process.stderr.read()) == "" and process.wait() == 0
     process.stderr.close()
 
 
@@ -223,7 +223,7 @@ def test_reader_that_goes_away_is_no_fault(arguments: list[str], lines: int):
 def test_answer_that_cannot_be_written_is_a_failure():
     line = [sys.executable, "-m", "megazero", "explain", "--json"]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        result = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     said = without_heartbeat(result.stderr)
     assert (result.returncode, said[:6], said.count("\n")) == (1, "MZ-405", 1)
 

@@ -175,7 +175,7 @@ def test_by_default_it_goes_on_in_that_folder(tiny_data: TinyData, tmp_path: Pat
 
     def train(*arguments: object) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, str(ROOT / "train.py"), *map(str, arguments), "data.valid=null"]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
 
     shutil.copy(tiny_data.config, tmp_path / "mine.yaml")
     assert train("--config", "mine.yaml", "run.steps=1").returncode == 0

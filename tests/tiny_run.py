@@ -123,6 +123,6 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
     """`python arguments ...` from the repository's root, as a user runs it; without the heartbeat's lines."""
     line = [sys.executable, *map(str, arguments)]
     env = {**os.environ, **environment}
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)
     done.stdout, done.stderr = without_heartbeat(done.stdout), without_heartbeat(done.stderr)
     return done

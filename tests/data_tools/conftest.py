@@ -30,7 +30,7 @@ def command(tmp_path: Path) -> Command:
 
     def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, REPOSITORY / f"data_tools/{name}.py", *map(str, arguments)]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
         done.stderr = without_heartbeat(done.stderr)
         return done
 

@@ -1,7 +1,7 @@
 """Ranks of which one stops itself before the first step: python -m tests.parallel.held_up CASE RANK TIMEOUT SIZE [LOG].
 
-Started by a local parent, or where the environment says so by srun. Every rank prints its process id; with LOG each has
-a file there for its stacks.
+Started by a local parent, or where the environment says so by srun. Every rank prints its process id, and those of srun
+wait for a line; with LOG each has a file there for its stacks.
 """
 
 import os
@@ -73,6 +73,8 @@ LAST: dict[str, Callable[[], None]] = {"build": stop, "inside": stop_inside, "sp
 
 def be(place: Place, case: str, bad_rank: int, timeout: float, log: str = "") -> None:
     os.write(1, f"pid {os.getpid()}\n".encode())  # in one piece
+    if place.world.launcher == "srun":
+        sys.stdin.readline()  # until all are there: ranks wait a few seconds, imports may take longer
     bad = place.world.rank == bad_rank
     if bad and case in WHERE:
         stop_before(*WHERE[case])

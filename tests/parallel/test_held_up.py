@@ -17,7 +17,20 @@ from tests.processes import until_gone
 def start(case: str, rank: int, *more: object, **environment: str) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "tests.parallel.held_up", case, str(rank), str(TIMEOUT), "2", *map(str, more)]
     env = os.environ | environment
-    return subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def start_step(case: str, rank: int, *more: object) -> tuple[list[subprocess.Popen[str]], list[int]]:
+    """Start two tasks as srun does, rank 0 first, and let them meet when both are there; with their process ids."""
+    step = STEP | {"MASTER_PORT": free_port()}
+    tasks = [start(case, rank, *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in (0, 1)]
+    pids = [pids_of(task, 1)[0] for task in tasks]
+    for task in tasks:
+        assert task.stdin is not None
+        task.stdin.write("\n")
+        task.stdin.flush()
+    return tasks, pids
 
 
 PHASES = {"start": "start", "memory": "start", "group": "start", "axes": "start", "build": "build", "inside": "build"}
@@ -53,12 +66,8 @@ def test_a_local_rank_that_is_stopped_is_named(case: str, rank: int):
 )
 def test_a_task_of_srun_that_is_stopped_is_named(case: str, rank: int):
     """By the others, which have no parent to look; rank 0 takes the store with it."""
-    step = STEP | {"MASTER_PORT": free_port()}
-    tasks, pids = [], []
+    tasks, pids = start_step(case, rank)
     try:
-        for k in (0, 1):  # rank 0 first: the other one does not wait long for it
-            tasks.append(start(case, rank, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)))
-            pids += pids_of(tasks[k], 1)
         _, err = tasks[1 - rank].communicate()
     finally:
         tasks[rank].kill()
@@ -83,11 +92,8 @@ def test_on_a_hang_every_live_rank_writes_its_stacks(tmp_path: Path, case: str, 
 
 def test_tasks_of_srun_ask_each_other_for_their_stacks(tmp_path: Path):
     """The first one that gave up asks those of its host that go on."""
-    step, tasks = STEP | {"MASTER_PORT": free_port()}, []
+    tasks, _ = start_step("lock", 1, tmp_path)
     try:
-        for k in (0, 1):
-            tasks.append(start("lock", 1, tmp_path, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)))
-            pids_of(tasks[k], 1)
         _, err = tasks[0].communicate()
         assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
         assert "in hold_the_lock" in (tmp_path / "rank_01.log").read_text()

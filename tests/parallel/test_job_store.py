@@ -237,7 +237,7 @@ def test_a_refusal_is_logged_once_for_each_address(served: Served, monkeypatch: 
             served.client(bytes(32))
     log.addHandler(handler := Lines())
     try:
-        assert written.wait(30)
+        assert written.wait()
     finally:
         log.removeHandler(handler)
     assert lines == ["the store refused a connection from 127.0.0.1: does not know this job's token"]
@@ -348,5 +348,5 @@ def test_torch_makes_groups_over_it():
     lines = [[sys.executable, "-c", GROUPS, host, str(port), str(rank)] for rank in (0, 1)]
     root = Path(__file__).parents[2]
     ranks = [subprocess.Popen(line, cwd=root, stdout=subprocess.PIPE, text=True) for line in lines]
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["[2.0, 2.0]\n"] * 2
+    assert [rank.communicate()[0] for rank in ranks] == ["[2.0, 2.0]\n"] * 2
     server.close()

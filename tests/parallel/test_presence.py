@@ -87,7 +87,7 @@ Presence.said = lambda self: '["node7", "same", 1]'
 def test_a_rank_that_says_something_else_is_named_once():
     port = free_port()
     tasks = [task(rank, port, 60, "same", before=LIE * rank) for rank in (0, 1)]
-    errs = [process.communicate(timeout=60)[1] for process in tasks]
+    errs = [process.communicate()[1] for process in tasks]
     lines = [line for err in errs for line in err.splitlines()]
     assert len(lines) == 1 and [process.returncode for process in tasks] == [1, 1], errs
     assert lines[0].startswith(
@@ -115,7 +115,7 @@ def other():
     assert process.stdout is not None
     pid, number, device, inode, unsealed, its_inode = map(int, process.stdout.readline().split())
     yield Handle(pid, number, device, inode), Handle(pid, unsealed, device, its_inode)
-    process.communicate("", timeout=60)
+    process.communicate("")
 
 
 def mail() -> Mail:

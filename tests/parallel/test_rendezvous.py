@@ -76,14 +76,14 @@ def test_tasks_of_a_step_meet_on_one_address_only():
         assert process.stdout.readline() == "sum [2.0, 2.0, 2.0]\n"
     assert [listening(process.pid) for process in tasks] == [{"127.0.0.1"}, {"127.0.0.1"}]
     for process in tasks:
-        _, err = process.communicate("", timeout=60)
+        _, err = process.communicate("")
         assert process.returncode == 0 and "MZ-" not in err
     until_gone([process.pid for process in tasks])
 
 
 def test_a_task_that_does_not_come_is_named():
     process = task(0, free_port(), 1, "same")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 1
     assert err.splitlines()[-1].startswith("MZ-320 rank=0: 1 of 2 ranks did not come within 1 s: 1 (in start on ")
 
@@ -91,7 +91,7 @@ def test_a_task_that_does_not_come_is_named():
 def test_rank_0_that_does_not_come_is_named():
     port = free_port()
     process = task(1, port, 1, "same")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 1
     assert f"MZ-320 rank=1: rank 0 cannot be reached at 127.0.0.1:{port} within 1 s" in err.splitlines()[-1]
 
@@ -101,7 +101,7 @@ def test_other_code_or_config_is_refused_once(before: str):
     """Also if rank 0, where they meet, has long seen it."""
     port = free_port()
     tasks = [task(rank, port, 60, f"config {rank}", before=before * rank) for rank in (0, 1)]
-    errs = [process.communicate(timeout=60)[1] for process in tasks]
+    errs = [process.communicate()[1] for process in tasks]
     lines = [line for err in errs for line in err.splitlines() if line.startswith("MZ-")]
     assert tasks[1].returncode == 1 and tasks[0].returncode == 1
     assert len(lines) == 1, errs
@@ -113,13 +113,13 @@ def test_an_address_that_is_taken_is_refused():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = task(0, str(taken.getsockname()[1]), 5, "same")
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
     assert process.returncode == 1
     assert "MZ-322 rank=0: cannot listen on 127.0.0.1:" in err and "Address already in use" in err
 
 
 def test_a_host_that_others_cannot_reach_is_refused():
     process = task(0, free_port(), 5, "same", SLURM_STEP_NUM_NODES="2")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 1
     assert "127.0.0.1 cannot be reached from the other 1 hosts" in err.splitlines()[-1]

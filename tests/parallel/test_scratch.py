@@ -46,12 +46,12 @@ def test_the_next_start_removes_what_killed_ones_left(place: Path):
     living, kept = holder(place)
     for process, _ in killed:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate()
     assert len(left(place)) == 3
     with scratch_folder("doctor") as folder:
         assert left(place) == sorted([kept, folder])
     assert left(place) == [kept] and (kept / "store").read_text() == "x"
-    living.communicate("", timeout=60)
+    living.communicate("")
     assert left(place) == []
 
 
@@ -61,7 +61,7 @@ def test_a_stopped_owner_is_not_dead(place: Path):
     with scratch_folder():
         assert kept.exists()
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate()
 
 
 def name(*, boot: str | None = None, view: int | None = None, pid: int = 0, started: int = 1) -> str:
@@ -118,7 +118,7 @@ def test_two_starters_do_not_disturb_each_other(place: Path):
     starters = [holder(place) for _ in range(2)]
     assert left(place) == sorted(folder for _, folder in starters)
     for process, _ in starters:
-        process.communicate("", timeout=60)
+        process.communicate("")
         assert process.returncode == 0
 
 
@@ -131,7 +131,7 @@ def test_a_killed_parent_leaves_nothing_for_long(place: Path):
         assert process.stdout is not None
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate()
         until_gone(pids)
         assert len(left(place)) == 1
     with scratch_folder():

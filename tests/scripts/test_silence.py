@@ -16,7 +16,7 @@ LIMIT, FIRST = 2.0, 1.0  # seconds
 
 def silence(*command: object, **options: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "scripts/silence.py", *(f"--{name}={value}" for name, value in options.items())]
-    return subprocess.run([*line, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*line, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(

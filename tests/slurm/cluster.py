@@ -106,7 +106,7 @@ def _end(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _run(line: list[str], environment: dict[str, str]) -> str:
-    return subprocess.run(line, env=environment, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(line, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def _free_port() -> int:

@@ -60,7 +60,7 @@ class Job:
         self.number = self.call("sbatch", "--parsable", f"--output={out}", *map(str, line)).strip()
 
     def call(self, *line: str) -> str:
-        done = subprocess.run(line, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(line, cwd=self._folder, env=self._environment, capture_output=True, text=True)
         assert done.returncode == 0, (line, done.stderr)
         return done.stdout
 
