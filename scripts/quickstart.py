@@ -5,6 +5,7 @@ where there is one GPU). Extra arguments are overrides for the training run, e.g
 `python scripts/quickstart.py run.steps=20`.
 """
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +32,15 @@ def main(overrides: list[str]) -> int:
 
 
 def run(title: str, *command: object) -> int:
-    """Run a Python command from the root; return its exit code."""
+    """Run a Python command from the root; return its exit code. Who ends this ends that too."""
     print(f"--- {title}", flush=True)
-    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=False).returncode
+    with subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT) as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            code = process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return code if code >= 0 else 128 - code
 
 
 def ranks() -> str:
