@@ -28,6 +28,7 @@ from typing import TextIO
 FIRST = 0.6  # seconds of silence before the words: within the first second, with some room for a busy machine
 SECOND = 1.0  # between dots
 _LOOK = 0.2
+_PATIENCE = 1.0  # seconds for a write under way
 _WIDTH = 100  # characters of a line with dots before it is ended
 _PROGRESS_EVERY = 10  # dots
 
@@ -97,9 +98,12 @@ class Heartbeat:
         thread, self._thread = self._thread, None
         self._stop.set()
         if thread is not None:
-            thread.join()
-        with self._lock:
-            self._close()
+            thread.join(_PATIENCE)
+        if (thread is None or not thread.is_alive()) and self._lock.acquire(timeout=_PATIENCE):
+            try:  # a thread that hangs in a write has a reader who does not read: there is no line to end
+                self._close()
+            finally:
+                self._lock.release()
 
     def resume(self) -> None:
         """Start the thread, if there is anywhere to write to."""
@@ -118,7 +122,8 @@ class Heartbeat:
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
         """Around something that may take long; yields what counts how much of it is done."""
         entry = Doing(what, total=total, began=self._clock())
-        self._doing.append(entry)
+        if threading.current_thread() is threading.main_thread():  # others work beside what the process waits for
+            self._doing.append(entry)
         try:
             yield entry
         finally:
@@ -176,7 +181,10 @@ class Heartbeat:
         self._open = current
         if self._live is not None:
             self._wrote = now
-            self._live(self._promised or words)
+            try:
+                self._live(self._promised or words)
+            except (OSError, ValueError):  # nobody reads any more
+                self._live = None
             return
         self._write(f"\r\x1b[2K{words[: self._columns() - 1]}", now)
 

@@ -87,6 +87,8 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
         return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
     except StoppedEarly as stop:
+        if place.world.rank:  # rank 0 counts it and says so, for all
+            return REQUEUE
         return _stopped_early(config, name, stop.number, place.seat.phase)
     finally:
         place.signals.restore()
@@ -96,6 +98,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
 def _one_of_many(config: Config, name: str, place: Place) -> int:
     """A rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
     code = outcome(lambda: run_training(config, name, place), place)
+    place.signals.only_note(HEART.say)  # what the others say now is not to be lost
     if place.seat.state == STOPPED:
         if place.world.rank == 0 and place.signals.first is not None:
             raise StoppedEarly(place.signals.first)
@@ -132,7 +135,9 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
 
     def create() -> str | None:
         with place.signals.held():
-            return folder.create(lock, resume=_resumes(config)) if first else None
+            dead = folder.create(lock, resume=_resumes(config)) if first else None
+            place.seat.now(0, BUILD)  # from here on the folder tells of what happens to the run
+            return dead
 
     try:
         with together(grid.world.wire.lobby, "run folder"):  # whose board does not tell yet who is missing
@@ -141,9 +146,13 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
         return _train_in(config, name, place, grid, folder, lock)
     except UserError as error:
-        refused = first and is_refusal(error.code, place.seat.step)
+        refused = first and lock.held and is_refusal(error.code, place.seat.step)
         if refused:
             folder.empty(made)
+        raise
+    except StoppedEarly:
+        if first and lock.held:
+            folder.release()
         raise
     finally:
         if first:
@@ -168,6 +177,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
         job = share(own, grid.world, device)
         if job.stopped:
             if first:
+                folder.release()
                 _say(f"nothing done: {folder.stop} is there; remove it to train")
             return 0
         agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
@@ -287,9 +297,10 @@ def _announce(config: Config, grid: Grid, site: Site, ready: Ready, name: str, f
 def _keep_output(folder: RunFolder) -> None:
     """Give a batch job's output a name in the run's folder; a disk that cannot costs a warning."""
     output = job_output()
-    if output is not None and output.is_file():
+    if output is not None:
         try:
-            folder.keep_output(output, job_id())
+            if output.is_file():
+                folder.keep_output(output, job_id())
         except OSError as error:
             warn(f"the job's output stays in {output} alone: {error.strerror}")
 
@@ -319,7 +330,8 @@ def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
     folder, text = _folder(config, name), stopped_by(number)
     if phase != START:
         remove_dead(folder.lock)
-        folder.release()
+        if not folder.lock.exists():  # no other job has come in between
+            folder.release()
         folder.early_stops.add(text)
     _say(f"{text} before the first step, nothing to save")
     return REQUEUE

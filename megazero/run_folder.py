@@ -88,7 +88,7 @@ class RunFolder:
 
     def missing(self) -> list[Path]:
         """Return the folder and those above it that are not there, the nearest first: what a job would make."""
-        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
+        return [folder for folder in (self.path, *self.path.parents) if _is_missing(folder)]
 
     def empty(self, made: Sequence[Path]) -> None:
         """Remove what a job that was refused has put into a folder that it has made; its lock stays.
@@ -179,6 +179,17 @@ class RunFolder:
     def stop(self) -> Path:
         """The kill switch: while it exists, nothing trains here."""
         return self.path / "STOP"
+
+
+def _is_missing(path: Path) -> bool:
+    """Return whether nothing is there; a disk that does not answer has not said so."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def remove_empty(made: Sequence[Path]) -> None:

@@ -171,12 +171,13 @@ class RunLock:
 
 
 def remove_dead(path: Path) -> None:
-    """Remove a lock whose owner was a process of this host that has ended."""
-    owner = _read(path)
-    if owner is None or (owner["host"], owner["kernel"]) != (socket.gethostname(), _kernel()):
-        return
-    if _born(owner["pid"]) != owner["born"]:
-        with contextlib.suppress(OSError):
+    """Remove a lock whose owner was a process of this host that has ended; another's that comes meanwhile stays."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        owner = _read(path)
+        if owner is None or (owner["host"], owner["kernel"]) != (socket.gethostname(), _kernel()):
+            return
+        if _born(owner["pid"]) != owner["born"]:
             path.unlink()
 
 

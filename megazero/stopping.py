@@ -92,10 +92,14 @@ class Stopping:
             self._first_step()
         return next((reason for reason, count in zip(REASONS, said, strict=True) if count), None)
 
-    def check(self) -> Reason | None:
-        """Ask and answer at once, in the middle of something long that is no step. Every rank calls it."""
+    def check(self, saving: float) -> Reason | None:
+        """Ask and answer at once, in the middle of something long that is no step. Every rank calls it.
+
+        Args:
+            saving: seconds that a checkpoint takes.
+        """
         answers = self._answers
-        self.ask(failed=False, saving=0.0)
+        self.ask(failed=False, saving=saving)
         reason = self.answer()
         self._answers = answers
         return reason

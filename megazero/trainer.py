@@ -159,7 +159,9 @@ class Trainer:
         self.reason, done = self.stopping.answer(), self.first
         if self._owed is not None or done < self.pace.steps:
             self.recorder.start()
-        if self._owed is not None and self.reason is None:
+        if self._owed is not None and self.reason is not None:
+            self.owes = True  # whoever goes on from here writes it
+        elif self._owed is not None:
             self._write(self._owed, done, validates=self.validates(done))
         while self.reason is None and done < self.pace.steps:
             with self.recorder.step(done + 1):
@@ -231,7 +233,7 @@ class Trainer:
         stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
         if row is not None:
             self._write(row, done, validates=self.validates(done) and not stops)
-        if self.owes:  # whoever goes on from here validates the step
+        if self.owes and self.checkpoints.saved != done:  # whoever goes on from here validates the step
             self.summarise()
             self._save(done, row)
 
@@ -292,7 +294,7 @@ class Trainer:
         return score
 
     def _ends(self) -> bool:
-        self.reason = self.reason or self.stopping.check()
+        self.reason = self.reason or self.stopping.check(self.checkpoints.seconds)
         return self.reason is not None
 
     def _not_finite(self, pending: _Pending) -> UserError:

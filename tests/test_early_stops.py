@@ -76,6 +76,32 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+IN_CREATE = """
+import os, signal, sys
+from megazero.__main__ import main
+from megazero.run_folder import RunFolder
+
+honest = RunFolder.create
+
+def create(*arguments, **named):
+    dead = honest(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return dead
+
+RunFolder.create = create
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_run_signalled_while_it_makes_its_folder(tiny_data: TinyData, tmp_path: Path):
+    """It is counted there, and the next start does not find a run that has never begun."""
+    line = ["--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "run.steps=1", "data.valid=null"]
+    done = command("-c", IN_CREATE, "train", *line)
+    assert done.returncode == 75 and "stopped by SIGTERM before the first step" in done.stdout
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_file()] == ["early_stops"]
+    assert command("train.py", *line).returncode == 0
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1), pytest.param(2, marks=pytest.mark.full)])
 def test_a_run_signalled_while_it_builds(tiny_data: TinyData, tmp_path: Path, ranks: int):
     """Whoever starts it again: every start is another process. It fails on all ranks, with one line."""

@@ -11,6 +11,8 @@ from megazero.config_file import load, name_of
 from megazero.errors import UserError, is_refusal
 from megazero.run import launch
 from megazero.run_folder import RunFolder
+from megazero.run_lock import RunLock
+from tests.quiet import without_heartbeat
 from tests.tiny_run import TinyData, command
 
 TWO = ("parallel.tensor=2",)
@@ -28,6 +30,32 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
 def done(finished: RunFolder, tmp_path: Path) -> Path:
     """A run of 4 steps that is done, with the times of its files."""
     return Path(shutil.copytree(finished.path, tmp_path / "run", copy_function=shutil.copy2))
+
+
+def test_another_jobs_folder_that_comes_meanwhile_is_not_touched(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made between this job's look for a folder and its try to take the lock."""
+    run, honest = tmp_path / "runs/run", RunFolder.create
+
+    def create(folder: RunFolder, lock: RunLock, *, resume: bool) -> str | None:
+        other = RunLock(folder.lock)
+        honest(folder, other, resume=resume)
+        folder.config.write_text("theirs")
+        return honest(folder, lock, resume=resume)
+
+    monkeypatch.setattr(RunFolder, "create", create)
+    with pytest.raises(UserError, match="MZ-420"):
+        launch(tiny_data.load(run), "small", 1)
+    assert (run / "config.yaml").read_text() == "theirs" and (run / "lock").exists() and (run / "logs").is_dir()
+
+
+def test_a_folder_that_holds_only_the_kill_switch_stays_free(tiny_data: TinyData, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/STOP").touch()
+    assert launch(tiny_data.load(tmp_path / "run"), "small", 1) == 0
+    (tmp_path / "run/STOP").unlink()
+    assert launch(tiny_data.load(tmp_path / "run"), "small", 1) == 0
 
 
 def test_equal_steps_change_nothing(tiny_data: TinyData, done: Path, capsys) -> None:
@@ -175,7 +203,9 @@ def test_by_default_it_goes_on_in_that_folder(tiny_data: TinyData, tmp_path: Pat
 
     def train(*arguments: object) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, str(ROOT / "train.py"), *map(str, arguments), "data.valid=null"]
-        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
+        done.stdout = without_heartbeat(done.stdout)
+        return done
 
     shutil.copy(tiny_data.config, tmp_path / "mine.yaml")
     assert train("--config", "mine.yaml", "run.steps=1").returncode == 0

@@ -107,11 +107,12 @@ def _library_lines_in_log() -> Iterator[None]:
     """Put the lines that torch's recorder writes to standard error into the log; others go where they would."""
     try:
         sys.stderr.flush()
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, in what may not be skipped
         real = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # there is no standard error
+    except (OSError, ValueError, AttributeError):  # there is no standard error, or no room for a file
         yield
         return
-    with tempfile.TemporaryFile() as said:
+    with said:
         os.dup2(said.fileno(), 2)
         try:
             yield

@@ -125,7 +125,8 @@ def run_local(
         if ranks.signalled is not None:
             signalled(ranks.signalled)
         if line:
-            print(line, file=sys.stderr, flush=True)
+            with HEART.aside():
+                print(line, file=sys.stderr, flush=True)
             clean_up(board.read_all(), line)
         return code
 

@@ -10,11 +10,12 @@ requeue_after_failure() {
     local folder=$1 error node step count most=${MEGAZERO_REQUEUES:-3} counts=$1/logs/slurm-failures
     # A rank that was ended, that does not answer, or that lost its connection. Other failures come again on any node.
     [ -f "$2" ] || return 1
-    error=$(tail -c "+$(($3 + 1))" "$2" | grep -aoE '^MZ-31(0|1|4) .*' | tail -n 1)
+    error=$(tail -c "+$(($3 + 1))" "$2" | grep -aoE 'MZ-31(0|1|4) rank=.*' | tail -n 1)
     [ -n "$error" ] || return 1
-    step=$(find "$folder/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' | sort | tail -n 1)
+    mkdir -p "$folder/logs" || return 1 # it may have died before there was one
+    step=$(find "$folder/checkpoints" -maxdepth 1 -name 'step_*' -printf '%f\n' 2> /dev/null | sort | tail -n 1)
     step=${step:-start}
-    count=$(grep -c "^$step " "$counts" 2> /dev/null)
+    count=$(grep -c "^$step job $SLURM_JOB_ID " "$counts" 2> /dev/null)
     if [ "${count:-0}" -ge "$most" ]; then
         echo "job $SLURM_JOB_ID has failed $((count + 1)) times behind the same checkpoint and is not started again ($counts)"
         return 1
@@ -30,7 +31,8 @@ requeue_after_failure() {
 # The node that an error's rank is on, as SLURM calls it, if there are enough others.
 bad_node() {
     local said node others
-    said=$(sed -nE 's/^MZ-31[01] .* on ([A-Za-z0-9._-]+) \(pid [0-9]+\).*/\1/p' <<< "$1")
+    # The first rank in the line is the one to blame; behind the first semicolon are those who waited for it.
+    said=$(sed -nE 's/;.*//; s/^MZ-31[01] .* on ([A-Za-z0-9._-]+) \(pid [0-9]+\).*/\1/p' <<< "$1")
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         [ "${said%%.*}" = "$node" ] || [ "$said" = "$node" ] || continue
         others=$(usable_nodes | grep -cvx "$node")

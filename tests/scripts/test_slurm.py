@@ -1,6 +1,7 @@
 """What the batch scripts of scripts/slurm ask Python, without a cluster; tests/slurm has one."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megazero.kernels import cpu
 from megazero.kernels.build import BuildError
 from megazero.probes.finding import Finding
 from scripts.slurm import folder, preflight
+from tests.tiny_run import ROOT
 
 
 def answer(*more: Finding, rate: float = 1e10) -> dict[str, Any]:
@@ -65,3 +67,20 @@ def test_kernels_are_built_or_it_is_said_why_not(
     assert capsys.readouterr().err == (
         "cpu kernels: not built, no g++ on this machine; runs take the reference instead\n"
     )
+
+
+CLUSTER = """
+scontrol() { case "$*" in *"$SLURM_JOB_NODELIST"*) printf 'node1\\nnode2\\n' ;; esac; }
+sinfo() { printf 'node1\\nnode2\\nnode3\\n'; }
+SLURM_JOB_NODELIST=node[1-2] SLURM_JOB_NUM_NODES=2 SLURM_JOB_ID=7 SLURM_JOB_PARTITION=all
+source scripts/slurm/requeue.sh
+bad_node "$1"
+"""
+
+
+def test_the_node_to_blame_is_the_first_one_of_the_line() -> None:
+    """Who waited for it in a message is named behind it, on a node that is well."""
+    line = "MZ-311 rank=0 step=3: did not answer in p2p #1 send (x) in forward on node1 (pid 12); "
+    line += "rank 1 waited in p2p #1 recv (x) in forward on node2 (pid 13); it is stopped (SIGSTOP)"
+    said = subprocess.run(["bash", "-c", CLUSTER, "-", line], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == ("node1\n", "")
