@@ -37,7 +37,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     folder = tmp_path_factory.mktemp("doctor")
     file = folder / "machine.yaml"
     result = command("-m", "megazero", "doctor", "--run", folder / "runs/next", "--json", "--write", file)
-    assert result.returncode == 0 and result.stderr in ("", f"warning: {file}: {BUSY}\n"), result.stderr
+    assert result.returncode == 0 and result.stderr in ("", f"warning: {file}: {doctor.BUSY}\n"), result.stderr
     return Answer(json.loads(result.stdout), YAML(typ="safe", pure=True).load(file), folder / "runs")
 
 
