@@ -213,7 +213,7 @@ def test_weights_are_saved_before_the_last_validation_can_fail(tiny_data: TinyDa
     trainer, folder = built(tiny_data.load(tmp_path / "run"))
 
     class Broken:
-        def score(self) -> None:
+        def score(self, stop: Callable[[], bool]) -> None:
             raise RuntimeError("the validation data went away")
 
     trainer.validation = Broken()  # type: ignore[assignment]
