@@ -8,6 +8,7 @@ characters, half characters). 1,000 cases run in `make test`, 10,000 in `make te
 import json
 import random
 import resource
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -284,6 +285,7 @@ class Import(Subject):
         if which == 2:
             index.write_bytes(json_case(self.index, draw))
         out = self.folder / f"out{draw.getrandbits(60)}"
+        shutil.rmtree(out, ignore_errors=True)  # two cases may have one seed
 
         def read() -> None:
             try:

@@ -42,7 +42,7 @@ def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
     text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))
-    for part in ("pipeline 3", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble"):
+    for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble"):
         assert part in text, part
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("<svg") == 1
 
