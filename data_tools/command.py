@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_tools.corpus import TEXT_SUFFIXES
+from megazero.answers import tell
 from megazero.errors import UserError
 from megazero.heartbeat import HEART
 
@@ -61,12 +62,6 @@ def add_inputs(parser: Parser) -> None:
     parser.add_argument("--skip-bad", action="store_true", help=bad)
 
 
-def say(said: object) -> None:
-    """Write a line on standard error."""
-    with HEART.aside():
-        print(said, file=sys.stderr)
-
-
 def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Sequence[str] | None) -> int:
     """Parses, runs, and turns faults into a line on stderr and an exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files, and text of a data set, on any terminal
@@ -77,10 +72,10 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
             with HEART.aside():
                 sys.stdout.flush()
     except UserError as error:
-        say(error)
+        tell(error)
         return error.exit_code
     except KeyboardInterrupt:
-        say(f"{parser.prog}: interrupted, no half file is left")
+        tell(f"{parser.prog}: interrupted, no half file is left")
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         _silence_stdout()
@@ -90,7 +85,7 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
             _silence_stdout()
         where = error.filename or parser.prog
         what = f"the system refused: {error.strerror}"
-        say(UserError(218, what, "check the disk and the permissions", where=where))
+        tell(UserError(218, what, "check the disk and the permissions", where=where))
         return 1
     return 0
 

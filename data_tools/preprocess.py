@@ -31,9 +31,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from data_tools.command import Parser, add_inputs, positive, prefix, run, say
+from data_tools.command import Parser, add_inputs, positive, prefix, run
 from data_tools.corpus import Skipped, check_files, find_files, read_pieces
 from data_tools.encoding import encode_pieces
+from megazero.answers import tell
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
@@ -62,7 +63,7 @@ def preprocess(options: argparse.Namespace) -> None:
         summary = _write(options, tokenizer, files, skipped, advance)
     seconds = time.monotonic() - started
     if skipped is not None:
-        skipped.tell(options.output, say)
+        skipped.tell(options.output, tell)
     with HEART.aside():
         print(
             f"{options.output}: {summary.documents:,} documents ({summary.empty:,} empty ones skipped), "

@@ -25,9 +25,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from data_tools.command import Parser, add_inputs, positive, run, say
+from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Skipped, find_files, read_pieces
 from data_tools.training import TrainingError, train_apart
+from megazero.answers import tell
 from megazero.data.atomic import write_atomically
 from megazero.data.tokenizer import Tokenizer
 from megazero.errors import UserError
@@ -50,7 +51,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         ratio = _check(model, sample)
     write_atomically(options.output, model)
     if skipped is not None:
-        skipped.tell(options.output, say)
+        skipped.tell(options.output, tell)
     used = sum(len(text.encode()) for text in sample)
     seconds = time.monotonic() - started
     ending = f"{used:,} bytes, {ratio:.3f} bytes per token, {seconds:.1f} s"

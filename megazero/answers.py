@@ -39,13 +39,12 @@ def flush_output() -> None:
 
 def fail(said: object, code: int) -> int:
     """Say on standard error why a verb ends; return its exit code."""
-    with HEART.aside():
-        print(said, file=sys.stderr)
+    tell(said)
     return code
 
 
-def tell(line: str) -> None:
-    """Say on the way how far it is, on standard error."""
+def tell(line: object) -> None:
+    """Write a line on standard error."""
     with HEART.aside():
         print(line, file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What the command lines of all verbs have in common: how a mistake is told, bounded numbers, words on overrides."""
+"""Parse the command lines of all verbs alike: mistakes are told in one way, numbers have bounds."""
 
 import argparse
 

@@ -67,7 +67,7 @@ class UserError(ValueError):
         return 2 if self.code < 200 else 1
 
     def located(self, rank: int, step: int | None, place: str) -> "UserError":
-        """The same error of one rank of several: its rank and step if it does not say so itself, and its place.
+        """Return this error as one of a rank of several: with rank and step, if it has none, and place.
 
         Args:
             place: phase and host; left out where the command line or config is at fault, whoever found it.

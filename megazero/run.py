@@ -163,7 +163,6 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
 
 def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
-    place.seat.now(0, BUILD)
     with together(grid.world.wire.lobby, "logs"):
         log_file = agree(grid.world, device, lambda: settle_in(folder, place))
     log = logging.getLogger("megazero")

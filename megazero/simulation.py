@@ -237,7 +237,7 @@ def _name_places(model: nn.Module, timeline: Timeline) -> list[torch.utils.hooks
 
 
 def _since(before: dict[str, dict[str, Sent]], now: dict[str, dict[str, Sent]]) -> dict[str, dict[str, Sent]]:
-    """What has been sent in the meantime."""
+    """Return what was sent between two states of a ledger."""
     nothing = Sent()
     difference: dict[str, dict[str, Sent]] = {}
     for axis, purposes in now.items():

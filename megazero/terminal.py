@@ -1,4 +1,4 @@
-"""How wide what people read may be: a terminal's own width, or any where nobody's terminal would break the lines.
+"""Fit text to its reader: to the width of a terminal, or to none where no terminal would break the lines.
 
 Tables of ours have at most 60 columns. Sentences are broken between words at the terminal's width; into a pipe or a
 file they go whole, so that `grep` finds what it looks for.
