@@ -5,7 +5,8 @@ been written for a while it writes what is being done:
 
     compiling the CPU kernels  12 s                      a terminal: one line, redrawn every second, cleared afterwards
     compiling the CPU kernels............ 12 s           anywhere else: the words once, then a dot a second
-    step 3 forward..backward....update. 8 s              a step says its phases on one line
+    step 3 forward.. backward.... update. 8 s            a step says its phases on one line
+    step 4 forward, step 5 update, step 6 data 3 s       which short steps share
     validating.......... 40/120.......... 80/120 25 s    and now and then how far it is
 
 There is one heartbeat for a process, `HEART`, as there is one standard output, and it is reached from everywhere as a
@@ -69,7 +70,8 @@ class Heartbeat:
         self._doing: list[Doing] = []
         self._wrote = 0.0
         self._open: Doing | None = None  # whose line has no end yet
-        self._detail, self._length, self._dots = "", 0, 0
+        self._since = 0.0  # when what the line tells began
+        self._told, self._length, self._dots = ("", ""), 0, 0
         self._promised = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -132,10 +134,11 @@ class Heartbeat:
 
     def now(self, what: str, detail: str) -> None:
         """What the process does from here on, until it says something else."""
-        base = self._doing[0] if self._doing else None
-        if base is None or base.what != what:
-            base = Doing(what, began=self._clock())
-            self._doing[:1] = [base]
+        if not self._doing:
+            self._doing.append(Doing(""))
+        base = self._doing[0]
+        if base.what != what:
+            base.what, base.began = what, self._clock()
         base.detail = detail
 
     @contextmanager
@@ -191,12 +194,15 @@ class Heartbeat:
     def _dot(self, current: Doing, now: float) -> None:
         if self._open is not None and (self._open is not current or self._length > _WIDTH):
             self._close()
+        what, detail = current.what, current.detail
+        before, self._told = self._told, (what, detail)
         if self._open is None:
-            self._open, self._detail, self._dots = current, current.detail, 0
-            self._length = self._write(f"{current.what} {current.detail}".rstrip(), now)
-        elif current.detail != self._detail:
-            self._detail = current.detail
-            self._length += self._write(f" {self._detail}", now)
+            self._open, self._since, self._dots = current, current.began, 0
+            self._length = self._write(f"{what} {detail}".rstrip(), now)
+        elif what != before[0]:
+            self._length += self._write(f", {what} {detail}".rstrip(), now)
+        elif detail != before[1]:
+            self._length += self._write(f" {detail}", now)
         else:
             self._dots += 1
             self._length += self._write(".", now)
@@ -209,7 +215,7 @@ class Heartbeat:
         if ended is None or self._live is not None:
             return
         now = self._clock()
-        self._write("\r\x1b[2K" if self._redraws else f"{ended.progress} {now - ended.began:.0f} s\n", now)
+        self._write("\r\x1b[2K" if self._redraws else f"{ended.progress} {now - self._since:.0f} s\n", now)
 
     def _write(self, text: str, now: float) -> int:
         """Write and return how much; whoever does not read any more is not written to again."""

@@ -107,7 +107,19 @@ def test_phases_of_a_step_share_a_line(beating: Beating) -> None:
     beating.heart.now("step 3/9", "backward")
     beating.after(1.0, 2)
     beating.heart.now("step 4/9", "data")
-    assert beating.after(1.0) == "step 3/9 forward. backward. 4 s\nstep 4/9 data".replace("4 s", "5 s")
+    assert beating.after(1.0) == "step 3/9 forward. backward., step 4/9 data"
+    with beating.heart.aside():
+        pass
+    assert beating.stream.getvalue().endswith("data 5 s\n")
+
+
+def test_a_line_of_steps_says_how_long_since_its_first_began(beating: Beating) -> None:
+    for step in range(3):
+        beating.heart.now(f"step {step}/9", "forward")
+        beating.after(1.0)
+    with beating.heart.doing("validating"):
+        beating.after(1.0)
+    assert beating.stream.getvalue() == "step 0/9 forward, step 1/9 forward, step 2/9 forward 4 s\nvalidating"
 
 
 def test_a_line_of_dots_is_ended_before_it_is_too_long(beating: Beating) -> None:
