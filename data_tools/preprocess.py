@@ -62,8 +62,7 @@ def preprocess(options: argparse.Namespace) -> None:
     with _progress(sum(path.stat().st_size for path in files)) as advance:
         summary = _write(options, tokenizer, files, skipped, advance)
     seconds = time.monotonic() - started
-    if skipped is not None:
-        skipped.tell(options.output, tell)
+    (skipped or Skipped()).tell(options.output, tell)
     with HEART.aside():
         print(
             f"{options.output}: {summary.documents:,} documents ({summary.empty:,} empty ones skipped), "

@@ -50,8 +50,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     with doing("checking the vocabulary"):
         ratio = _check(model, sample)
     write_atomically(options.output, model)
-    if skipped is not None:
-        skipped.tell(options.output, tell)
+    (skipped or Skipped()).tell(options.output, tell)
     used = sum(len(text.encode()) for text in sample)
     seconds = time.monotonic() - started
     ending = f"{used:,} bytes, {ratio:.3f} bytes per token, {seconds:.1f} s"

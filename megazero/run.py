@@ -189,6 +189,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
             folder.release()
         raise
     if ran is None:
+        log_file.forget()
         if first:
             _say(f"nothing to do: {folder.checkpoints} has step {config.run.steps}, run.steps is {config.run.steps}")
         return 0

@@ -18,21 +18,31 @@ from megazero.run_folder import RunFolder
 class RunLog(logging.FileHandler):
     """Appends records to a file that must be there; those before `begin` wait for it, or for an error.
 
+    Args:
+        made: this job has made the file.
+
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, made: bool = False):
         with open_regular(path):  # a FIFO in its place would block for ever
             super().__init__(path, encoding="utf-8")
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._held: list[logging.LogRecord] | None = []
+        self._path, self._made = path, made
 
     def begin(self) -> None:
         """Write what was held back, and from now on everything at once."""
         held, self._held = self._held, None
         for record in held or ():
             super().emit(record)
+
+    def forget(self) -> None:
+        """Drop what was held back, and the file if this job has made it and nothing is in it."""
+        self._held = []
+        if self._made and not self._path.stat().st_size:
+            self._path.unlink()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write or hold back a record."""
@@ -57,9 +67,10 @@ def settle_in(folder: RunFolder, place: Place) -> RunLog:
         if place.world.launcher in ("torchrun", "srun"):
             place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
         path = folder.log(place.world.rank)
-        if not path.exists():
+        made = not path.exists()
+        if made:
             path.touch()
-        log = _opened(path)
+        log = _opened(path, made=made)
         place.stacks.into(path)
         return log
     except OSError as error:
@@ -69,12 +80,12 @@ def settle_in(folder: RunFolder, place: Place) -> RunLog:
         ) from None
 
 
-def _opened(path: Path) -> RunLog:
+def _opened(path: Path, *, made: bool) -> RunLog:
     log = logging.getLogger("megazero")
     log.setLevel(logging.INFO)
     for handler in list(log.handlers):  # of an earlier run in this process
         log.removeHandler(handler)
         handler.close()
-    handler = RunLog(path)
+    handler = RunLog(path, made=made)
     log.addHandler(handler)
     return handler

@@ -75,6 +75,15 @@ def test_equal_steps_change_nothing_on_two_ranks(tiny_data: TinyData, tmp_path: 
     assert everything(tmp_path / "run") == before
 
 
+def test_equal_steps_on_more_ranks_leave_no_logs(tiny_data: TinyData, done: Path) -> None:
+    before = everything(done)
+    line = ("train.py", "--config", tiny_data.config, f"run.dir={done}", "checkpoint.resume=auto", *TWO)
+    again = command(*line)
+    assert (again.returncode, again.stderr) == (0, "") and again.stdout.startswith("nothing to do: ")
+    assert everything(done).keys() == before.keys()
+    assert {name for name, was in everything(done).items() if was != before[name]} <= {"logs"}, "its time alone"
+
+
 def test_fewer_steps_than_are_done_are_refused_as_that(tiny_data: TinyData, done: Path) -> None:
     """The log has the line; the right number of steps, or none, finds the run as it was."""
     before = everything(done)

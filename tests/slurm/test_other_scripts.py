@@ -1,6 +1,7 @@
 """scripts/slurm/preflight.sbatch and array.sbatch, and the settings of a site, on real daemons."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ def test_preflight_names_the_node_that_lacks_something(slurm, checkout: Path, tm
     assert f"1 of 2 nodes can train; what each said is in preflight-{job.number}" in lines
     found = json.loads((checkout / f"preflight-{job.number}/node2.json").read_text())
     assert found["missing"] == ["pydantic"]
+    right = json.loads((checkout / f"preflight-{job.number}/node1.json").read_text())
+    texts = {finding["name"]: finding["text"] for finding in right["parts"]["devices"]}
+    assert f"({os.cpu_count()} at once" in texts["matmul fp32"], "all cores of the node are measured"
 
 
 def test_every_task_of_an_array_trains_in_a_folder_of_its_own(
