@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_tools.corpus import TEXT_SUFFIXES
-from megazero.answers import tell
-from megazero.errors import UserError
-from megazero.heartbeat import HEART
+from megazero.base.answers import tell
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import HEART
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.data.atomic import write_atomically
-from megazero.errors import UserError
-from megazero.heartbeat import doing
-from megazero.reading import looked_up
+from megazero.base.atomic import write_atomically
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import doing
+from megazero.base.reading import looked_up
 
 PIECE_BYTES = 256 * 1024
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl

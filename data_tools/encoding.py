@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from data_tools.corpus import PIECE_BYTES, Piece
+from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
 
 _BATCHES_PER_WORKER = 3  # on their way: one at work, one waiting, one done and waiting for its turn
 

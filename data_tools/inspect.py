@@ -11,7 +11,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.heartbeat import HEART
+    from megazero.base.heartbeat import HEART
 
     HEART.begin(sys.stderr, "inspect.py")  # before the imports, which take a second on a busy machine
 
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_tools.command import Parser, positive, prefix, run
+from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
 
 BLOCK = 1 << 22  # tokens read at a time
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.heartbeat import HEART
+    from megazero.base.heartbeat import HEART
 
     HEART.begin(sys.stderr, "merge.py")  # before the imports, which take a second on a busy machine
 
@@ -19,8 +19,8 @@ import argparse
 from collections.abc import Sequence
 
 from data_tools.command import Parser, prefix, run
+from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.errors import UserError
 
 BLOCK = 1 << 22  # tokens copied at a time
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.heartbeat import HEART
+    from megazero.base.heartbeat import HEART
 
     HEART.begin(sys.stderr, "preprocess.py")  # before the imports, which take a second on a busy machine
 
@@ -34,11 +34,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from data_tools.command import Parser, add_inputs, positive, prefix, run
 from data_tools.corpus import Skipped, check_files, find_files, read_pieces
 from data_tools.encoding import encode_pieces
-from megazero.answers import tell
+from megazero.base.answers import tell
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import HEART, doing
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
-from megazero.heartbeat import HEART, doing
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.heartbeat import HEART
+    from megazero.base.heartbeat import HEART
 
     HEART.begin(sys.stderr, "train_tokenizer.py")  # before the imports, which take a second on a busy machine
 
@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Skipped, find_files, read_pieces
 from data_tools.training import TrainingError, train_apart
-from megazero.answers import tell
-from megazero.data.atomic import write_atomically
+from megazero.base.answers import tell
+from megazero.base.atomic import write_atomically
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import HEART, doing
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
-from megazero.heartbeat import HEART, doing
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
 CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end

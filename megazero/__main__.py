@@ -24,15 +24,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero import capability
-from megazero.answers import answer, check_picture, fail, flush_output, tell
-from megazero.command_line import OVERRIDES
-from megazero.command_line import Parser as _Parser
-from megazero.command_line import at_least as _at_least
-from megazero.errors import UserError, of_system
-from megazero.heartbeat import HEART, doing
-from megazero.parallel.interruption import Interrupted, Interruption, ended_at_once
-from megazero.terminal import width
+from megazero.base.answers import answer, fail, flush_output, tell
+from megazero.base.command_line import OVERRIDES
+from megazero.base.command_line import Parser as _Parser
+from megazero.base.command_line import at_least as _at_least
+from megazero.base.errors import UserError, of_system
+from megazero.base.heartbeat import HEART, doing
+from megazero.base.terminal import width
+from megazero.config import rules
+from megazero.launch.interruption import Interrupted, Interruption, ended_at_once
+from megazero.schedules.draw import check_name
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -72,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from megazero.config_file import load, name_of, refuse_unbuilt
-    from megazero.parallel.launch import world_from_environment
-    from megazero.parallel.signals import NOTED
+    from megazero.config.file import load, name_of, refuse_unbuilt
+    from megazero.launch.environment import world_from_environment
+    from megazero.launch.signals import NOTED
 
     first = world_from_environment().rank == 0
     if not first:
@@ -82,7 +83,7 @@ def _train(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
     with ended_at_once(speaks=first), doing("loading torch"):
-        from megazero.run import launch
+        from megazero.run.session import launch
 
         # One that comes from here on waits until the run can note it.
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
@@ -93,9 +94,9 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from megazero.config import Config, resolved
-    from megazero.config_file import is_file_name, load
-    from megazero.explain import as_json, as_text, explain
+    from megazero.config.explain import as_json, as_text, explain
+    from megazero.config.file import is_file_name, load
+    from megazero.config.schema import Config, resolved
 
     given = [text for text in options.overrides if "=" in text or is_file_name(text)]
     selections = [text for text in options.overrides if text not in given]
@@ -111,8 +112,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     with doing("loading torch"):
-        from megazero.generate import Sampling, generate
-    from megazero.run_folder import RunFolder
+        from megazero.tools.generate import Sampling, generate
+    from megazero.run.folder import RunFolder
 
     sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
     text = generate(RunFolder(options.run_folder), options.prompt, sampling)
@@ -127,12 +128,12 @@ def _certify(options: argparse.Namespace) -> int:
 
 
 def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
-    from megazero.config_file import load, refuse_unbuilt
+    from megazero.config.file import load, refuse_unbuilt
 
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
     with doing("loading torch"):
-        from megazero.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
+        from megazero.tools.certify.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
 
     interruption.check()
     if options.plant or options.fault:
@@ -152,7 +153,7 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
 
 
 def _plant(config: Any, options: argparse.Namespace, interruption: Interruption) -> int:
-    from megazero.planting import as_json, names, plant, table
+    from megazero.tools.certify.planting import as_json, names, plant, table
 
     chosen, found = options.fault or names(), []
     if unknown := set(chosen) - set(names()):
@@ -166,15 +167,15 @@ def _plant(config: Any, options: argparse.Namespace, interruption: Interruption)
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from megazero.config_file import load
+    from megazero.config.file import load
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
-    check_picture(options.draw, "schedule")
+    check_name(options.draw, "schedule")
     with doing("loading torch"):
-        from megazero.build import check_world
-        from megazero.parallel.grid import data_size
-        from megazero.schedule_report import as_json, as_text, report
+        from megazero.build.assemble import check_world
+        from megazero.build.schedule_report import as_json, as_text, report
+        from megazero.comm.grid import data_size
 
     parallel = config.parallel
     world = options.nproc or parallel.tensor * parallel.pipeline
@@ -192,11 +193,11 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megazero.config_file import load, refuse_unbuilt
-    from megazero.machine_file import machine_of
+    from megazero.config.file import load, refuse_unbuilt
     from megazero.plan.machines import MACHINES
-    from megazero.planning import as_json, find, plan, search_as_json
-    from megazero.planning_report import as_text, draw, search_as_text
+    from megazero.tools.planning.job import as_json, find, plan, search_as_json
+    from megazero.tools.planning.machine_file import machine_of
+    from megazero.tools.planning.report import as_text, draw, search_as_text
 
     config = load(options.config, options.overrides)
     if options.hardware is None:
@@ -204,7 +205,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise UserError(100, what, "or give a file of `megazero doctor --write FILE.yaml`", where="plan")
     machine = machine_of(options.hardware)
     refuse_unbuilt(config)
-    check_picture(options.draw, "plan")
+    check_name(options.draw, "plan")
     if options.search and (options.draw is not None or options.tokens is not None):
         raise UserError(100, "--draw and --tokens are of one plan, not of a --search", where="plan")
     if options.search:
@@ -214,7 +215,7 @@ def _plan(options: argparse.Namespace) -> int:
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
     with doing("loading torch"):
-        from megazero.build import check_world
+        from megazero.build.assemble import check_world
 
     check_world(config, options.gpus)
     with doing("planning"):
@@ -230,17 +231,17 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from megazero.config_file import load, name_of, refuse_unbuilt
+    from megazero.config.file import load, name_of, refuse_unbuilt
 
     config, name = load(options.config, options.overrides), name_of(options.config)
     refuse_unbuilt(config)
     if options.rank >= options.gpus:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
-    check_picture(options.draw, "simulate")
+    check_name(options.draw, "simulate")
     with doing("loading torch"):
-        from megazero.build import check_world
-        from megazero.simulation import simulate
-        from megazero.simulation_report import as_json, as_text, draw
+        from megazero.build.assemble import check_world
+        from megazero.tools.dry_run.dry_run import simulate
+        from megazero.tools.dry_run.report import as_json, as_text, draw
 
     check_world(config, options.gpus)
     found = simulate(config, options.rank, options.gpus, options.device)
@@ -258,8 +259,8 @@ def _simulate(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from megazero.observe.sinks import warn
-        from megazero.transformers_files import export_run
-    from megazero.run_folder import RunFolder
+        from megazero.tools.convert.transformers_files import export_run
+    from megazero.run.folder import RunFolder
 
     answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb, warn))
     return 0
@@ -267,15 +268,15 @@ def _export(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     with doing("loading torch"):
-        from megazero.transformers_files import import_run
-    from megazero.run_folder import RunFolder
+        from megazero.tools.convert.transformers_files import import_run
+    from megazero.run.folder import RunFolder
 
     answer(import_run(options.model, RunFolder(options.out)))
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from megazero.doctor import BUSY, as_json, as_text, diagnose, write
+    from megazero.tools.doctor.doctor import BUSY, as_json, as_text, diagnose, write
 
     found = diagnose(options.run_folder, options.nproc)
     answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found, width()))
@@ -314,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     certify.add_argument("--json", action="store_true")
     _add_planning(verbs)
     _add_run_folders(verbs)
-    for verb in (verb for verb, built in capability.VERBS.items() if not built):
+    for verb in (verb for verb, built in rules.VERBS.items() if not built):
         verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
     return parser
 

@@ -33,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 import numpy as np
 import torch
 
+from megazero.base.errors import UserError
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
-from megazero.config_file import load
+from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.errors import UserError
+from megazero.launch.scratch import scratch_folder
 from megazero.observe.jsonl import read_rows
-from megazero.parallel.scratch import scratch_folder
-from megazero.run import launch
+from megazero.run.session import launch
 
 KEEP = 3
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, where megazero and data_tools are
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.heartbeat import HEART
+    from megazero.base.heartbeat import HEART
 
     HEART.begin(sys.stderr, "quickstart_data.py")  # before the imports, which take a second on a busy machine
 
@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from data_tools import preprocess, train_tokenizer
 from data_tools.command import Parser, run
-from megazero.data.atomic import write_atomically
+from megazero.base.atomic import write_atomically
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import HEART, doing
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
-from megazero.heartbeat import HEART, doing
 
 VOCAB = 8192
 RECIPE = "2: without tables"  # of the corpus; another text for another choice of files

@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 
 from data_tools import preprocess, train_tokenizer
-from megazero.parallel.launch import MEETING, SLURM, TORCHRUN
-from megazero.run_folder import RunFolder
+from megazero.launch.environment import MEETING, SLURM, TORCHRUN
+from megazero.run.folder import RunFolder
 from tests.tiny_run import CONFIG, VOCAB, TinyData
 
 
@@ -40,7 +40,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
 @pytest.fixture(scope="session")
 def finished(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The folder of a run of `tiny_data.config` as it stands, trained in this process."""
-    from megazero.run import launch
+    from megazero.run.session import launch
 
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
     with contextlib.redirect_stdout(io.StringIO()):

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build import DTYPES, Feed, build
-from megazero.certified_rank import reduced_gradients
-from megazero.config import Config, resolved
+from megazero.build.assemble import DTYPES, Feed, build
+from megazero.comm.context import BUCKET
+from megazero.comm.grid import Grid
+from megazero.comm.host import Host
+from megazero.config.schema import Config, resolved
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
+from megazero.model.batch_context import Step
 from megazero.model.parameter import declaration_of
-from megazero.model.step import Step
 from megazero.model.transformer import Shape, Transformer
-from megazero.parallel.grid import Grid
-from megazero.parallel.host import Host
-from megazero.parallel.wire import BUCKET
 from megazero.pipeline.stage import Stage
+from megazero.tools.certify.rank import reduced_gradients
 from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
 from tests.model.small import GPT, LLAMA
@@ -262,7 +262,7 @@ def _pairs(case: tuple) -> set[tuple]:
 
 
 def _anybody(size: int):
-    from megazero.parallel.grid import Axis
+    from megazero.comm.grid import Axis
 
     return Axis("tensor", size)
 

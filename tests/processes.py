@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.parallel.signals import TWICE
+from megazero.launch.signals import TWICE
 
 T = TypeVar("T")
 

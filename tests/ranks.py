@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.parallel.board import Board
-from megazero.parallel.grid import Grid, make_grid, single
-from megazero.parallel.launch import Place, World
-from megazero.parallel.rendezvous import connect
+from megazero.comm.grid import Grid, make_grid, single
+from megazero.comm.status_board import Board
+from megazero.launch.environment import Place, World
+from megazero.launch.rendezvous import connect
 
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
 

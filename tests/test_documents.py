@@ -6,9 +6,9 @@ python -m tests.test_documents      prints the tables of docs/configuration.md
 import re
 from collections.abc import Iterator
 
-from megazero.build import build_model
-from megazero.capability import EXCLUSIONS, LIMITS, RELATIONS
-from megazero.config_file import CONFIGS, load
+from megazero.build.assemble import build_model
+from megazero.config.file import CONFIGS, load
+from megazero.config.rules import EXCLUSIONS, LIMITS, RELATIONS
 from tests.tiny_run import ROOT
 
 

@@ -22,18 +22,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from megazero.base.errors import LINE_LIMIT, FaultList, UserError
 from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from megazero.checkpoint.save import _read_part
 from megazero.checkpoint.store import Store
-from megazero.config_file import load
+from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import LINE_LIMIT, FaultList, UserError
-from megazero.machine_file import machine_of
-from megazero.resuming import owed_row
-from megazero.run_folder import RunFolder
-from megazero.run_lock import RunLock
-from megazero.transformers_files import import_run
+from megazero.run.folder import RunFolder
+from megazero.run.lock import RunLock
+from megazero.run.resume import owed_row
+from megazero.tools.convert.transformers_files import import_run
+from megazero.tools.planning.machine_file import machine_of
 from tests.tiny_run import TinyData
 
 SECONDS, MEGABYTES = 2.0, 200.0

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.tolerances import (
+from megazero.tools.certify.tolerances import (
     GRADIENT_FP32,
     GRADIENT_FP64,
     LOSS_16_BITS,
@@ -117,7 +117,7 @@ def test_the_size_of_pieces_changes_nothing(sockets: bool, stage: int, monkeypat
     """1 KiB at a time: every unit goes in many."""
     layout = Layout(2, 2, True, 2, stage)
     whole = train(layout, "llama", FP32)
-    monkeypatch.setattr("megazero.parallel.exchange.SLOT_BYTES", 1 << 10)
+    monkeypatch.setattr("megazero.comm.transport.exchange.SLOT_BYTES", 1 << 10)
     equal(train(replace(layout, bucket=1 << 10, sockets=sockets), "llama", FP32), whole)
 
 

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from megazero import capability, run
 from megazero.__main__ import main
-from megazero.config_file import load
+from megazero.comm.context import Wire
+from megazero.comm.grid import Axis, single
+from megazero.comm.transport.host_staging import bounce_pool
+from megazero.config import rules
+from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.parallel.bounce import bounce_pool
-from megazero.parallel.grid import Axis, single
-from megazero.parallel.launch import MEETING, TORCHRUN, World
-from megazero.parallel.wire import Wire
-from megazero.run_words import sharing
+from megazero.launch.environment import MEETING, TORCHRUN, World
+from megazero.run import session as run
+from megazero.run.words import sharing
 from tests.quiet import without_heartbeat
 from tests.tiny_run import ROOT, TinyData, all_tokens, command
 
@@ -68,14 +69,14 @@ def test_usage_errors(refused, arguments: list[str]):
     assert "see `megazero" in refused(2, 100, *arguments)
 
 
-@pytest.mark.parametrize("verb", [verb for verb, built in capability.VERBS.items() if not built])
+@pytest.mark.parametrize("verb", [verb for verb, built in rules.VERBS.items() if not built])
 def test_verbs_that_are_not_built(refused, verb: str):
     assert verb in refused(2, 109, verb)
     assert verb in refused(2, 109, verb, "--config", "tiny", "--json", "run.steps=3")
 
 
 def test_verbs_that_are_built_have_a_parser(capsys):
-    for verb in (verb for verb, built in capability.VERBS.items() if built):
+    for verb in (verb for verb, built in rules.VERBS.items() if built):
         with pytest.raises(SystemExit) as caught:
             main([verb, "--help"])
         out, err = capsys.readouterr()

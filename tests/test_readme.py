@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megazero.__main__ import main
-from megazero.config import Config
-from megazero.config_file import CONFIGS, load, refuse_unbuilt
-from megazero.pipelining import model_shape
+from megazero.build.pipeline import model_shape
+from megazero.config.file import CONFIGS, load, refuse_unbuilt
+from megazero.config.schema import Config
 from megazero.plan.machines import MACHINES
-from megazero.planning import plan
+from megazero.tools.planning.job import plan
 from tests.tiny_run import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,24 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.build import bucket_of
-from megazero.build_run import build_trainer
+from megazero.build.assemble import bucket_of
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
-from megazero.checkpointing import Site
-from megazero.config import Config
-from megazero.config_file import load
+from megazero.comm.context import Wire
+from megazero.comm.grid import single
+from megazero.config.file import load
+from megazero.config.schema import Config
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.launch.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.observe.metrics import TIMING_KEYS
-from megazero.parallel.grid import single
-from megazero.parallel.signals import Signals
-from megazero.parallel.wire import Wire
-from megazero.resuming import Job
-from megazero.run_folder import RunFolder
-from megazero.run_lock import RunLock
-from megazero.trainer import Trainer
+from megazero.run.build import build_trainer
+from megazero.run.checkpointing import Site
+from megazero.run.folder import RunFolder
+from megazero.run.lock import RunLock
+from megazero.run.resume import Job
+from megazero.train.trainer import Trainer
 from tests.quiet import without_heartbeat
 
 ROOT = Path(__file__).parents[1]

@@ -5,12 +5,12 @@ import time
 
 import torch
 
+from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Progress
 from megazero.checkpoint.save import Saver
-from megazero.errors import UserError
-from megazero.parallel.agreement import agree, until_all
-from megazero.parallel.collectives import all_gather
-from megazero.parallel.grid import Axis
+from megazero.comm.agreement import agree, until_all
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
 
 
 class Checkpoints:

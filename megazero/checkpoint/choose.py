@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import torch
 
+from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import Manifest, read_manifest
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.store import Store
-from megazero.errors import UserError
-from megazero.parallel.agreement import agree, until_all
-from megazero.parallel.collectives import gather_bytes
-from megazero.parallel.grid import Axis
+from megazero.comm.agreement import agree, until_all
+from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Axis
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megazero.base.heartbeat import doing
 from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import ShardReader, key_of
-from megazero.heartbeat import doing
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from megazero.base.errors import UserError
+from megazero.base.reading import MIB, UnexpectedFileError, parse_object, read_file
 from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
-from megazero.errors import UserError
-from megazero.reading import MIB, UnexpectedFileError, parse_object, read_file
 
 FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"

@@ -9,7 +9,7 @@ vocabulary rows or behind a unit's parameters, belongs to no interval: it is nev
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megazero.parallel.grid import Axis
+from megazero.comm.grid import Axis
 from megazero.zero.layout import UnitLayout
 
 

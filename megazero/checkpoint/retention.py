@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import doing
 from megazero.checkpoint.load import headers
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.shard import ShardReader
 from megazero.checkpoint.store import Store
-from megazero.errors import UserError
-from megazero.heartbeat import doing
 
 
 def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:

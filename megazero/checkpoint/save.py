@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megazero.base.errors import UserError
+from megazero.base.files import announce_file, flush_folder
+from megazero.base.reading import parse_object, read_file
 from megazero.checkpoint.manifest import KINDS, PartFile, Progress, shard_name
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
-from megazero.errors import UserError
-from megazero.files import announce_file, flush_folder
-from megazero.reading import parse_object, read_file
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25

@@ -18,9 +18,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megazero.errors import UserError
-from megazero.files import flush
-from megazero.reading import parse_object
+from megazero.base.errors import UserError
+from megazero.base.files import flush
+from megazero.base.reading import parse_object
 
 # Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
 BLOCK = 1 << 20

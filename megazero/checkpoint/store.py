@@ -14,8 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from megazero.base.files import flush_folder, replace_file
 from megazero.checkpoint.manifest import FILE_NAME, step_name, step_of
-from megazero.files import flush_folder, replace_file
 
 _LEFT = re.compile(r"\.step_\d{8,}\.\w+\.(tmp|old)")
 

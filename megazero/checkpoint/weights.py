@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import KINDS, Manifest, read_manifest
 from megazero.checkpoint.pieces import Piece
@@ -14,7 +15,6 @@ from megazero.checkpoint.retention import verify
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
-from megazero.errors import UserError
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ binary search in their cumulative lengths (8 bytes a document) and reads its tok
 import numpy as np
 import xxhash
 
+from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.errors import UserError
 
 _WORD = np.uint64(0xFFFFFFFF)
 _GOLDEN = np.uint64(0x9E3779B9)  # mix(0) is 0: without an offset document 0 would always be for validation

@@ -32,10 +32,10 @@ from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from megazero.data.atomic import write_error
-from megazero.errors import UserError
-from megazero.files import flush, flush_folder, temporary_name
-from megazero.reading import looked_up, open_regular
+from megazero.base.atomic import write_error
+from megazero.base.errors import UserError
+from megazero.base.files import flush, flush_folder, temporary_name
+from megazero.base.reading import looked_up, open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

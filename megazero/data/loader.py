@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream, split_documents
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sampler import index_of, sample_id, window_of
-from megazero.errors import UserError
 
 
 @dataclass(frozen=True)

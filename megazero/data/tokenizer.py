@@ -15,8 +15,8 @@ import numpy as np
 import sentencepiece
 import xxhash
 
-from megazero.errors import UserError
-from megazero.reading import looked_up, read_file
+from megazero.base.errors import UserError
+from megazero.base.reading import looked_up, read_file
 
 _MODEL_BYTES = 64 << 20
 SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces

@@ -1,10 +1,10 @@
 """The update of fp32 masters that publishes 16-bit parameters in the same pass: fused, or nothing.
 
-Without it torch's own fused AdamW runs, and a copy (`zero/optimizer.py`); so it does for all other updates. apex's
+Without it torch's own fused AdamW runs, and a copy (`optim/adamw.py`); so it does for all other updates. apex's
 FusedAdam would add nothing to that: it wants gradients in the parameters' dtype, scaled already, and counts updates on
 the host.
 """
 
-from megazero.kernels.candidate import Candidate, fused
+from megazero.kernels.implementation import Candidate, fused
 
 CANDIDATES = (fused("adamw_"), Candidate("reference", {"adamw_": None}))

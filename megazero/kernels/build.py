@@ -25,11 +25,11 @@ from pathlib import Path
 import torch
 import xxhash
 
-from megazero.files import flush_file
-from megazero.heartbeat import doing
+from megazero.base.files import flush_file
+from megazero.base.heartbeat import doing
+from megazero.base.reading import read_file
 from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, seal
 from megazero.kernels.compiler import compile_with
-from megazero.reading import read_file
 
 _LOG = logging.getLogger("megazero")
 _TORCH = Path(torch.__file__).parent

@@ -11,8 +11,8 @@ import os
 import stat
 from pathlib import Path
 
-from megazero.files import replace_file
-from megazero.reading import open_regular, read_file
+from megazero.base.files import replace_file
+from megazero.base.reading import open_regular, read_file
 
 _SEAL_BYTES = 64  # of a SHA-256 in hex
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.kernels.candidate import KERNEL_DTYPES, Candidate, fused, specified
+from megazero.kernels.implementation import KERNEL_DTYPES, Candidate, fused, specified
 
 NAMES = ("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward")
 NAMES_WITH_SUM = ("add_layer_norm", "add_layer_norm_backward", "add_rms_norm", "add_rms_norm_backward")

@@ -1,6 +1,6 @@
 """Rotary positions: fused, reference."""
 
-from megazero.kernels.candidate import fused, specified
+from megazero.kernels.implementation import fused, specified
 
 NAMES = ("rotary",)
 CANDIDATES = (fused(*NAMES), specified(*NAMES))

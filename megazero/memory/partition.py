@@ -13,11 +13,11 @@ at a time.
 import torch
 from torch import Tensor
 
-from megazero.memory.arena import Arena
-from megazero.parallel.collectives import Pending, start_all_gather_in_place
-from megazero.parallel.grid import Axis
-from megazero.parallel.pool import Pool
-from megazero.parallel.streams import SideStream
+from megazero.comm.collectives import Pending, start_all_gather_in_place
+from megazero.comm.grid import Axis
+from megazero.comm.pool import Pool
+from megazero.comm.streams import SideStream
+from megazero.memory.activation_store import Arena
 
 
 class Parts:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
+from megazero.model.batch_context import Step
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
-from megazero.model.step import Step
-from megazero.parallel.regions import Region
 
 
 class _Rotate(torch.autograd.Function):

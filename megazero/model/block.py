@@ -9,10 +9,10 @@ A block is `Callable[[Tensor, Step], Tensor]` and nothing more: it knows neither
 from torch import Tensor, nn
 
 from megazero.model.attention import Attention
+from megazero.model.batch_context import Step
 from megazero.model.dropout import Dropout
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.norm import LayerNorm, RMSNorm
-from megazero.model.step import Step
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.kernels import counter
 from megazero.kernels.operations import Operations
-from megazero.model.step import Step
+from megazero.model.batch_context import Step
 
 
 class _DropoutAdd(torch.autograd.Function):

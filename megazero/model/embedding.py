@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.regions import Region, leave
 from megazero.model.parameter import GradientSlot, declare, deliver_rows, use
-from megazero.parallel.regions import Region, leave
 
 INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
 

@@ -7,7 +7,7 @@ parallelism), I inputs, O outputs of this rank.
     row      weight_IO   y_nO = sum(x_NI weight) + bias         the tensor axis splits I: a rank computes a partial sum
 
 Both keep the split dimension first. A column product leads into a tensor-parallel region, a row product out of it
-(`parallel/regions.py` has `gather` and `sum`). The backward of each is two products: dx for the layer below, and the
+(`comm/regions.py` has `gather` and `sum`). The backward of each is two products: dx for the layer below, and the
 weight's gradient, which goes straight into the parameter's gradient slot. A column product's dx must be summed over the
 tensor axis; the sum is under way while the weight's gradient is computed. With sequence parallelism only a rank's own
 part of x is kept for the backward, and gathered again while dx is computed (Korthikanti et al. 2022, section 4.2.2).
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.regions import Region
 from megazero.model.parameter import GradientSlot, declare, deliver, deliver_product, use
-from megazero.parallel.regions import Region
 
 Slots = tuple[tuple[GradientSlot | None, GradientSlot | None], ...]
 

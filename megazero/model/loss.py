@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
 from megazero.kernels import reference
 from megazero.kernels.operations import Operations
-from megazero.parallel.collectives import all_gather
-from megazero.parallel.grid import Axis
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
+from megazero.model.batch_context import Step
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear, column_products
 from megazero.model.parameter import GradientSlot, declare, deliver, use
-from megazero.model.step import Step
-from megazero.parallel.regions import Region
 
 
 class _BiasGelu(torch.autograd.Function):

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.grid import Axis
 from megazero.kernels import counter
-from megazero.parallel.grid import Axis
 
 
 class GradientSlot(Protocol):

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from megazero.comm.grid import Axis
+from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
 from megazero.model.attention import Attention, Rotary
+from megazero.model.batch_context import Step
 from megazero.model.block import Block
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
@@ -23,9 +26,6 @@ from megazero.model.loss import token_losses
 from megazero.model.mlp import make_mlp
 from megazero.model.norm import LayerNorm, RMSNorm, make_norm
 from megazero.model.parameter import declaration_of, declare
-from megazero.model.step import Step
-from megazero.parallel.grid import Axis
-from megazero.parallel.regions import Region
 
 Part = Callable[[Tensor, Step], Tensor]
 TIED = "tied"  # the unit of a weight that is used at both ends

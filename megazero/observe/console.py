@@ -17,7 +17,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from megazero.heartbeat import HEART
+from megazero.base.heartbeat import HEART
 from megazero.observe.metrics import Value
 
 

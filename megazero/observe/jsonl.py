@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megazero.files import replace_file
+from megazero.base.files import replace_file
+from megazero.base.reading import MIB, open_regular, parse_object
 from megazero.observe.metrics import Value
-from megazero.reading import MIB, open_regular, parse_object
 
 _LINE_BYTES = 64 << 10
 

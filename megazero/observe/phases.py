@@ -9,7 +9,7 @@
 
 A phase lasts until the next one begins, so that all of them together are the time that has passed. No device is waited
 for to measure: on a GPU the host runs ahead, and the wait for the device falls into the phase in which the host reads a
-number next (`trainer.py`), mostly backward, and update where a row is made.
+number next (`train/trainer.py`), mostly backward, and update where a row is made.
 """
 
 import time

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megazero.files import replace_file
+from megazero.base.files import replace_file
 
 WIDTH, LEAST = 0.1, 15  # of the rows, and in rows: the window of the trend
 POINTS = 1000  # that the trend is drawn through, at most

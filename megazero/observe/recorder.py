@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
 from megazero.observe.metrics import Interval, Row, Smoothed, Value, memory_peak_bytes, rates, validated
 from megazero.observe.phases import PhaseSeconds, together
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
-from megazero.parallel.ledger import Ledger
 
 _MEASURED_STEP = 2
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from megazero.errors import one_line
-from megazero.heartbeat import HEART
+from megazero.base.errors import one_line
+from megazero.base.heartbeat import HEART
 from megazero.observe.metrics import Value
 
 

@@ -8,7 +8,7 @@ written by a thread of that package; no server is involved while training.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megazero.errors import UserError
+from megazero.base.errors import UserError
 from megazero.observe.metrics import Value, scalars
 
 

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from megazero.errors import UserError
+from megazero.base.errors import UserError
 from megazero.observe.metrics import Number, Value, scalars
 from megazero.observe.probe import Probe, host_of
 from megazero.observe.sinks import say, warn

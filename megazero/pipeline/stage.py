@@ -17,7 +17,7 @@ Run = Callable[[Tensor | None, Feed], Tensor]
 
 
 class Passes(Protocol):
-    """Who looks after parameters and gradients of a stage (`zero/passes.py`)."""
+    """Who looks after parameters and gradients of a stage (`zero/stage.py`)."""
 
     def forward(self, micro_batch: int) -> None: ...
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megazero.parallel.grid import Axis
-from megazero.parallel.messages import Channel, Messages, Receipt
+from megazero.comm.grid import Axis
+from megazero.comm.transport.p2p import Channel, Messages, Receipt
 from megazero.schedules.actions import Action, Kind
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -1,6 +1,6 @@
 """What one rank sends in a step, in closed form: bytes by axis and purpose, as the ledger of a run counts them.
 
-Elements by the ring formula (`parallel/ledger.py`); N, t, p ranks of the data, tensor and pipeline axis, m
+Elements by the ring formula (`comm/ledger.py`); N, t, p ranks of the data, tensor and pipeline axis, m
 micro-batches, P the padded elements of a rank's units, n = s b h elements of a micro-batch's residual stream, n' = n/t
 with sequence parallelism and n without. In units of bytes x (N - 1) / N of the data axis, or (t - 1) / t of the
 tensor axis:

@@ -8,7 +8,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from megazero.files import replace_file
+from megazero.base.errors import UserError
+from megazero.base.files import replace_file
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.simulate import Timeline
 
@@ -26,6 +27,12 @@ WORDS = {
 }
 FORMATS = (".svg", ".png")
 _MOST_NUMBERS = 600  # boxes; more could not be read
+
+
+def check_name(path: Path | None, verb: str) -> None:
+    """Refuse a name of a picture that says no format. Raises UserError 100."""
+    if path is not None and path.suffix not in FORMATS:
+        raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
 
 
 def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:

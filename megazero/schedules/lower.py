@@ -5,7 +5,7 @@
                       micro-batch (2 and 3); and the tied weight's gradient is summed over first and last stage
     add_bill          how many bytes each of these sends, and what forward and backward gather first (stage 3)
 
-Gathering itself belongs to the parts of the model (`zero/watch.py`); here it is only written down.
+Gathering itself belongs to the parts of the model (`zero/hooks.py`); here it is only written down.
 """
 
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,8 @@ only when the last micro-batch has been seen, and nobody waits for it: backward 
 length), a constant, and the factor constant / count multiplies the unscaling that Adam does anyway. A step without a
 valid token is skipped: it consumes its batch and changes nothing.
 
-The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduction.py`), and
-the updated parameters come from there (`presence.py`). Under sequence parallelism a rank of the tensor axis has
+The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduce.py`), and
+the updated parameters come from there (`gather.py`). Under sequence parallelism a rank of the tensor axis has
 seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one all-reduce of each
 reduced tail completes them. The ranks of the pipeline have other stages of the model, the last of them the loss; a
 weight that the first and the last stage share has a copy on both, of which each has seen its own use: `tie` sums
@@ -23,19 +23,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.comm.collectives import all_reduce, start_all_reduce
 from megazero.kernels.operations import Operations
-from megazero.parallel.collectives import all_reduce, start_all_reduce
-from megazero.zero.clip import clip_factor, unit_squares
-from megazero.zero.delayed import Delayed
+from megazero.optim.adamw import AdamW
+from megazero.optim.clip import clip_factor, unit_squares
+from megazero.optim.delayed import Delayed
+from megazero.optim.loss_scale import LossScale
+from megazero.zero.gather import Presence
+from megazero.zero.hooks import Part, watch
 from megazero.zero.offload import Offload
-from megazero.zero.optimizer import AdamW
-from megazero.zero.passes import Passes
 from megazero.zero.placement import Spread
-from megazero.zero.presence import Presence
-from megazero.zero.reduction import Reduction
-from megazero.zero.scaler import LossScale
+from megazero.zero.reduce import Reduction
+from megazero.zero.stage import Passes
 from megazero.zero.unit import Unit
-from megazero.zero.watch import Part, watch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.parallel.host import Host
+from megazero.comm.host import Host
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Offload:
     Attributes:
         host: where to; apart from the device.
         optimizer, parameters: what.
-        delayed: updates go on beside the next step (`delayed.py`).
+        delayed: updates go on beside the next step (`optim/delayed.py`).
     """
 
     host: Host

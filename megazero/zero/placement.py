@@ -19,7 +19,7 @@ from enum import Enum
 
 import torch
 
-from megazero.parallel.grid import Axis
+from megazero.comm.grid import Axis
 
 
 class Placement(Enum):

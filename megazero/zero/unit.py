@@ -17,12 +17,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import REFERENCE, Operations
-from megazero.parallel.pool import Pool, same_place
+from megazero.zero.gradients import GradientView, Visits
 from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.offload import Offload, Parked
 from megazero.zero.placement import Placement, Precision, Spread, held
-from megazero.zero.visit import GradientView, Visits
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
 _INITIAL_PIECE = 1 << 20

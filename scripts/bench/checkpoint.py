@@ -37,20 +37,20 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megazero.build import Built, build
+from megazero.build.assemble import Built, build
 from megazero.checkpoint import shard
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.manifest import Progress
 from megazero.checkpoint.store import Store
-from megazero.checkpointing import Identity, Site, about_run, checkpoints_of, holdings_to_load
-from megazero.config import Batch, Checkpoint, Config, Model, Zero, resolved
-from megazero.kernels.choice import choose
-from megazero.parallel.collectives import gather_bytes
-from megazero.parallel.grid import Grid
-from megazero.parallel.signals import Signals
-from megazero.resuming import Job
-from megazero.run_folder import RunFolder
-from megazero.run_lock import RunLock
+from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Grid
+from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resolved
+from megazero.kernels.select import choose
+from megazero.launch.signals import Signals
+from megazero.run.checkpointing import Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.run.folder import RunFolder
+from megazero.run.lock import RunLock
+from megazero.run.resume import Job
 from scripts.bench.harness import (
     WARM_UP,
     Comparison,
@@ -119,7 +119,7 @@ def _config() -> Config:
 
 
 def _meta():
-    from megazero.build import build_model
+    from megazero.build.assemble import build_model
 
     return build_model(_config())
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from megazero.config import Config
+from megazero.config.schema import Config
 from scripts.bench.ours import BETAS, CLIP, CPU, DECAY, EPS, LR, initial_weights, meet, random_batches
 from scripts.bench.plain_gpt import Block, PlainGPT
 

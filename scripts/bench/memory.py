@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.build import build
-from megazero.config import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved
-from megazero.kernels.choice import choose
+from megazero.build.assemble import build
+from megazero.build.pipeline import model_shape
+from megazero.comm.grid import single
+from megazero.comm.host import Host
+from megazero.config.schema import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved
 from megazero.kernels.operations import REFERENCE
+from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import single
-from megazero.parallel.host import Host
-from megazero.pipelining import model_shape
 from megazero.plan.activations import Micro, kept_by_block
 from megazero.plan.peak import peak
 from megazero.plan.states import Bytes, states, units

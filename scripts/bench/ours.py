@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from megazero.build import Feed, build, build_model, feeds_of
-from megazero.config import Config, Optimizer
+from megazero.build.assemble import Feed, build, build_model, feeds_of
+from megazero.comm.grid import Grid, make_grid
+from megazero.comm.status_board import Board
+from megazero.config.schema import Config, Optimizer
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
+from megazero.launch.environment import Place, World, stay_on
+from megazero.launch.rendezvous import connect
 from megazero.model.parameter import named_declarations
-from megazero.parallel.board import Board
-from megazero.parallel.grid import Grid, make_grid
-from megazero.parallel.launch import Place, World, stay_on
-from megazero.parallel.rendezvous import connect
 
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN = 8192, 256

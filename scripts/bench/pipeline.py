@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 import torch
 from torch import Tensor
 
-from megazero.build import build
-from megazero.config import Config, resolved
-from megazero.kernels.choice import choose
-from megazero.parallel.grid import single
-from megazero.pipelining import layers_of
+from megazero.build.assemble import build
+from megazero.build.pipeline import layers_of
+from megazero.comm.grid import single
+from megazero.config.schema import Config, resolved
+from megazero.kernels.select import choose
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 from scripts.bench.dtensor_gpt import UntiedGPT

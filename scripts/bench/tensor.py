@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.config import Batch, Config, Model, Parallel, resolved
-from megazero.kernels.choice import choose
-from megazero.parallel.grid import single
+from megazero.comm.grid import single
+from megazero.config.schema import Batch, Config, Model, Parallel, resolved
+from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
 from scripts.bench.harness import Comparison, System, compare, present
 from scripts.bench.ours import (

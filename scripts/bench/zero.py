@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.config import Batch, Config, Model, Precision, Zero, resolved
-from megazero.kernels.choice import choose
-from megazero.parallel.grid import single
-from megazero.pipelining import model_shape
+from megazero.build.pipeline import model_shape
+from megazero.comm.grid import single
+from megazero.config.schema import Batch, Config, Model, Precision, Zero, resolved
+from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
 from scripts.bench import data_parallel as peers
 from scripts.bench.harness import WARM_UP, Comparison, Measured, System, compare, present, versions

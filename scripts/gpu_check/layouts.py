@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megazero.build import build, feeds_of
-from megazero.certified_rank import Results, record
+from megazero.build.assemble import build, feeds_of
+from megazero.comm.grid import Grid
+from megazero.comm.host import Host
 from megazero.data.loader import MicroBatch
 from megazero.data.sampler import index_of, sample_id
 from megazero.kernels.operations import REFERENCE
-from megazero.parallel.grid import Grid
-from megazero.parallel.host import Host
+from megazero.tools.certify.rank import Results, record
 
 if TYPE_CHECKING:
-    from megazero.config import Config
+    from megazero.config.schema import Config
 
 GLOBAL_BATCH, STEPS, CLIP = 8, 3, 0.5
 LR = 1e-4  # an element whose gradient is near zero moves by up to that, whichever sign rounding gives it

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from megazero.certified_rank import write_results
-from megazero.errors import UserError
-from megazero.parallel.board import Board
-from megazero.parallel.bounce import bounce_pool
-from megazero.parallel.grid import make_grid, single
-from megazero.parallel.launch import Place, World
-from megazero.parallel.rendezvous import connect, disconnect
+from megazero.base.errors import UserError
+from megazero.comm.grid import make_grid, single
+from megazero.comm.status_board import Board
+from megazero.comm.transport.host_staging import bounce_pool
+from megazero.launch.environment import Place, World
+from megazero.launch.rendezvous import connect, disconnect
+from megazero.tools.certify.rank import write_results
 from scripts.gpu_check.layouts import Layout, train
 
 TIMEOUT = timedelta(seconds=60)  # a step takes a moment, but the first one on a GPU loads its kernels

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from megazero.certified_rank import Results, load_results
-from megazero.comparison import Compared, compare
-from megazero.parallel.grid import single
-from megazero.parallel.scratch import scratch_folder
-from megazero.tolerances import Tolerance, tolerance_of
+from megazero.comm.grid import single
+from megazero.launch.scratch import scratch_folder
+from megazero.tools.certify.comparison import Compared, compare
+from megazero.tools.certify.rank import Results, load_results
+from megazero.tools.certify.tolerances import Tolerance, tolerance_of
 from scripts.gpu_check.layouts import HEADS, Layout, train
 
 ROOT = Path(__file__).parents[2]

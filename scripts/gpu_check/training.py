@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megazero.build import build, feeds_of
+from megazero.build.assemble import build, feeds_of
+from megazero.comm.grid import single
 from megazero.data.loader import MicroBatch
-from megazero.kernels.choice import choose
-from megazero.parallel.grid import single
+from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
 from scripts.gpu_check.layouts import MODEL, Layout, config_of
 

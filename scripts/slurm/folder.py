@@ -7,8 +7,8 @@ no torch.
 import sys
 from collections.abc import Sequence
 
-from megazero.config_file import load, name_of, refuse_unbuilt
-from megazero.errors import UserError
+from megazero.base.errors import UserError
+from megazero.config.file import load, name_of, refuse_unbuilt
 
 
 def main(arguments: Sequence[str]) -> int:

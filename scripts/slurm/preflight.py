@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.errors import one_line
+from megazero.base.errors import one_line
 
 SLOW = 0.7  # of the median: below what a quiet node varies by, above what a lost link or a hot GPU costs
 _RATES = ("flops", "bandwidth")

@@ -14,14 +14,14 @@ from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import Holding
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
-from megazero.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
-from megazero.loading import check_same
-from megazero.parallel.grid import Grid
-from megazero.parallel.signals import Signals
-from megazero.resuming import Job
-from megazero.run_folder import RunFolder
-from megazero.run_lock import RunLock
+from megazero.launch.signals import Signals
+from megazero.run.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.run.folder import RunFolder
+from megazero.run.loading import check_same
+from megazero.run.lock import RunLock
+from megazero.run.resume import Job
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Layout, Rank
 

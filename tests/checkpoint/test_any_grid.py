@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.tolerances import LOSS_FP32, difference
+from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import AHEAD, Loaded, load_all, logical_state, options, save_after
 from tests.layouts import GLOBAL_BATCH, Layout

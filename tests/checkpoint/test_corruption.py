@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megazero.base.errors import UserError
 from megazero.checkpoint import shard as shard_module
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.load import load_tensors
@@ -16,12 +17,11 @@ from megazero.checkpoint.manifest import FILE_NAME, read_manifest
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
-from megazero.checkpointing import holdings_to_load
-from megazero.errors import UserError
+from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
-from megazero.parallel.grid import Grid
-from megazero.run import launch
-from megazero.run_folder import RunFolder
+from megazero.run.checkpointing import holdings_to_load
+from megazero.run.folder import RunFolder
+from megazero.run.session import launch
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import logical_state, save_after
 from tests.layouts import CPU, SHAPES, Layout, Rank
@@ -47,7 +47,7 @@ def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """Many blocks in small files."""
     for module in ("shard", "manifest"):
         patch.setattr(f"megazero.checkpoint.{module}.BLOCK", BLOCK)
-    patch.setattr("megazero.checkpointing.BLOCK", BLOCK)
+    patch.setattr("megazero.run.checkpointing.BLOCK", BLOCK)
 
 
 def spoil(folder: Path, other: Path, chance: random.Random) -> str:
@@ -105,7 +105,7 @@ def test_a_hundred_random_corruptions(written, tmp_path: Path, monkeypatch: pyte
 
 
 def single_grid() -> Grid:
-    from megazero.parallel.grid import single
+    from megazero.comm.grid import single
 
     return single()
 

@@ -19,14 +19,14 @@ from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import JsonlSink, read_rows
+from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
-from megazero.run import launch
-from megazero.run_folder import RunFolder
-from megazero.validation import Validation
+from megazero.run.folder import RunFolder
+from megazero.run.session import launch
+from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
-from megazero.zero.optimizer import AdamW
-from megazero.zero.presence import Presence
-from megazero.zero.reduction import Reduction
+from megazero.zero.gather import Presence
+from megazero.zero.reduce import Reduction
 from tests.tiny_run import TinyData, repeating
 
 STEPS = 6
@@ -35,7 +35,7 @@ OPTIONS += ("data.valid_samples=4", "parallel.timeout=20", "model.layers=4", "ba
 
 # What is called there, and the how many-th call in the run's life is the last. Only rank 0 commits and deletes.
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "build": ("megazero.run", "build_trainer", 1),
+    "build": ("megazero.run.session", "build_trainer", 1),
     "read a batch": (BatchLoader, "step", 4),
     "forward": (Stage, "forward", 15),
     "backward": (Stage, "backward", 9),
@@ -55,9 +55,9 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "write a row": (JsonlSink, "row", 3),
     "write the last row": (JsonlSink, "row", 6),
     "validate the last step": (Validation, "score", 2),
-    "write the ledger before the last save": ("megazero.build_run", "write_ledger", 1),
-    "write the ledger": ("megazero.run", "write_ledger", 1),
-    "draw the loss": ("megazero.run", "draw_loss", 1),
+    "write the ledger before the last save": ("megazero.run.build", "write_ledger", 1),
+    "write the ledger": ("megazero.run.session", "write_ledger", 1),
+    "draw the loss": ("megazero.run.session", "draw_loss", 1),
     "read a manifest": ("megazero.checkpoint.choose", "read_manifest", 1),
     "load tensors": ("megazero.checkpoint.choose", "load_tensors", 1),
     "publish what was loaded": (Engine, "restore", 1),

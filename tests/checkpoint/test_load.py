@@ -13,21 +13,21 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megazero.__main__ import main
-from megazero.build import build_model, loader_of
+from megazero.base.errors import FaultList, UserError
+from megazero.build.assemble import build_model, loader_of
 from megazero.checkpoint.manifest import Progress, read_manifest
 from megazero.checkpoint.store import Store
-from megazero.config import Config
-from megazero.config_file import load
+from megazero.comm.grid import Axis
+from megazero.config.file import load
+from megazero.config.schema import Config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.loader import MicroBatch, open_datasets
-from megazero.errors import FaultList, UserError
-from megazero.generate import load_newest_weights
-from megazero.model.step import Step
+from megazero.model.batch_context import Step
 from megazero.observe.jsonl import read_rows
-from megazero.parallel.grid import Axis
-from megazero.run import launch
-from megazero.run_folder import RunFolder
-from megazero.tolerances import LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
+from megazero.run.folder import RunFolder
+from megazero.run.session import launch
+from megazero.tools.certify.tolerances import LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
+from megazero.tools.generate import load_newest_weights
 from tests.checkpoint.grids import logical_state
 from tests.checkpoint.test_resume import rows, same_step
 from tests.tiny_run import TinyData, all_tokens
@@ -233,7 +233,7 @@ def test_an_import_in_another_length_and_precision(tiny_data: TinyData, tmp_path
 
 def test_in_the_folder_of_the_import_itself_it_can_be_repeated(tiny_data: TinyData, sources, tmp_path: Path) -> None:
     """Begun at step 0 of its own folder, then gone on; what has been trained there is not begun anew."""
-    from tests.checkpoint.test_interop import gpt2
+    from tests.tools.test_convert import gpt2
 
     gpt2().save_pretrained(tmp_path / "theirs")
     run = tmp_path / "runs/mine"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, Progress, read_manifest, step_of
 from megazero.checkpoint.shard import BLOCK
-from megazero.errors import UserError
 
 
 def manifest(**changes: Any) -> Manifest:

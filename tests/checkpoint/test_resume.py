@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
-from megazero.errors import UserError
 from megazero.observe.jsonl import read_rows
-from megazero.run import launch
-from megazero.run_folder import RunFolder
+from megazero.run.folder import RunFolder
+from megazero.run.session import launch
 from tests.tiny_run import TinyData, command, repeating
 
 STEPS = 8
@@ -60,7 +60,7 @@ def uninterrupted(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory)
         if kind not in found:
             found[kind] = tmp_path_factory.mktemp(kind) / "run"
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("megazero.zero.scaler.INITIAL", 2.0**30)  # overflows for a few steps
+                patch.setattr("megazero.optim.loss_scale.INITIAL", 2.0**30)  # overflows for a few steps
                 assert launch(tiny_data.load(found[kind], *OPTIONS, *KINDS[kind]), "small", 1) == 0
         return found[kind]
 

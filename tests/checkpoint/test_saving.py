@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.base.errors import UserError
 from megazero.checkpoint import save, shard, store
 from megazero.checkpoint.manifest import KINDS, Progress, read_manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.retention import retire, verify
 from megazero.checkpoint.store import Store
-from megazero.errors import UserError
-from megazero.run import launch
-from megazero.run_folder import RunFolder
+from megazero.run.folder import RunFolder
+from megazero.run.session import launch
 from tests.tiny_run import TinyData, command
 
 OPTIONS = ("run.steps=4", "data.valid=null", "checkpoint.every=1", "model.dropout=0.1")
@@ -188,7 +188,7 @@ def test_a_disk_that_is_too_small_is_found_before_the_first_step(
 def test_values_that_are_no_numbers_are_not_saved(
     tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megazero.zero.optimizer import AdamW
+    from megazero.optim.adamw import AdamW
 
     honest, calls = AdamW.update, []
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from megazero.base.errors import UserError
 from megazero.checkpoint import shard as module
 from megazero.checkpoint.shard import Shard, ShardReader, plan_shard, write_shard
-from megazero.errors import UserError
 
 
 def written(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[Shard, list[int]]:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream, mix, split_documents
-from megazero.errors import UserError
 
 
 @given(st.integers(50, 5000), st.floats(0.2, 0.8))

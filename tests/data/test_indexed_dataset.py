@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.errors import UserError
 from tests.processes import until
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.sampler import window_of
-from megazero.errors import UserError
 
 VOCAB = 1000
 

@@ -9,8 +9,8 @@ import sentencepiece
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
 
 TEXT = st.text(st.characters(codec="utf-8"))
 HARD = st.lists(st.sampled_from(["\u2581", " ", "  ", "\n", "\r\n", "\t", "\0", "\ufeff", "a", "é", "😀", "</s>"]))

@@ -13,9 +13,9 @@ import pytest
 
 from data_tools import corpus
 from data_tools.corpus import Skipped, check_files, find_files, read_pieces
+from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import Tokenizer
-from megazero.errors import UserError
 from tests.data_tools.conftest import REPOSITORY, Command
 from tests.kernels.test_compiler import lives
 

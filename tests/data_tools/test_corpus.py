@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_tools import corpus
 from data_tools.corpus import find_files, read_pieces
-from megazero.errors import UserError
+from megazero.base.errors import UserError
 
 LETTERS = st.sampled_from(["a", "é", "中", "😀", "\n", "\r\n", "\n\n", "\u2581", "\0", " "])
 TEXTS = st.lists(LETTERS, max_size=60).map("".join)

@@ -8,8 +8,8 @@ import shutil
 from megazero.checkpoint.manifest import FILE_NAME, read_manifest
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import JsonlSink
-from megazero.run_lock import RunLock
-from megazero.zero.optimizer import AdamW
+from megazero.optim.adamw import AdamW
+from megazero.run.lock import RunLock
 from tests.faults.site import (
     SINCE,
     STEP,

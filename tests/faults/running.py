@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from megazero.data.loader import WindowDataset
+from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
-from megazero.zero.optimizer import AdamW
 from tests.faults.site import SINCE, TWO, Site, before_each_update, fault, is_rank_1
 
 

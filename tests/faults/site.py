@@ -12,7 +12,7 @@ import pytest
 from megazero.checkpoint import shard
 from megazero.checkpoint.store import Store
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.zero.optimizer import AdamW
+from megazero.optim.adamw import AdamW
 from tests.tiny_run import TinyData
 
 STEP = "RUN/checkpoints/step_00000004"

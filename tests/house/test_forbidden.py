@@ -1,8 +1,8 @@
 """Calls that belong in one place, or nowhere.
 
-Collectives in parallel/ only, so that what a run sends can be counted. The process environment in two files only (and
-where a peer is set up), so that a run is its config. No host wait in the step path. No global random state: random
-numbers belong to names, or to a private generator. Nothing anywhere that can turn a data file into running code.
+Collectives in comm/ and launch/ only, so that what a run sends can be counted. The process environment in two files
+only (and where a peer is set up), so that a run is its config. No host wait in the step path. No global random state:
+random numbers belong to names, or to a private generator. Nothing anywhere that can turn a data file into running code.
 """
 
 import ast
@@ -21,10 +21,10 @@ COLLECTIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distri
 OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 OBJECT_COLLECTIVES |= {"send_object_list", "recv_object_list"}
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
-ENVIRONMENT_FILES = {"megazero/parallel/launch.py", "megazero/kernels/build.py"}
+ENVIRONMENT_FILES = {"megazero/launch/environment.py", "megazero/kernels/build.py"}
 ENVIRONMENT_FILES |= {"scripts/bench/data_parallel.py"}  # DeepSpeed takes its settings from nowhere else
 PEERS = ("scripts/bench/torch_pipeline.py",)  # another system, whose own way it is
-STEP_PATH = ("megazero/zero/", "megazero/pipeline/", "megazero/model/")
+STEP_PATH = ("megazero/zero/", "megazero/optim/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
 DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
 DRAWS |= {"torch.bernoulli", "torch.multinomial", "torch.normal"}
@@ -33,7 +33,7 @@ CODE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.uns
 
 
 def collectives(source: Source) -> Iterator[str]:
-    if source.path.startswith(("megazero/parallel/", *PEERS)):
+    if source.path.startswith(("megazero/comm/", "megazero/launch/", *PEERS)):
         return
     for node, name in uses(source):
         module, _, last = name.rpartition(".")
@@ -134,19 +134,19 @@ BAD: list[tuple[Callable[[Source], Iterator[str]], str]] = [
     (code_from_data, "import torch.distributed as dist\ndist.broadcast_object_list(x)"),
 ]
 GOOD: list[tuple[Callable[[Source], Iterator[str]], str, str]] = [
-    (collectives, "import torch.distributed as dist\ndist.all_reduce(x)", "megazero/parallel/collectives.py"),
+    (collectives, "import torch.distributed as dist\ndist.all_reduce(x)", "megazero/comm/collectives.py"),
     (collectives, "from megazero.parallel import collectives\ncollectives.all_reduce(x)", "megazero/zero/unit.py"),
     (
         collectives,
         "import torch\nx = torch.gather(y, 0, z); g: torch.distributed.ProcessGroup",
         "megazero/zero/unit.py",
     ),
-    (environment, "import os\nos.environ['A']", "megazero/parallel/launch.py"),
+    (environment, "import os\nos.environ['A']", "megazero/launch/environment.py"),
     (environment, "import os\nos.path.join(environ)", "megazero/zero/unit.py"),
-    (host_waits, "x = loss.item()", "megazero/trainer.py"),
+    (host_waits, "x = loss.item()", "megazero/train/trainer.py"),
     (host_waits, "x = cpu(items)", "megazero/observe/metrics.py"),
     (host_waits, "for k, v in d.items():\n    x = v.item_size", "megazero/zero/unit.py"),
-    (global_random_state, "import torch\nx = torch.randn(3, generator=g.manual_seed(0))", "megazero/generate.py"),
+    (global_random_state, "import torch\nx = torch.randn(3, generator=g.manual_seed(0))", "megazero/tools/generate.py"),
     (code_from_data, "model.eval()\nre.compile('x')\njson.load(f)\nnp.load(f, allow_pickle=False)", "scripts/x.py"),
 ]
 

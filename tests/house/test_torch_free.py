@@ -12,13 +12,19 @@ import pytest
 
 from tests.house.source import ROOT, Source, imports, project
 
-FREE = ("megazero.errors", "megazero.capability", "megazero.config", "megazero.config_file", "megazero.explain")
+FREE = (
+    "megazero.base.errors",
+    "megazero.config.rules",
+    "megazero.config.schema",
+    "megazero.config.file",
+    "megazero.config.explain",
+)
 FREE += (
     "megazero.schedules",
     "megazero.plan",
-    "megazero.planning",
-    "megazero.planning_report",
-    "megazero.machine_file",
+    "megazero.tools.planning.job",
+    "megazero.tools.planning.report",
+    "megazero.tools.planning.machine_file",
 )
 CHECK = "import importlib, sys; [importlib.import_module(m) for m in sys.argv[1:]]; sys.exit('torch' in sys.modules)"
 
@@ -101,7 +107,7 @@ def test_planted_way_is_found(text):
     block = Source("megazero/model/block.py", "import torch")
     package = Source("megazero/model/__init__.py", "from . import block")
     other = Source("megazero/model/other.py", "")
-    assert len(ways_to_torch([Source("megazero/config.py", text), package, block, other])) == 1
+    assert len(ways_to_torch([Source("megazero/config/schema.py", text), package, block, other])) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,11 +116,11 @@ def test_planted_way_is_found(text):
         "def f():\n    import torch",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         "import torchless",
-        "from megazero.capability import table",
+        "from megazero.config.rules import table",
     ],
 )
 def test_late_or_other_imports_are_free(text):
-    sources = [Source("megazero/config.py", text), Source("megazero/capability.py", "")]
+    sources = [Source("megazero/config/schema.py", text), Source("megazero/config/rules.py", "")]
     assert ways_to_torch(sources) == []
 
 

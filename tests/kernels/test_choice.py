@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.errors import UserError
-from megazero.kernels import choice, cpu, norm, reference
+from megazero.base.errors import UserError
+from megazero.kernels import cpu, norm, reference
+from megazero.kernels import select as choice
 from megazero.kernels.build import BuildError
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.config import Config, resolved
+from megazero.comm.grid import single
+from megazero.config.schema import Config, resolved
 from megazero.kernels import reference
-from megazero.parallel.grid import single
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import bandwidth, ranks, training
 from scripts.gpu_check.layouts import settings, train

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from megazero.build import build
-from megazero.config import Config
-from megazero.config_file import load
+from megazero.build.assemble import build
+from megazero.build.pipeline import layout_of
+from megazero.comm.grid import Grid
+from megazero.comm.host import Host
+from megazero.config.file import load
+from megazero.config.schema import Config
 from megazero.kernels.operations import REFERENCE
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import Grid
-from megazero.parallel.host import Host
-from megazero.pipelining import layout_of
 from megazero.plan.layout import Layout
 from megazero.plan.memory import memory
 from scripts.bench.ours import feeder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.pipelining import layout_of
+from megazero.build.pipeline import layout_of
 from megazero.plan.memory import memory
 from tests.memory.configurations import (
     CATEGORIES,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.memory.arena import Arena
+from megazero.comm.grid import Grid
+from megazero.comm.ledger import Ledger
+from megazero.memory.activation_store import Arena
 from megazero.memory.recompute import Here, Recomputed
 from megazero.model.dropout import Dropout
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import Grid
-from megazero.parallel.ledger import Ledger
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, Trained, equal, ids, pairwise, train
 from tests.ranks import run_ranks

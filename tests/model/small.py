@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE, Operations
+from megazero.model.batch_context import Step
 from megazero.model.parameter import declaration_of
-from megazero.model.step import Step
 from megazero.model.transformer import Shape, Transformer
-from megazero.parallel.grid import Axis
 
 GPT = Shape(
     layers=2,

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.kernels.choice import choose
+from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE
+from megazero.kernels.select import choose
 from megazero.model import attention
+from megazero.model.batch_context import Step
 from megazero.model.dropout import Dropout
 from megazero.model.parameter import declaration_of, declare, named_declarations
-from megazero.model.step import Step
 from megazero.model.transformer import Transformer
-from megazero.parallel.grid import Axis
-from megazero.tolerances import LOSS_FP64, difference
+from megazero.tools.certify.tolerances import LOSS_FP64, difference
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 ROWS = 3

@@ -15,13 +15,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megazero.checkpoint.hugging_face import links
-from megazero.kernels.choice import choose
+from megazero.comm.collectives import all_reduce
+from megazero.comm.grid import Axis, Grid
+from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape
-from megazero.parallel.collectives import all_reduce
-from megazero.parallel.grid import Axis, Grid
-from megazero.tolerances import difference
+from megazero.tools.certify.tolerances import difference
+from megazero.tools.convert.hugging_face import links
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.files import replace_file
+from megazero.base.files import replace_file
 from megazero.observe.jsonl import JsonlSink, drop_rows_after, encode, read_rows
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megazero.errors import LINE_LIMIT
+from megazero.base.errors import LINE_LIMIT
 from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.observe.sinks import Sinks, warn
 

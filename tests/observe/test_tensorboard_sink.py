@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megazero.errors import UserError
+from megazero.base.errors import UserError
 from megazero.observe.sinks import Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 

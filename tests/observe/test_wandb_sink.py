@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.errors import UserError
+from megazero.base.errors import UserError
 from megazero.observe.metrics import Value, scalars
 from megazero.observe.wandb_sink import WandbSink
 from tests.observe import wandb_file

@@ -8,9 +8,9 @@ import signal
 import sys
 import time
 
-from megazero.config_file import load
-from megazero.parallel.board import Seat
-from megazero.run import launch
+from megazero.comm.status_board import Seat
+from megazero.config.file import load
+from megazero.run.session import launch
 
 honest = Seat.now
 

@@ -1,7 +1,7 @@
 """Pipelines against one process: every schedule, ZeRO stage and precision that the peers refuse or mishandle.
 
 Dropout is on, valid tokens are uneven, clipping acts. The whole product of layouts is the certificate's
-(tests/test_certify.py).
+(tests/tools/certify/test_certify.py).
 """
 
 from dataclasses import replace
@@ -10,10 +10,10 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.build import Feed
-from megazero.parallel.grid import Grid
+from megazero.build.assemble import Feed
+from megazero.comm.grid import Grid
 from megazero.schedules.catalogue import make
-from megazero.tolerances import (
+from megazero.tools.certify.tolerances import (
     GRADIENT_FP64,
     LOSS_16_BITS,
     LOSS_FP64,
@@ -100,7 +100,7 @@ def test_the_way_of_the_messages_changes_nothing(sockets: bool, monkeypatch: pyt
     """Pieces of 256 bytes, far more than there are slots; or gloo's sockets."""
     layout = Layout(2, 1, True, 4, 1, pipeline=2, schedule="interleaved", chunks=2)
     whole = train(layout, "deep", FP32)
-    monkeypatch.setattr("megazero.parallel.messages.SLOT_BYTES", 256)
+    monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 256)
     equal(train(replace(layout, sockets=sockets), "deep", FP32), whole)
 
 
@@ -109,7 +109,7 @@ def test_messages_of_more_pieces_than_slots_do_not_stand_in_each_other_s_way(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In zb-v activations that nobody expects yet stand before the gradient that the next rank waits for."""
-    monkeypatch.setattr("megazero.parallel.messages.SLOT_BYTES", 64)
+    monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 64)
     for pipeline, chunks in ((2, SCHEDULES[schedule]), (4, 1)):
         if pipeline * SCHEDULES[schedule] <= 4:
             layout = Layout(1, 1, False, 8, 1, pipeline=pipeline, schedule=schedule, chunks=chunks)

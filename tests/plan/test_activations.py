@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build import Feed
+from megazero.build.assemble import Feed
+from megazero.build.pipeline import model_shape
+from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import Grid
-from megazero.pipelining import model_shape
 from megazero.plan.activations import Micro, kept_by_block
 from megazero.plan.model import ModelShape
 from megazero.zero.placement import Precision

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.build.pipeline import layout_of
+from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import Grid
-from megazero.pipelining import layout_of
 from megazero.plan.memory import memory
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, ids, pairwise

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.kernels.choice import choose
+from megazero.build.pipeline import model_shape
+from megazero.comm.grid import Grid
+from megazero.kernels.select import choose
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import Grid
-from megazero.pipelining import model_shape
 from megazero.plan.activations import Micro
 from megazero.plan.peak import moments, peak
 from megazero.zero.placement import Precision

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from megazero.build.pipeline import layout_of
+from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
-from megazero.parallel.grid import Grid
-from megazero.pipelining import layout_of
 from megazero.plan.memory import memory
 from megazero.plan.states import units
 from megazero.zero.placement import Precision

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.build.pipeline import model_shape
+from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
-from megazero.parallel.grid import Grid
-from megazero.pipelining import model_shape
 from megazero.plan.layout import Layout as Planned
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes

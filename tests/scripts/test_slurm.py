@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megazero.doctor import Diagnosis, as_json
 from megazero.kernels import __main__ as kernels
 from megazero.kernels import cpu
 from megazero.kernels.build import BuildError
-from megazero.probes.finding import Finding
+from megazero.tools.doctor.doctor import Diagnosis, as_json
+from megazero.tools.doctor.finding import Finding
 from scripts.slurm import folder, preflight
 from tests.tiny_run import ROOT
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config_file import load
+from megazero.config.file import load
 from megazero.observe.jsonl import read_rows
 from tests.slurm.cluster import obstacle
 from tests.slurm.conftest import Job

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megazero.build_run
-from megazero.build import Built, Feed
-from megazero.config_file import load
-from megazero.errors import UserError
-from megazero.run import launch
+import megazero.run.build
+from megazero.base.errors import UserError
+from megazero.build.assemble import Built, Feed
+from megazero.config.file import load
+from megazero.run.session import launch
 
-honest = megazero.build_run.build
+honest = megazero.run.build.build
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
             stage.run = compute
         return built
 
-    megazero.build_run.build = poisoned
+    megazero.run.build.build = poisoned
     try:
         return launch(config, "poisoned", 2)
     except UserError as error:

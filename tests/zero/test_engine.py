@@ -5,20 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build import build_engine
-from megazero.config import Optimizer
-from megazero.kernels.choice import choose
+from megazero.build.assemble import build_engine
+from megazero.comm.grid import Axis
+from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Pool
+from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
+from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
-from megazero.parallel.grid import Axis
-from megazero.parallel.ledger import Ledger
-from megazero.parallel.pool import Pool
-from megazero.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
-from megazero.zero.clip import clip_factor
+from megazero.optim.adamw import AdamW
+from megazero.optim.clip import clip_factor
+from megazero.tools.certify.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
-from megazero.zero.optimizer import AdamW
 from megazero.zero.placement import Precision, Spread
 from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.build import Feed
+from megazero.build.assemble import Feed
+from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
-from megazero.parallel.grid import Grid
 from megazero.schedules.actions import Kind
-from megazero.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
+from megazero.tools.certify.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
+from megazero.zero.gradients import Phase, Visits
 from megazero.zero.placement import Precision
-from megazero.zero.visit import Phase, Visits
 from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
@@ -37,7 +37,7 @@ def doubled(rank: Rank) -> None:
 
 def skipped(rank: Rank) -> None:
     """No rank reduces the gradients of one unit."""
-    from megazero.parallel.collectives import done
+    from megazero.comm.collectives import done
 
     reduction = rank.engine.passes[0].reduction
     start = reduction._start

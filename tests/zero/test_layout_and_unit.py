@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.build import build_units
-from megazero.kernels.choice import choose
+from megazero.build.assemble import build_units
+from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE
+from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
-from megazero.parallel.grid import Axis
+from megazero.zero.gradients import GradientView, Visits
 from megazero.zero.layout import ALIGNMENT, Entry, lay_out
 from megazero.zero.placement import Precision, Spread
-from megazero.zero.visit import GradientView, Visits
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.build import build
+from megazero.build.assemble import build
+from megazero.comm.grid import Grid, single
+from megazero.comm.host import Host
 from megazero.kernels import cpu, reference
 from megazero.kernels.operations import REFERENCE
-from megazero.parallel.grid import Grid, single
-from megazero.parallel.host import Host
 from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision
-from megazero.zero.resting import resting_table
+from megazero.zero.resting_table import resting_table
 from tests.layouts import CPU, SHAPES, STEPS, Layout, Rank, equal, ids, pairwise, train
 from tests.ranks import run_ranks
 
@@ -161,7 +161,7 @@ def test_one_pass_over_everything_changes_no_bit(
     cpu.load()
     kernel = torch.ops.megazero.adamw_
     monkeypatch.setattr("tests.layouts.REFERENCE", replace(REFERENCE, adamw_=kernel))
-    monkeypatch.setattr("megazero.build.for_host", lambda preference, dtype: replace(REFERENCE, adamw_=kernel))
+    monkeypatch.setattr("megazero.build.assemble.for_host", lambda preference, dtype: replace(REFERENCE, adamw_=kernel))
     found = train(layout, "gpt", DTYPES[dtype])
     # torch's kernel leaves gradients unscaled and clipped, ours leaves them alone
     equal(replace(found, gradients={}), replace(plain, gradients={}))
@@ -257,7 +257,7 @@ def test_an_update_waits_for_what_is_published_to_leave(monkeypatch: pytest.Monk
 def test_a_skipped_first_step_leaves_the_parameters(delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that publishes leaves what it publishes alone then: it has to be there already."""
     kernel = replace(REFERENCE, adamw_=reference.adamw_)
-    monkeypatch.setattr("megazero.build.for_host", lambda preference, dtype: kernel)
+    monkeypatch.setattr("megazero.build.assemble.for_host", lambda preference, dtype: kernel)
     rank = Rank(single(), Layout(stage=2, offload_optimizer=True, delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
     before = rank.weights()
     rank.engine.loss_scale.scale.fill_(2.0**40)

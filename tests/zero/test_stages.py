@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.comm.grid import Grid
 from megazero.observe.allocations import Allocations
-from megazero.parallel.grid import Grid
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, equal, train
 from tests.ranks import run_ranks

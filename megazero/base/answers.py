@@ -1,0 +1,48 @@
+"""What verbs say: their answer on standard output, everything else on standard error."""
+
+import io
+import os
+import sys
+
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import HEART
+
+
+def answer(text: str) -> None:
+    """Print what a verb was asked for. That nobody reads on (`| head`) is no fault.
+
+    Raises:
+        UserError: 405, standard output takes no more.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with HEART.aside():
+            print(text, flush=True)
+    except BrokenPipeError:
+        return
+    except OSError as error:
+        raise UserError(405, f"standard output: {error.strerror}", "free space there") from None
+
+
+def flush_output() -> None:
+    """Flush standard output: Python does at exit, where a failure is exit code 120. What has no reader is dropped."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+
+
+def fail(said: object, code: int) -> int:
+    """Say on standard error why a verb ends; return its exit code."""
+    tell(said)
+    return code
+
+
+def tell(line: object) -> None:
+    """Write a line on standard error."""
+    with HEART.aside():
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,20 @@
+"""Small files of a data set, written whole or not at all, with a line for the user where that fails."""
+
+from pathlib import Path
+
+from megazero.base.errors import UserError
+from megazero.base.files import replace_file
+
+
+def write_error(path: str | Path, error: OSError) -> UserError:
+    """What a user reads when the system refuses to write `path`."""
+    return UserError(208, f"cannot be written: {error.strerror}", "free space or choose another place", where=path)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces a small file; its folder is made where missing. Raises UserError 208."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise write_error(path, error) from error

@@ -1,0 +1,37 @@
+"""Parse the command lines of all verbs alike: mistakes are told in one way, numbers have bounds."""
+
+import argparse
+
+from megazero.base.errors import UserError
+
+OVERRIDES = """overrides:
+  section.key=value changes one option of the config, the value in YAML;
+  of two for one option the last counts; null unsets; FILE.yaml holds many
+
+      train --config tiny run.steps=50 optimizer.lr=3e-4 'optimizer.betas=[0.9, 0.99]'
+
+  megazero explain                  lists all options and what they mean
+  megazero explain optimizer        those of a section
+  megazero explain --config tiny    with the values of a config
+  Paths are relative to the current folder. docs/configuration.md has more.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake as a UserError."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(100, message, f"see `{self.prog} --help`")
+
+
+def at_least(bound: float, kind: type, most: int = 2**63 - 1):
+    """Return an argparse type: a number of `kind` that is >= `bound` and <= `most`."""
+
+    def parse(text: str):
+        value = kind(text) if len(text) < 100 else None  # Python refuses to read thousands of digits
+        if value is None or not bound <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a number from {bound} to {most:,}, got {text:.40}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid float value"
+    return parse

@@ -1,0 +1,330 @@
+"""From a config to what computes a step on one rank: config -> grid -> model -> units -> stages.
+
+Every piece below this room receives the plain values it uses, so the order of construction can be read here from top
+to bottom.
+"""
+
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+
+import logging
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import doing
+from megazero.build.pipeline import layers_of, lowered
+from megazero.build.recompute import recompute
+from megazero.comm.context import Wire
+from megazero.comm.grid import Axis, Grid, data_size, make_grid, single
+from megazero.comm.host import Host
+from megazero.comm.pool import Pool
+from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
+from megazero.kernels.operations import REFERENCE, Operations
+from megazero.kernels.select import for_host
+from megazero.launch.environment import World
+from megazero.model.batch_context import Step
+from megazero.model.parameter import Declaration, declaration_of
+from megazero.model.transformer import TIED, Part, Shape, Transformer
+from megazero.optim.adamw import AdamW
+from megazero.pipeline.executor import Pipeline
+from megazero.pipeline.stage import Stage
+from megazero.pipeline.transport import Transport
+from megazero.schedules.layers import Layers
+from megazero.zero.engine import Engine
+from megazero.zero.layout import Entry, UnitLayout, lay_out
+from megazero.zero.offload import Offload
+from megazero.zero.placement import STAGES, Placement, Precision, Spread
+from megazero.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from megazero.config.schema import Config, Optimizer
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the stages of a model need to know of one micro-batch."""
+
+    tokens_SB: Tensor
+    targets_SB: Tensor
+    valid_SB: Tensor
+    now: Step
+
+
+_LOG = logging.getLogger("megazero")
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+MOST_PASSES = 2**17  # of a pipeline's schedule, which is a list; 64 stages of 1,536 micro-batches are 98,304
+
+
+def check_world(config: Config, size: int) -> None:
+    """Holds the config against the number of ranks, before any of them meets another.
+
+    Raises:
+        UserError: 106, the sizes do not fit.
+    """
+    data = data_size(size, config.parallel.tensor, config.parallel.pipeline)
+    if config.batch.global_ % (config.batch.micro * data):
+        equation = "batch.global % (batch.micro * data ranks) == 0"
+        rest = config.batch.global_ % (config.batch.micro * data)
+        got = f"{config.batch.global_} % ({config.batch.micro} * {data}) = {rest}"
+        raise UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro")
+    micro_batches = config.batch.global_ // (config.batch.micro * data)
+    stages = config.parallel.pipeline * (config.pipeline.chunks or 1)
+    if config.parallel.pipeline > 1 and stages * micro_batches > MOST_PASSES:
+        got = f"{stages} * {micro_batches} = {stages * micro_batches:,}"
+        what = f"expected stages * micro-batches <= {MOST_PASSES:,} in a step, got {got}"
+        raise UserError(106, what, "raise batch.micro or the number of data ranks")
+
+
+def grid_of(config: Config, wire: Wire, world: World) -> Grid:
+    """This rank's axes; every rank calls it, once it has met the others."""
+    if world.size == 1:
+        return single(wire)
+    # What talks through the host's memory has groups for tensors of the host, whatever computes.
+    parallel, device_type = config.parallel, "cuda" if wire.backend == "nccl" else "cpu"
+    return make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type=device_type)
+
+
+def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
+    """The micro-batches of each step on one rank of the data axis."""
+    return BatchLoader(
+        train,
+        seed=config.run.seed,
+        global_batch=config.batch.global_,
+        micro_batch=config.batch.micro,
+        data_rank=data.rank,
+        num_data=data.size,
+    )
+
+
+def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
+    """The model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
+    return Transformer(
+        Shape(**{field.name: getattr(config.model, field.name) for field in fields(Shape)}),
+        seed=config.run.seed,
+        tensor=tensor or Axis("tensor"),
+        sequence=config.parallel.sequence,
+        ops=ops,
+    )
+
+
+def bucket_of(config: Config) -> int:
+    """Bytes of a communication that may be under way."""
+    return int(config.zero.bucket_mb * 2**20)
+
+
+def precision_of(config: Config) -> Precision:
+    dtype = DTYPES[config.precision.dtype]
+    wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64
+    return Precision(dtype, torch.float32 if wide else dtype)
+
+
+def spread_of(config: Config, grid: Grid) -> Spread:
+    assert config.zero.stage is not None, "a resolved config"
+    stage = STAGES[config.zero.stage]
+    return Spread(grid.data, grid.tensor, config.parallel.sequence, stage, grid.pipeline, grid.ends)
+
+
+def offload_of(config: Config, host: Host) -> Offload | None:
+    """What of the optimizer and the parameters rests on the host."""
+    asked = config.zero.offload
+    offload = Offload(host, asked.optimizer == "cpu", asked.parameters == "cpu", asked.delayed)
+    if not (offload.optimizer or offload.parameters):
+        return None
+    if not host.apart:
+        _LOG.info("zero.offload changes nothing: on a CPU the host's memory is the device's")
+        return None
+    return offload
+
+
+def build_units(
+    model: Transformer,
+    names: Collection[str],
+    *,
+    seed: int | None,
+    spread: Spread,
+    precision: Precision,
+    device: torch.device,
+    offload: Offload | None = None,
+    ops: Operations = REFERENCE,
+) -> list[Unit]:
+    """Gives each of the named units of the model memory for what of it rests on this rank, and initial values.
+
+    Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
+
+    Args:
+        seed: of the initial values; None: nobody looks at them, and they are left as they are.
+        ops: the kernels to use, where gradients are delivered.
+    """
+    ledger = spread.data.wire.ledger
+    whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
+    units = []
+    with doing("making parameters", len(names)) as progress:
+        for name, members in model.units():
+            if name not in names:
+                continue
+            declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
+            shared = name == TIED and spread.ends.size > 1
+            layout = layout_of(name, declarations)
+            unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared, ops=ops)
+            if seed is not None:
+                unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
+            model.take(unit.show())
+            units.append(unit)
+            progress.advance()
+    return units
+
+
+def layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
+    """Where the parameters of a unit lie."""
+    return lay_out(unit, [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()])
+
+
+def build_engine(
+    model: Transformer,
+    stages: Sequence[range],
+    *,
+    seed: int | None,
+    spread: Spread,
+    precision: Precision,
+    device: torch.device,
+    optimizer: Optimizer,
+    tokens_per_step: int,
+    ops: Operations,
+    update_ops: Operations,
+    replayed: Container[Part] = (),
+    offload: Offload | None = None,
+) -> Engine:
+    """Units, optimizer state, and the events of a step around the parts of the model that this rank has.
+
+    Args:
+        stages: of each of this rank's stages the parts of the model's path, in forward order.
+        seed: of the initial values; None: anything.
+        ops: the kernels to use on the device.
+        update_ops: those to use where the update is, which may be the host.
+        replayed: parts that run again in their backward.
+        offload: what rests on the host; None: nothing.
+    """
+    on_path = model.units_on_path()
+    used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
+    names = {name for of_stage in used for name in of_stage}
+    units = build_units(
+        model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload, ops=ops
+    )
+    there = "host_" if offload is not None and offload.optimizer else ""
+    o, wire = optimizer, spread.data.wire
+    wire.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments
+    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket, ops=update_ops)
+    wire.ledger.hold(f"{there}staging", adam.staging_bytes)
+    engine = Engine(
+        used,
+        units,
+        [name for name, _ in model.units()],
+        adam,
+        clip=o.clip,
+        tokens_per_step=tokens_per_step,
+        spread=spread,
+        scaling=precision.parameters == torch.float16,
+        ops=update_ops,
+        offload=offload,
+    )
+    for parts in stages:
+        last = parts.stop == len(model.path)
+        own = [model.path[i] for i in parts]
+        watched = engine.watch(own, [on_path[i] for i in parts], keep_last=last, replayed=replayed)
+        model.path[parts.start : parts.stop] = watched
+    return engine
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Built:
+    """What computes a step on one rank: the engine's update around the pipeline's passes."""
+
+    model: Transformer
+    engine: Engine
+    pipeline: Pipeline
+    layers: Layers
+
+
+def build(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host | None = None) -> Built:
+    """The model that a config asks for, as one rank of a grid has it.
+
+    Args:
+        host: where what is offloaded goes; None: the memory of this machine.
+    """
+    return assemble(config, grid, device, ops, host or Host(device, grid.world.wire.ledger), config.run.seed)
+
+
+def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host, seed: int | None) -> Built:
+    """The same with initial values of another seed; None: with anything in its memory."""
+    layers, precision, spread = layers_of(config), precision_of(config), spread_of(config, grid)
+    stages = layers.of_rank(grid.pipeline.rank)
+    model = build_model(config, ops, grid.tensor)
+    offload = offload_of(config, host)
+    updates_there = offload is not None and offload.optimizer
+    replayed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
+    engine = build_engine(
+        model,
+        list(stages.values()),
+        seed=seed,
+        spread=spread,
+        precision=precision,
+        device=device,
+        optimizer=config.optimizer,
+        tokens_per_step=config.batch.global_ * config.model.seq_len,
+        ops=ops,
+        update_ops=for_host(config.precision.kernels, precision.masters) if updates_there else ops,
+        replayed=replayed,
+        offload=offload,
+    )
+    each = spread.stage.gradients is Placement.SHARD
+    tied = config.model.tie_embeddings
+    local = config.model.seq_len // (grid.tensor.size if config.parallel.sequence else 1)
+    chunks = {}
+    for (index, parts), passes in zip(stages.items(), engine.passes, strict=True):
+        last = parts.stop == len(model.path)
+        loss = (lambda losses_SB, feed: engine.loss(losses_SB, feed.valid_SB)) if last else None
+        chunks[index] = Stage(index, _run_of(model, parts, last), passes, loss)
+    pipeline = Pipeline(
+        chunks,
+        len(layers.parts),
+        grid.pipeline.rank,
+        lambda m: lowered(layers, m, each=each, tied=tied),
+        Transport(grid.pipeline, layers.rank_of, precision.parameters, device),
+        lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
+        engine.tie,
+    )
+    return Built(model, engine, pipeline, layers)
+
+
+def _run_of(model: Transformer, parts: range, last: bool) -> Callable[[Tensor | None, Feed], Tensor]:
+    """What one stage computes: from tokens in the first, token losses [S, B] in the last."""
+
+    def run(x: Tensor | None, feed: Feed) -> Tensor:
+        y = model.through(parts, feed.tokens_SB if x is None else x, feed.now)
+        return model.score(y, feed.targets_SB, feed.valid_SB) if last else y
+
+    return run
+
+
+def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], Feed]:
+    """(micro-batch, step, training) -> what the stages need to know of it."""
+
+    def feed(batch: MicroBatch, step: int, training: bool) -> Feed:
+        tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))
+        part = len(tokens) // tensor.size if sequence else 0
+        now = Step(step, batch.sample_ids_B.to(device), tensor.rank * part, training=training)
+        if batch.positions_SB is not None and batch.documents_SB is not None:
+            now = now.within_documents(batch.positions_SB.to(device), batch.documents_SB.to(device))
+        return Feed(tokens, targets, valid, now)
+
+    return feed

@@ -1,0 +1,92 @@
+"""How a config's model lies on the pipeline axis: which parts in which stage, and what every rank does in a step."""
+
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+
+from typing import TYPE_CHECKING
+
+from megazero.plan.layout import Layout
+from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes
+from megazero.schedules.actions import Schedule
+from megazero.schedules.catalogue import make
+from megazero.schedules.layers import Layers, cut
+from megazero.schedules.lower import add_reductions, add_transfers
+from megazero.schedules.simulate import simulate
+
+if TYPE_CHECKING:
+    from megazero.config.schema import Config
+
+
+def model_shape(config: Config) -> ModelShape:
+    """The model as the closed formulas of plan/ see it: parameters, FLOPs."""
+    m = config.model
+    assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
+    return ModelShape(
+        layers=m.layers,
+        hidden=m.hidden,
+        heads=m.heads,
+        kv_heads=m.kv_heads,
+        ffn=m.ffn,
+        vocab=m.vocab,
+        seq_len=m.seq_len,
+        learned_positions=m.position == "learned",
+        layernorm=m.norm == "layernorm",
+        gated=m.activation == "swiglu",
+        tied=m.tie_embeddings,
+    )
+
+
+def layers_of(config: Config) -> Layers:
+    """The cut of a config's model."""
+    name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
+    assert chunks is not None, "a resolved config"
+    return cut(name, ranks, chunks, config.model.layers, model_shape(config).head_in_blocks())
+
+
+def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:
+    """What every rank does in a step, proven to end.
+
+    Args:
+        each: gradients are reduced after each micro-batch, not once a step.
+        tied: the first and the last stage share a weight.
+
+    Raises:
+        ScheduleError: it would not end; a fault of ours.
+    """
+    schedule = add_transfers(make(layers.schedule, layers.ranks, micro_batches, layers.chunks))
+    schedule = add_reductions(schedule, each=each, tied=tied)
+    simulate(schedule)
+    return schedule
+
+
+def layout_of(config: Config, ranks: int, *, apart: bool = True) -> Layout:
+    """A config's job on some ranks, as the closed formulas of plan/ see it.
+
+    Args:
+        apart: the host's memory is not the device's; where it is, offload changes nothing.
+    """
+    parallel, memory, offload = config.parallel, config.memory, config.zero.offload
+    item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
+    wide = config.zero.grad_dtype == "fp32" and item < 4
+    assert config.zero.stage is not None and config.pipeline.chunks is not None, "a resolved config"
+    return Layout(
+        model_shape(config),
+        Bytes(item, 4 if wide else item, max(item, 4)),
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=ranks // (parallel.tensor * parallel.pipeline),
+        sequence=parallel.sequence,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
+        stage=config.zero.stage,
+        micro_batch=config.batch.micro,
+        global_batch=config.batch.global_,
+        recompute=memory.recompute,
+        partition=memory.partition,
+        offload=memory.offload and apart,
+        offload_optimizer=offload.optimizer == "cpu" and apart,
+        offload_parameters=offload.parameters == "cpu" and apart,
+        delayed=offload.delayed and apart,
+        dropout=config.model.dropout > 0,
+        documents=config.data.mask_eod,
+    )

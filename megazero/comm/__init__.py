@@ -1,0 +1,1 @@
+"""Carry tensors and words between ranks, along the axes of a grid; count what is sent."""

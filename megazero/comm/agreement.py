@@ -1,0 +1,58 @@
+"""What one rank finds out alone, all must know before anyone acts on it.
+
+A rank that raises while the others go on leaves them waiting in their next operation. So whatever may fail on some
+ranks only (files, packages, disks) is done inside `agree`: every rank learns how it went everywhere, and either all
+have their result or all stop; the lowest rank that failed says why.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from megazero.base.errors import UserError, of_system
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
+from megazero.comm.lobby import FailedElsewhere
+
+T = TypeVar("T")
+_SLICE = 1.0  # seconds
+
+
+def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
+    """`action()` on every rank; its result where it went well everywhere.
+
+    Raises:
+        UserError: this rank's own, if no lower rank has one.
+        FailedElsewhere: another rank's.
+    """
+    own: UserError | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except UserError as error:
+        own = error
+    except OSError as error:
+        own = of_system(error)
+    mine = torch.tensor([own.code if own else 0], dtype=torch.int64, device=device)
+    codes = all_gather(mine, world, "agree").tolist()
+    first = next((rank for rank, code in enumerate(codes) if code), None)
+    if first is None:
+        return result  # type: ignore[return-value]
+    if first == world.rank and own is not None:
+        raise own
+    raise FailedElsewhere(first, codes[first])
+
+
+def until_all(world: Axis, device: torch.device, ready: Callable[[float], bool]) -> None:
+    """Waits until `ready` is true on all ranks, however much longer it takes some of them.
+
+    Ranks meet every second, so that none waits in one operation for as long as another's disk takes.
+
+    Args:
+        ready: waits for as many seconds at most, and says whether this rank is.
+    """
+    while True:
+        own = torch.tensor([ready(_SLICE)], dtype=torch.int64, device=device)
+        if all_gather(own, world, "agree").all():
+            return

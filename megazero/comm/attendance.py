@@ -1,0 +1,85 @@
+"""What a rank says of itself at the roll call, and how the others read it: nothing is used before it is checked."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from megazero.comm.transport.shared_memory import Handle
+
+_LONGEST = 4096  # bytes of a message
+_MOST_TEXT = 300  # characters of a text
+_MOST_PID = 1 << 22  # PID_MAX_LIMIT of Linux
+_MOST_NUMBER = 1 << 63
+NOWHERE = Handle(0, -1, 0, 0)  # shares no memory
+
+
+class NoPresence(ValueError):  # noqa: N818 - as ValueError
+    """The message is none that a rank of this version sends."""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Describes one rank, as it said.
+
+    Attributes:
+        host: its name.
+        fingerprint: of code and config.
+        pid: of its process.
+        started: when that began, in the kernel's ticks; 0: unknown.
+        host_id: equal for ranks that can share memory; "": it shares none.
+        handle: of its outbox.
+    """
+
+    host: str
+    fingerprint: str
+    pid: int
+    started: int
+    host_id: str
+    handle: Handle
+
+    def said(self) -> str:
+        """Return the message."""
+        *mine, _ = vars(self).values()
+        return json.dumps([*mine, *astuple(self.handle)])
+
+    @classmethod
+    def heard(cls, raw: bytes) -> "Presence":
+        """Return who sent a message. Raises NoPresence."""
+        if len(raw) > _LONGEST:
+            raise NoPresence(f"{len(raw)} bytes, expected at most {_LONGEST}")
+        try:
+            said = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise NoPresence("no JSON") from None
+        if not isinstance(said, list) or len(said) != len(_FIELDS):
+            raise NoPresence(f"expected a list of {len(_FIELDS)}")
+        for (name, holds), value in zip(_FIELDS.items(), said, strict=True):
+            if not holds(value):
+                raise NoPresence(f"its {name} is none")
+        host, fingerprint, pid, started, near, *handle = said
+        found = cls(host, fingerprint, pid, started, near, Handle(*handle))
+        if found.handle != NOWHERE and found.handle.pid != pid:
+            raise NoPresence("its memory is of another process")
+        return found
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MOST_TEXT and (value == "" or value.isprintable())
+
+
+def _within(low: int, end: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and low <= value < end
+
+
+_FIELDS: dict[str, Callable[[object], bool]] = {
+    "host": lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]{1,255}", value) is not None,
+    "fingerprint": _text,
+    "process": _within(1, _MOST_PID + 1),
+    "start": _within(0, _MOST_NUMBER),
+    "host's identity": _text,
+    "memory's process": _within(0, _MOST_PID + 1),
+    "descriptor": _within(-1, 1 << 31),
+    "device": _within(0, _MOST_NUMBER * 2),
+    "inode": _within(0, _MOST_NUMBER * 2),
+}

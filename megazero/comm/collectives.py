@@ -1,0 +1,333 @@
+"""The one file that calls torch.distributed's collectives.
+
+Every operation goes along one axis for one purpose. It is counted in the ledger, named in profiles, shown on the
+board, and started without waiting where a caller has something else to do: `start_*` returns a `Pending`, whose
+`wait()` gives the result. On an axis of size 1 every operation is the identity, and nothing is counted.
+
+On NCCL these are NCCL's own operations. On gloo they are made of messages (`transport/exchange.py`), for three reasons:
+
+- they are faster (two ranks, 128 MiB, through sockets: gloo's reduce-scatter 190 to 290 ms against 70 to 90, its
+  all-gather 180 to 245 against 38 to 49), and on one host the data goes through shared memory
+  (`transport/shared_memory.py`);
+- sums are taken in rank order, so they do not depend on how a tensor was cut, and an all-reduce equals a
+  reduce-scatter followed by an all-gather bit for bit;
+- every message carries a tag made of the operation's number, kind, purpose, dtype and shape. An operation that one
+  rank skipped, or called with another shape, never pairs with its successor: the wait runs out and the board tells
+  which ranks were where, instead of wrong numbers or an abort deep inside the library.
+
+Tensors of a device that gloo cannot send from go through the host's memory (`transport/host_staging.py`): the messages
+are those of its copy there, and `wait` brings the result back.
+
+Tensors must be contiguous: gloo computes wrong sums over strided views without saying so.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.grid import Axis
+from megazero.comm.pool import same_place
+from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange, others
+from megazero.comm.transport.host_staging import Bounce
+from megazero.comm.transport.shared_memory import SLOTS
+
+# An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
+# the bytes. Two ranks always exchange: the bytes are the same.
+_FEW = 1 << 14
+
+MOST_LYING = SLOTS
+
+# Names differ between torch versions: *_single since 2.13, *_tensor before and deprecated since.
+_nccl_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_nccl_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """An operation under way on one axis.
+
+    Args:
+        axis: where it runs; None when there is nothing to wait for.
+        purpose: as profiles name it.
+        finish: waits, and gives the result.
+        lying: messages of this rank that lie in shared memory until the others wait for the operation. There is room
+            for `MOST_LYING`; a rank that sends more is held up until the others come.
+    """
+
+    def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], lying: int = 0):
+        self._axis, self._purpose, self._finish, self.lying = axis, purpose, finish, lying
+
+    def wait(self) -> Tensor:
+        """The result; to be called once.
+
+        Raises:
+            CollectiveError: it did not come within the axis' timeout, or the connection broke.
+        """
+        if self._axis is None:
+            return self._finish()
+        with torch.profiler.record_function(f"wait for {self._axis.name} axis: {self._purpose}"):
+            result = self._finish()
+        self._axis.wire.seat.end(self._axis.name)
+        return result
+
+    def then(self, last: Callable[[], Tensor]) -> "Pending":
+        """The same operation with one more thing to do at its end, which gives the result."""
+
+        def finish() -> Tensor:
+            self._finish()
+            return last()
+
+        return Pending(self._axis, self._purpose, finish, self.lying)
+
+
+def done(x: Tensor) -> Pending:
+    """Nothing to wait for."""
+    return Pending(None, "", lambda: x)
+
+
+def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
+    """The sum of all ranks' x, in its memory; x must not be touched until the end."""
+    if axis.size == 1:
+        return done(x)
+    tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
+    if axis.wire.backend == "nccl":
+        return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+    if (pool := axis.wire.bounce) is not None:
+        bounce = Bounce(x, pool)
+        bounce.fetch(x)
+        return _landing(_reduced(bounce.host, axis, tag, purpose), bounce, lambda: bounce.land(x), x)
+    return _reduced(x, axis, tag, purpose)
+
+
+def _reduced(x: Tensor, axis: Axis, tag: int, purpose: str) -> Pending:
+    """The sum of all ranks' x in its memory, by messages."""
+    flat = x.view(-1)
+    # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
+    whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
+    last = flat[len(flat) - whole :]
+    rest = [Exchange(axis, tag, [last], _adder(axis, last, last, accumulate=False))] if whole or not len(flat) else []
+    if whole == len(flat):
+        return _exchanged(axis, purpose, rest[0].start(), x)
+    parts = flat[: len(flat) - whole].chunk(axis.size)
+    scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
+    gather = _gather(axis, tag, parts)
+    for exchange in (scatter, *rest):
+        exchange.start()
+
+    def finish() -> Tensor:
+        scatter.wait()
+        gather.start()
+        for exchange in (*rest, gather):
+            exchange.wait()
+        return x
+
+    return Pending(axis, purpose, finish)
+
+
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, purpose: str, *, out: Tensor | None = None, accumulate: bool = False
+) -> Pending:
+    """This rank's part (of `size` equal parts of the first dim) of the sum of all ranks' x.
+
+    Args:
+        out: where to put it; may be this rank's part of x. None for new memory. With it x is not to be touched until
+            the end, and its own part holds anything then.
+        accumulate: the sum is added to what `out` holds.
+    """
+    if axis.size == 1:
+        assert out is None, "there is nothing to reduce"
+        return done(x)
+    assert len(x) % axis.size == 0, f"{tuple(x.shape)} has no {axis.size} equal parts"
+    tag = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
+    parts = x.chunk(axis.size)
+    own = parts[axis.rank]
+    result = torch.empty_like(own) if out is None else out
+    if axis.wire.backend == "nccl":
+        return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
+    if (pool := axis.wire.bounce) is not None:
+        return _scattered_on_host(x, axis, tag, purpose, own, result, Bounce(x, pool), accumulate=accumulate)
+    flat_parts = [part.view(-1) for part in parts]
+    scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
+    return _exchanged(axis, purpose, scatter.start(), result)
+
+
+def _scattered_on_host(
+    x: Tensor, axis: Axis, tag: int, purpose: str, own: Tensor, result: Tensor, bounce: Bounce, *, accumulate: bool
+) -> Pending:
+    """The sum of this rank's part is taken in the part's own place on the host."""
+    bounce.fetch(x)
+    parts, place = bounce.host.chunk(axis.size), _own(bounce.host, axis)
+    scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
+
+    def land() -> None:
+        if accumulate:
+            bounce.land(own, place)  # which may hold anything at the end
+            result.add_(own)
+        else:
+            bounce.land(result, place)
+
+    return _landing(_exchanged(axis, purpose, scatter.start(), result), bounce, land, result)
+
+
+def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
+    """All ranks' parts (of equal shape) behind each other along the first dim."""
+    if axis.size == 1:
+        return done(part)
+    whole = part.new_empty((len(part) * axis.size, *part.shape[1:]))
+    whole.chunk(axis.size)[axis.rank].copy_(part)
+    return start_all_gather_in_place(whole, axis, purpose)
+
+
+def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pending:
+    """Fills in the other ranks' parts of `whole`; this rank's is there already."""
+    if axis.size == 1:
+        return done(whole)
+    assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
+    parts = whole.chunk(axis.size)
+    own = parts[axis.rank]
+    tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
+    if axis.wire.backend == "nccl":
+        return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
+    if (pool := axis.wire.bounce) is not None:
+        return _gathered_on_host(whole, axis, tag, purpose, Bounce(whole, pool))
+    return _exchanged(axis, purpose, _gather(axis, tag, [part.view(-1) for part in parts]).start(), whole)
+
+
+def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, bounce: Bounce) -> Pending:
+    """Only this rank's part goes to the host, and only the others' come back."""
+    flat, own = whole.view(-1), _own(bounce.host, axis)
+    bounce.fetch(flat[own], own)
+    gather = _gather(axis, tag, bounce.host.chunk(axis.size))
+
+    def land() -> None:
+        for others_parts in (slice(0, own.start), slice(own.stop, len(flat))):
+            bounce.land(flat[others_parts], others_parts)
+
+    return _landing(_exchanged(axis, purpose, gather.start(), whole), bounce, land, whole)
+
+
+def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
+    return start_all_reduce(x, axis, purpose).wait()
+
+
+def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
+    return start_all_gather(part, axis, purpose).wait()
+
+
+def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device) -> list[bytes]:
+    """What every rank has to say, in rank order. Nothing is unpickled: callers send JSON or text."""
+    if axis.size == 1:
+        return [payload]
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    lengths: list[int] = all_gather(length, axis, purpose).tolist()
+    row = torch.zeros(1, max(1, *lengths), dtype=torch.uint8, device=device)
+    if payload:
+        row[0, : len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    rows = all_gather(row, axis, purpose).cpu().numpy()
+    return [rows[i, :n].tobytes() for i, n in enumerate(lengths)]
+
+
+def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
+    """Counts, shows and names an operation; returns the tag of its messages."""
+    assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
+    assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
+    wire = axis.wire
+    wire.ledger.add(axis.name, purpose, elements, x.element_size())
+    text = f"{kind} ({purpose}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
+    number = wire.seat.begin(axis.name, axis.ranks, text)
+    return zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
+
+
+def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> Exchange:
+    """The round in which each rank gets its part of the sum; `parts` are flat."""
+    add = _adder(axis, parts[axis.rank], out, accumulate=accumulate)
+    return Exchange(axis, tag, [parts[k] for k in others(axis)], add)
+
+
+def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume:
+    """Adds what comes to `own`, into `out`."""
+
+    def add(cut: slice, theirs: list[Tensor]) -> None:
+        if accumulate:
+            out[cut] += _sum(axis, own[cut], theirs, out=own[cut])
+        else:
+            _sum(axis, own[cut], theirs, out=out[cut])
+
+    return add
+
+
+def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
+    """The round in which each rank gets the parts of the others; `parts` are flat."""
+    targets = [parts[k] for k in others(axis)]
+
+    def put(cut: slice, theirs: list[Tensor]) -> None:
+        for target, part in zip(targets, theirs, strict=True):
+            if not same_place(target[cut], part):
+                target[cut].copy_(part)
+
+    return Exchange(axis, tag, [parts[axis.rank]], put, into=targets)
+
+
+def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> Pending:
+    def finish() -> Tensor:
+        exchange.wait()
+        return result
+
+    return Pending(axis, purpose, finish, exchange.lying)
+
+
+def _own(flat: Tensor, axis: Axis) -> slice:
+    """This rank's elements of `size` equal parts."""
+    length = len(flat) // axis.size
+    return slice(axis.rank * length, (axis.rank + 1) * length)
+
+
+def _landing(on_host: Pending, bounce: Bounce, land: Callable[[], None], result: Tensor) -> Pending:
+    """An operation under way on the host, whose result goes to the device at its end."""
+
+    def last() -> Tensor:
+        land()
+        bounce.release()
+        return result
+
+    return on_host.then(last)
+
+
+def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+    assert work is not None, "this process is not on the axis"
+
+    def finish() -> Tensor:
+        try:
+            work.wait()  # makes the stream wait, not the host
+        except RuntimeError as error:
+            raise CollectiveError(axis.name, str(error)) from None
+        return result()
+
+    return Pending(axis, purpose, finish)
+
+
+def _nccl_reduce_scatter(
+    x: Tensor, axis: Axis, purpose: str, own: Tensor, result: Tensor, *, accumulate: bool
+) -> Pending:
+    into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
+    work = _nccl_scatter(into, x, group=axis.group, async_op=True)
+    return _nccl(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
+
+
+def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Adds the parts in rank order, whoever computes it. Writes to `out` only, which may be `own`."""
+    parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
+    in_place = same_place(out, own)
+    wait_for_own = in_place and axis.rank > 1  # what `out` holds must have been added before it is written to
+    total = torch.add(parts[0], parts[1], out=None if wait_for_own else out)
+    for k in range(2, axis.size):
+        total = torch.add(total, parts[k], out=out if k == axis.rank or not wait_for_own else total)
+        wait_for_own = wait_for_own and k != axis.rank
+    return total
+
+
+def _padded(x: Tensor, axis: Axis) -> int:
+    """Elements of x, rounded up to a multiple of the axis' size."""
+    return axis.shard(x.numel()) * axis.size

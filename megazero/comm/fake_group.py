@@ -1,0 +1,130 @@
+"""One rank of a grid of any size, with nobody on the other side.
+
+Every operation completes at once: whatever would have come is there already, and holds anything. What this rank does
+for its own part is the code of a real run: pieces, staging, sums, the ledger. So a single process can count what one
+rank of thousands sends and holds.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.context import Wire
+from megazero.comm.grid import Grid, joined, lay_out
+from megazero.comm.host import Host
+from megazero.comm.ledger import Ledger
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Box, Label, Letter, Mail
+
+
+def alone(rank: int, world: int, *, tensor: int, pipeline: int, backend: str, bucket: int, ledger: Ledger) -> Grid:
+    """The axes of a rank whose others do not exist.
+
+    Args:
+        backend: "nccl", or "gloo" between ranks of one host.
+
+    Raises:
+        UserError: 106, see `data_size`.
+    """
+    mail = NobodysMail(world) if backend == "gloo" and world > 1 else None
+    wire = Wire(backend, bucket=bucket, ledger=ledger, mail=mail, split_group=lambda **_: Nobody(0, 2))
+    if mail is not None:
+        ledger.hold("staging", Box.size(world))
+    grid = lay_out(rank, world, tensor=tensor, pipeline=pipeline, wire=wire)
+    axes = (grid.tensor, grid.data, grid.pipeline, grid.world, grid.ends)
+    return joined(grid, {axis.name: Nobody(axis.rank, axis.size) for axis in axes})
+
+
+class _Done(dist.Work):
+    """Work that has been done. It keeps what it was about until somebody waits for it, as NCCL's does."""
+
+    def __init__(self, *tensors: Tensor):
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, *timeout: Any) -> bool:
+        self._tensors = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Nobody(dist.ProcessGroup):
+    """A process group in which nobody answers, and nobody has to: the methods in which torch's operations end."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)  # type: ignore[call-arg]
+
+    def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> dist.Work:
+        return _Done(*tensors)
+
+    def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
+        return _Done(whole, part)
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        return _Done(out, x)
+
+    def _allgather_base(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:  # before torch 2.13
+        return _Done(whole, part)
+
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:  # before torch 2.13
+        return _Done(out, x)
+
+    def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
+        return _Done(*tensors)
+
+    def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
+        return _Done(*tensors)
+
+
+class IdleHost(Host):
+    """A host whose threads have done at once what they are given: there are no numbers to compute, and what they
+    allocate is no part of a step.
+    """
+
+    def thread(self) -> Executor:
+        return _Idle()
+
+
+class _Idle(Executor):
+    def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+
+class NobodysMail(Mail):
+    """Shared memory with nobody: what is posted is taken at once, and what is waited for is there."""
+
+    def __init__(self, world: int):
+        self.rounds, self.expected = [], {}
+        self.reached = frozenset(range(world))
+        self._slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
+
+    def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
+        pass
+
+    def wait_for(self, sender: int, axis: str, label: Label) -> Letter:
+        return Letter(sender, 0, 0)
+
+    def look(self, letter: Letter, start: int, like: Tensor) -> Tensor:
+        return self._slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    def acknowledge(self, letter: Letter) -> None:
+        pass
+
+    def hand_over(self, target: int, key: int, message: Tensor) -> bool:
+        return True
+
+    def collect(self, sender: int) -> None:
+        pass
+
+    def expect(self, sender: int, key: int, into: Tensor) -> None:
+        pass
+
+    def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
+        assert ready(), "there is nobody to wait for"

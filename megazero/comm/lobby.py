@@ -1,0 +1,115 @@
+"""Between the roll call and the first operation: what the ranks of a run do together through the store.
+
+torch makes process groups by waiting for one key after the other, and says of a rank that does not come no more than
+that some key was not set. So each rank says here that it got through, or gave up; who says neither is to blame, and the
+roll call has told where that rank is.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from megazero.base.errors import UserError
+from megazero.comm.attendance import Presence
+from megazero.comm.diagnosis import SLOW, STOPPED
+from megazero.comm.processes import Process
+from megazero.store.client import NoAnswer
+
+_SLACK = 1.0  # seconds that ranks may give up later than the first one
+_SHORTEST, _SLICE = 0.02, 0.5  # seconds of one wait
+
+
+class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
+    """Another rank has raised, and says why."""
+
+    def __init__(self, rank: int, code: int):
+        super().__init__(code, f"stopped, because rank {rank} failed")
+
+
+def together(lobby: "Lobby | None", what: str) -> contextlib.AbstractContextManager[None]:
+    """See `Lobby.together`; of one rank there is nothing to wait for."""
+    return contextlib.nullcontext() if lobby is None else lobby.together(what)
+
+
+@dataclass(frozen=True)
+class Lobby:
+    """
+    Attributes:
+        store: that all ranks reach; kept here as long as torch's groups use it.
+        rank: this one.
+        roll: all ranks.
+        timeout: seconds.
+    """
+
+    store: Store
+    rank: int
+    roll: Mapping[int, Presence]
+    timeout: float
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Name the rank that is missing when something that every rank does, and that waits for all, fails inside.
+
+        Raises:
+            UserError: 311, a rank did not do it in time; 320, it went wrong though all ranks came.
+            FailedElsewhere: another rank says so.
+        """
+        try:
+            yield
+            self.store.set(f"{what}/{self.rank}", "done")
+        except UserError:
+            raise
+        except RuntimeError as error:  # all of torch's, and CollectiveError
+            reason = " ".join(str(error).split())[:80]
+            missing = [0] if isinstance(error, NoAnswer) else self._missing(what)  # rank 0 holds that store
+            raise self._blamed(what, missing) or self._broken(what, reason) from None
+
+    def _missing(self, what: str) -> list[int]:
+        """Ranks that neither got through nor gave up within a moment."""
+        try:
+            self.store.set(f"{what}/{self.rank}", "late")
+            return absent(self.store, what, [rank for rank in self.roll if rank != self.rank], _SLACK)
+        except NoAnswer:
+            return [0]
+        except dist.DistError:  # rank 0 has ended, and says why
+            return []
+
+    def _blamed(self, what: str, missing: Sequence[int]) -> UserError | None:
+        """Return the error of this rank if one is missing: one of those that are there says so."""
+        if not missing:
+            return None
+        speaker = min(set(self.roll) - set(missing))
+        if speaker != self.rank:
+            return FailedElsewhere(speaker, 311)
+        there = self.roll[missing[0]]
+        here = there.host_id != "" and there.host_id == self.roll[self.rank].host_id
+        stopped = here and Process(there.pid, there.started).is_stopped
+        line = f"did not answer in the meeting ({what}) in start on {there.host} (pid {there.pid})"
+        return UserError(311, f"{line}; rank {speaker} waited", STOPPED if stopped else SLOW, rank=missing[0])
+
+    def _broken(self, what: str, reason: str) -> UserError:
+        if self.rank:
+            return FailedElsewhere(0, 320)
+        return UserError(320, f"{what}: {reason}", "see the network between the ranks' hosts", rank=0)
+
+
+def absent(store: Store, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
+    """Wait until each of `ranks` has set its `key`; return those that have not in time."""
+    deadline, names = time.monotonic() + seconds, [f"{key}/{rank}" for rank in ranks]
+    while names:
+        left = deadline - time.monotonic()
+        try:
+            # The store answers when all are there; in slices, so that a signal is noted meanwhile.
+            store.wait(names, timedelta(seconds=min(max(left, _SHORTEST), _SLICE)))
+            break
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a slice is over: torch's stores have different words for it
+            if left <= 0:
+                return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+    return []

@@ -1,0 +1,73 @@
+"""Tensor-parallel regions: where a layer's work is split over the tensor axis, and what happens at its two ends.
+
+Inside a region every rank has its own columns of a matrix or its own attention heads and sees all tokens; outside,
+the residual stream is either the same on every rank, or (sequence parallelism) each rank holds its own part of the
+sequence. Two operations connect the two sides, and each is the backward of the other:
+
+                 gather: into the region           sum: out of the region
+    plain        x                                 all-reduce of the partial results
+    sequence     all-gather of the parts           reduce-scatter of the partial results
+
+Forward gathers on the way in and sums on the way out; backward gathers the gradient on the way in and sums it on the
+way out: the f and g of Megatron-LM (Shoeybi et al. 2019, section 3) and the g and g-bar of Korthikanti et al. 2022
+(section 4.2.2). Both move 2 n (t - 1) / t elements for each pair of ends: sequence parallelism costs no traffic.
+
+The layers call the operations themselves (`model/linear.py`), because a matrix product's backward has something to
+do while the sum is under way. `leave` is for results that no matrix product follows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, done, start_all_gather, start_all_reduce, start_reduce_scatter
+from megazero.comm.grid import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The two ends of a tensor-parallel region.
+
+    Attributes:
+        axis: the tensor axis.
+        sequence: the residual stream is split over it along the sequence (dim 0).
+        name: of the traffic in the ledger.
+    """
+
+    axis: Axis
+    sequence: bool
+    name: str
+
+    def gather(self, x: Tensor, direction: str) -> Pending:
+        """From the residual stream to all tokens: [S, ...] of x, which with sequence parallelism is [S / t, ...].
+
+        Args:
+            direction: "forward", "backward", or "again" for what is gathered a second time; for the ledger.
+        """
+        return start_all_gather(x, self.axis, f"{self.name} {direction}") if self.sequence else done(x)
+
+    def sum(self, partial: Tensor, direction: str) -> Pending:
+        """From partial results for all tokens to the residual stream; `partial` may be overwritten."""
+        if self.sequence:
+            return start_reduce_scatter(partial, self.axis, f"{self.name} {direction}")
+        return start_all_reduce(partial, self.axis, f"{self.name} {direction}")
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        if not region.sequence:
+            ctx.mark_dirty(partial)  # an all-reduce works in place
+        return region.sum(partial, "forward").wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.region.gather(grads[0].contiguous(), "backward").wait(), None
+
+
+def leave(partial: Tensor, region: Region) -> Tensor:
+    """The sum of all ranks' partial results, as the residual stream has it."""
+    return partial if region.axis.size == 1 else _Leave.apply(partial, region)

@@ -1,0 +1,234 @@
+"""The board: where every rank shows what it is doing, so that others can read it when it no longer answers.
+
+A hung run is silent: the ranks that wait know what they wait for, not whom, and the rank that does not come cannot
+speak, because it was killed, stopped, or is busy elsewhere. So each rank has a seat, a few hundred bytes of memory
+shared with the parent that started it (or of a file in the run's folder), and writes there its step, its phase and the
+last operation it began on each axis. That costs about a microsecond per operation and needs no thread, no network and
+no cooperation: whoever is left reads the seats of all (`diagnosis.py`).
+"""
+
+import hashlib
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megazero.comm.processes import Process, host_id
+
+# Where operations go on: what one rank waits for from one other, and the axes of the grid. "ends" are the first and the
+# last rank of a pipeline.
+P2P = "p2p"
+AXES = (P2P, "world", "pipeline", "data", "tensor", "ends")
+
+_HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
+_IDENTITY, _IDENTITY_AT = struct.Struct("<Q8s"), 128  # start of the process, digest of the host's identity
+_OPERATION = struct.Struct("<QHIII160s")  # number on its axis, how many are open, first rank, stride, size, text
+_OPEN, _OPEN_AT = struct.Struct("<H"), 8
+_OPERATIONS_AT = 192
+_MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
+_MESSAGE = struct.Struct("<1000s")
+SEAT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
+assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
+assert _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
+
+# Phases before the first step: meeting the others; having a folder; what is built trains.
+START, BUILD, TRAIN = "start", "build", "train"
+
+# States of a rank.
+EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective as one rank began it.
+
+    Attributes:
+        axis: its axis' name.
+        number: 1, 2, ... on that axis of that rank.
+        open: it, or one begun before it on the axis, has not ended.
+        ranks: the global ranks that take part.
+        text: operation, purpose, dtype and shape.
+    """
+
+    axis: str
+    number: int
+    open: bool
+    ranks: range
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.axis} #{self.number} {self.text}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a seat says. `step` is 0 before the first; `last` is the operation begun last.
+
+    Attributes:
+        process: the rank's, where it is on this host and this process can see it; else None.
+    """
+
+    rank: int
+    state: int
+    pid: int
+    step: int
+    phase: str
+    host: str
+    operations: tuple[Operation, ...]
+    last: Operation | None
+    message: str
+    process: Process | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Its process is known to be held up by a signal, or a debugger."""
+        return self.process is not None and self.process.is_stopped
+
+    @property
+    def has_said(self) -> bool:
+        """It failed and said why; a rank that failed because another did says nothing."""
+        return self.state == FAILED and self.message != ""
+
+    def on(self, axis: str) -> Operation:
+        return self.operations[AXES.index(axis)]
+
+    @property
+    def open(self) -> Operation | None:
+        """The operation that this rank is in."""
+        return next((operation for operation in self.operations if operation.open), None)
+
+
+class Board:
+    """The seats of all ranks, over shared memory."""
+
+    def __init__(self, memory: mmap.mmap, size: int):
+        self._memory, self.size = memory, size
+
+    @classmethod
+    def private(cls, size: int = 1) -> "Board":
+        """Memory that this process shares with the processes it forks, and nobody else."""
+        return cls(mmap.mmap(-1, size * SEAT_SIZE), size)
+
+    @classmethod
+    def in_file(cls, path: Path, size: int) -> "Board":
+        """A file that all ranks map; each may create it."""
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size * SEAT_SIZE)  # a full disk is an error now, not a signal later
+            return cls(mmap.mmap(handle, size * SEAT_SIZE), size)
+        finally:
+            os.close(handle)
+
+    def seat(self, rank: int) -> "Seat":
+        """The seat of a rank, for that rank to write."""
+        return Seat(self._memory, rank * SEAT_SIZE)
+
+    def read(self, rank: int) -> Standing:
+        """What a rank last wrote."""
+        at = rank * SEAT_SIZE
+        state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
+        operations = []
+        for i, axis in enumerate(AXES):
+            number, still, first, stride, size, text = _OPERATION.unpack_from(
+                self._memory, at + _OPERATIONS_AT + i * _OPERATION.size
+            )
+            size = min(size, self.size)  # whatever a broken file says
+            ranks = range(first, first + size * max(stride, 1), max(stride, 1))
+            operations.append(Operation(axis, number, still > 0, ranks, _text(text)))
+        (message,) = _MESSAGE.unpack_from(self._memory, at + _MESSAGE_AT)
+        last = operations[axis_from_1 - 1] if 0 < axis_from_1 <= len(AXES) else None
+        started, near = _IDENTITY.unpack_from(self._memory, at + _IDENTITY_AT)
+        here = pid > 0 and started > 0 and near == _here()
+        process = Process(pid, started) if here else None
+        texts = _text(phase), _text(host)
+        return Standing(rank, state, pid, step, *texts, tuple(operations), last, _text(message), process)
+
+    def read_all(self) -> list[Standing]:
+        return [self.read(rank) for rank in range(self.size)]
+
+
+class Seat:
+    """One rank's place on a board.
+
+    Attributes:
+        board: the one that it has moved to, which other ranks can read.
+    """
+
+    def __init__(self, memory: mmap.mmap, at: int):
+        self._memory, self._at = memory, at
+        self.board: Board | None = None
+        self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
+
+    def take(self, host: str) -> None:
+        """This process is the rank now, on the host of that name."""
+        self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
+        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host.encode()[:64])
+        _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
+
+    def move(self, board: Board, rank: int) -> None:
+        """Goes on on another board, with what stands here."""
+        here = self._memory[self._at : self._at + SEAT_SIZE]
+        self.board, self._memory, self._at = board, board._memory, rank * SEAT_SIZE
+        self._memory[self._at : self._at + SEAT_SIZE] = here
+
+    def now(self, step: int, phase: str) -> None:
+        """This rank is in `phase` of step number `step` (from 1)."""
+        state, axis_from_1, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
+        _HEAD.pack_into(self._memory, self._at, state, axis_from_1, pid, step, phase.encode(), host)
+
+    def set_state(self, state: int, message: str = "") -> None:
+        """One of the states above; with what a user should read when it is FAILED."""
+        _MESSAGE.pack_into(self._memory, self._at + _MESSAGE_AT, message.encode()[:1000])
+        self._memory[self._at] = state
+
+    @property
+    def step(self) -> int:
+        """As told to `now`; 0 before the first."""
+        return _HEAD.unpack_from(self._memory, self._at)[3]
+
+    @property
+    def phase(self) -> str:
+        """As told to `now`."""
+        return _text(_HEAD.unpack_from(self._memory, self._at)[4])
+
+    @property
+    def state(self) -> int:
+        return self._memory[self._at]
+
+    @property
+    def place(self) -> str:
+        """Phase and host, as one says it."""
+        _, _, _, _, phase, host = _HEAD.unpack_from(self._memory, self._at)
+        return f"in {_text(phase)} on {_text(host)}"
+
+    def begin(self, axis: str, ranks: range, text: str) -> int:
+        """An operation begins; returns its number on the axis."""
+        number = self._numbers[axis] = self._numbers[axis] + 1
+        at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size
+        (still,) = _OPEN.unpack_from(self._memory, at + _OPEN_AT)
+        _OPERATION.pack_into(
+            self._memory, at, number, still + 1, ranks.start, ranks.step, len(ranks), text.encode()[:160]
+        )
+        self._memory[self._at + 1] = AXES.index(axis) + 1
+        return number
+
+    def end(self, axis: str) -> None:
+        """One of the operations begun on the axis has ended."""
+        at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT
+        (still,) = _OPEN.unpack_from(self._memory, at)
+        _OPEN.pack_into(self._memory, at, still - 1)
+
+
+@cache
+def _here() -> bytes:
+    """Equal for processes that can see each other; of no process where the system does not tell."""
+    try:
+        return hashlib.sha256(host_id().encode()).digest()[:8]
+    except OSError:
+        return os.urandom(8)
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")

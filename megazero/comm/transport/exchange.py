@@ -1,0 +1,171 @@
+"""Every rank of an axis has a message for every other: what all collectives on gloo are made of.
+
+The data goes through shared memory where all ranks of the axis are on one host (`shared_memory.py`), else through
+gloo's sockets. A long message goes in pieces, so that the memory between sender and receiver has a constant size (the
+constant buffers of the ZeRO paper, section 6.2): a slot of the outbox, or two received pieces.
+
+What comes is handed to `consume`, piece by piece, where it lies: nobody keeps a received message.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.grid import Axis
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Mail
+
+Consume = Callable[[slice, list[Tensor]], None]
+
+_WINDOW = 2  # pieces under way through sockets
+_LINE = 64  # bytes; pieces are multiples of a cache line
+
+
+class CollectiveError(RuntimeError):
+    """An operation on `axis` did not end: a rank died, does not come, or called another one. The board knows more."""
+
+    def __init__(self, axis: str, reason: str):
+        super().__init__(f"{axis} axis: {reason}")
+        self.axis = axis
+
+
+def others(axis: Axis) -> list[int]:
+    """The other ranks of an axis, each starting behind itself, so that not everybody sends to rank 0 first."""
+    return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
+
+
+class Exchange:
+    """One round of messages; `start` sends, `wait` returns when all have come and been consumed.
+
+    Args:
+        axis: whose ranks take part.
+        tag: the same on all ranks, and mostly another one for every round under way.
+        sends: flat tensors of equal length: one message for all, or one for each of `others`, in their order. Not to
+            be changed before the end, but by `consume`.
+        consume: called once for each piece: which elements of the messages, and these elements of the others', in the
+            order of `others`. May be called in any wait of this thread, from `start` on.
+        into: flat tensors, one for each of `others`, where what comes through sockets belongs: nothing is staged, and
+            `consume` finds it there.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        tag: int,
+        sends: Sequence[Tensor],
+        consume: Consume,
+        into: Sequence[Tensor] | None = None,
+    ):
+        self._axis, self._tag, self._sends, self._consume, self._into = axis, tag, sends, consume, into
+        mail = axis.wire.mail
+        self._mail = mail if mail is not None and mail.reached.issuperset(axis.ranks) else None
+        staged = axis.wire.bucket // (axis.size - 1) // _WINDOW
+        limit = SLOT_BYTES // len(sends) if self._mail is not None else staged
+        item = sends[0].element_size()
+        self._piece = max(limit // _LINE * _LINE, _LINE) // item
+        length = len(sends[0])
+        self._cuts = [slice(i, min(i + self._piece, length)) for i in range(0, max(length, 1), self._piece)]
+        self._place = axis.wire.reserve(axis.name, len(self._cuts))
+        self._rounds: list[_Round] = []
+
+    @property
+    def lying(self) -> int:
+        """How many messages lie in this rank's outbox until the others take them."""
+        return len(self._cuts) if self._mail is not None else 0
+
+    def start(self) -> "Exchange":
+        try:
+            if self._mail is not None:
+                self._post(self._mail)
+            else:
+                self._works = [self._send_piece(cut) for cut in self._cuts[:_WINDOW]]
+        except (RuntimeError, TimeoutError) as error:  # the connection is gone, or nobody reads
+            raise CollectiveError(self._axis.name, str(error)) from None
+        return self
+
+    def wait(self) -> None:
+        """Raises CollectiveError: a message did not come within the axis' timeout, or the connection broke."""
+        try:
+            if self._mail is not None:
+                for round_ in self._rounds:
+                    round_.finish()
+            else:
+                self._receive_pieces()
+        except (RuntimeError, TimeoutError) as error:
+            raise CollectiveError(self._axis.name, str(error)) from None
+
+    def _post(self, mail: Mail) -> None:
+        axis = self._axis
+        readers = [axis.ranks[k] for k in others(axis)]
+        room = self._piece * self._sends[0].element_size()
+        for number, cut in enumerate(self._cuts):
+            label = Label(self._place + number, self._tag)
+            mail.post(axis.name, label, [send[cut] for send in self._sends], room, readers)
+            round_ = _Round(mail, axis, label, self._sends, cut, room, self._consume)
+            self._rounds.append(round_)
+            mail.rounds.append(round_)
+
+    def _send_piece(self, cut: slice) -> tuple[list[Tensor], list[dist.Work]]:
+        axis, peers = self._axis, others(self._axis)
+        outgoing = self._sends if len(self._sends) > 1 else [self._sends[0]] * len(peers)
+        like = self._sends[0][cut]
+        if self._into is not None:
+            received = [place[cut] for place in self._into]
+        else:
+            received = [axis.wire.staging.take(like.nbytes).view(like.dtype) for _ in peers]
+        works = [
+            dist.irecv(x, group=axis.group, group_src=k, tag=self._tag) for k, x in zip(peers, received, strict=True)
+        ]
+        for k, x in zip(peers, outgoing, strict=True):
+            works.append(dist.isend(x[cut], group=axis.group, group_dst=k, tag=self._tag))
+        return received, [work for work in works if work is not None]
+
+    def _receive_pieces(self) -> None:
+        """gloo pairs messages of one tag in the order in which they were sent.
+
+        Nothing is taken in from the mail meanwhile: where ranks share one axis through memory and another through
+        sockets, no socket operation may be waited for between the start and the end of one in memory that has more
+        pieces than there are slots, or four ranks could wait in a circle.
+        """
+        for number, cut in enumerate(self._cuts):
+            received, works = self._works[number]
+            for work in works:
+                work.wait(self._axis.wire.timeout)
+            self._consume(cut, received)
+            for tensor in received if self._into is None else ():
+                self._axis.wire.staging.give(tensor.view(torch.uint8))
+            if number + _WINDOW < len(self._cuts):
+                self._works.append(self._send_piece(self._cuts[number + _WINDOW]))
+
+
+class _Round:
+    """One piece that lies in the others' outboxes."""
+
+    def __init__(
+        self, mail: Mail, axis: Axis, label: Label, sends: Sequence[Tensor], cut: slice, room: int, consume: Consume
+    ):
+        self._mail, self._axis, self._label, self._cut, self._consume = mail, axis, label, cut, consume
+        self._like, self._room, self._many = sends[0][cut], room, len(sends) > 1
+        self._done = False
+
+    def take_in(self) -> None:
+        """Consumes the others' messages, if all have come: somebody needs the room."""
+        axis = self._axis
+        if not self._done and all(self._mail.find(axis.ranks[k], axis.name, self._label) for k in others(axis)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the others' messages, consumes and acknowledges them."""
+        if self._done:
+            return
+        axis, mail = self._axis, self._mail
+        self._done = True  # from here on nobody else takes them in
+        mail.rounds.remove(self)
+        letters = [mail.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
+        starts = [((axis.rank - k) % axis.size - 1) * self._room if self._many else 0 for k in others(axis)]
+        self._consume(
+            self._cut, [mail.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)]
+        )
+        for letter in letters:
+            mail.acknowledge(letter)

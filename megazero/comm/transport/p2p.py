@@ -1,0 +1,321 @@
+"""Messages from one rank to one other, as a pipeline needs them.
+
+A message is named by a channel (from which stage to which) and its number there: both sides know the name, so nobody
+sends shapes or asks what comes next. Sending never waits: what finds no room is kept, and handed over whenever this
+rank waits for something. A receive is posted before the message is needed, into memory of its own.
+
+On one host messages go through shared memory (`shared_memory.py`), else through gloo's sockets; those of a device that
+gloo cannot send from are copied to the host first, and from there where they belong (`host_staging.py`). On NCCL each
+channel has a communicator of its own, because there messages have no names: what is sent first is received first.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.grid import Axis, parallel_axes
+from megazero.comm.status_board import P2P
+from megazero.comm.transport.exchange import CollectiveError
+from megazero.comm.transport.host_staging import Bounce
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Mail
+
+_NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the rest is the channel's
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A one-way road between two ranks of an axis.
+
+    Attributes:
+        index: which of all channels it is; the same on both sides.
+        source, target: ranks on the axis.
+        name: of what goes there, for the ledger and the board: "activations", "gradients".
+    """
+
+    index: int
+    source: int
+    target: int
+    name: str
+
+
+class Receipt:
+    """A message that is on its way. `wait` gives it; to be called once."""
+
+    def __init__(self, axis: Axis, source: int, text: str, finish: Callable[[], Tensor], came: Callable[[], bool]):
+        self._axis, self._source, self._text, self._finish, self._came = axis, source, text, finish, came
+
+    def wait(self) -> Tensor:
+        """Raises CollectiveError: it did not come within the axis' timeout, or the connection broke."""
+        with _broken_is_collective():
+            if self._came():
+                return self._finish()
+            rank, seat = self._axis.ranks[self._source], self._axis.wire.seat
+            seat.begin(P2P, range(rank, rank + 1), self._text)
+            with torch.profiler.record_function(f"wait for {self._text}"):
+                message = self._finish()
+        seat.end(P2P)
+        return message
+
+
+@contextmanager
+def _broken_is_collective() -> Iterator[None]:
+    """What backends raise when a peer is gone or does not answer, as everything between ranks raises it."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        raise CollectiveError(P2P, str(error)) from None
+
+
+class Carrier(Protocol):
+    """How messages go. `unsent` is the global rank that does not take what is to be sent next, if one does not."""
+
+    @property
+    def unsent(self) -> int | None: ...
+
+    def send(self, channel: Channel, number: int, x: Tensor) -> None: ...
+
+    def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        """(waits and gives the message, whether it has come)."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+class Messages:
+    """The messages of one rank along an axis.
+
+    Args:
+        everyone: all channels of the axis, in order of their index; the same on all its ranks. Every rank of the world
+            makes its messages at the same point.
+    """
+
+    def __init__(self, axis: Axis, everyone: Sequence[Channel]):
+        self._axis = axis
+        self._carrier = _carrier(axis, everyone)
+        self._sent: list[Bounce] = []  # whose memory is the carrier's until it has sent all
+
+    def send(self, channel: Channel, x: Tensor) -> None:
+        """The next message of a channel. x is contiguous, and nobody writes to it until `finish`.
+
+        Raises:
+            CollectiveError: the connection broke.
+        """
+        assert x.is_contiguous(), f"a strided view: {tuple(x.shape)}, strides {x.stride()}"
+        number = self._number(channel, "sent")
+        self._axis.wire.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
+        if (pool := self._axis.wire.bounce) is not None:
+            bounce = Bounce(x, pool)
+            bounce.fetch(x)
+            self._sent.append(bounce)
+            x = bounce.host.view(x.shape)
+        with _broken_is_collective():
+            self._carrier.send(channel, number, x)
+
+    def post(self, channel: Channel, into: Tensor, what: str) -> Receipt:
+        """The next message of a channel will come into `into`.
+
+        Args:
+            what: as the board shows it to others while this rank waits.
+
+        Raises:
+            CollectiveError: the connection broke.
+        """
+        number, pool = self._number(channel, "posted"), self._axis.wire.bounce
+        bounce = None if pool is None else Bounce(into, pool)
+        place = into if bounce is None else bounce.host.view(into.shape)
+        with _broken_is_collective():
+            finish, came = self._carrier.post(channel, number, place)
+        if bounce is not None:
+            finish = _landing(finish, bounce, into)
+        return Receipt(self._axis, channel.source, what, finish, came)
+
+    def finish(self) -> None:
+        """Returns when nothing that was sent is kept any more.
+
+        Raises:
+            CollectiveError: somebody does not take it within the axis' timeout, or the connection broke.
+        """
+        with _broken_is_collective():
+            rank, seat = self._carrier.unsent, self._axis.wire.seat
+            if rank is not None:
+                seat.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
+            self._carrier.finish()
+        while self._sent:
+            self._sent.pop().release()
+        if rank is not None:
+            seat.end(P2P)
+
+    def _number(self, channel: Channel, end: str) -> int:
+        """Counted by the wire, so that no two messages of a run ever have one name."""
+        return self._axis.wire.reserve(f"{self._axis.name} {channel.index} {end}", 1)
+
+
+def _landing(finish: Callable[[], Tensor], bounce: Bounce, into: Tensor) -> Callable[[], Tensor]:
+    """Waits for a message on the host, and brings it to the device."""
+
+    def landed() -> Tensor:
+        finish()
+        bounce.land(into)
+        bounce.release()
+        return into
+
+    return landed
+
+
+def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
+    channels = [channel for channel in everyone if axis.rank in (channel.source, channel.target)]
+    if axis.wire.backend == "nccl":
+        return _Nccl(axis, channels, everyone)
+    mail = axis.wire.mail
+    if mail is not None and mail.reached.issuperset(axis.ranks):
+        return _Parcels(axis, mail, channels)
+    return _Sockets(axis)
+
+
+class _Parcels:
+    """Through shared memory, in pieces of a slot."""
+
+    def __init__(self, axis: Axis, mail: Mail, channels: list[Channel]):
+        self._axis, self._mail = axis, mail
+        self._sources = sorted({axis.ranks[c.source] for c in channels if c.target == axis.rank})
+        self._outgoing: deque[tuple[int, int, Tensor]] = deque()  # target, key, piece
+        mail.rounds.append(self)
+
+    @property
+    def unsent(self) -> int | None:
+        return self._outgoing[0][0] if self._outgoing else None
+
+    def send(self, channel: Channel, number: int, x: Tensor) -> None:
+        target = self._axis.ranks[channel.target]
+        self._outgoing.extend((target, key, piece) for key, piece in _pieces(channel, number, x))
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Hands over what there is room for, and takes what has come."""
+        while self._outgoing and self._mail.hand_over(*self._outgoing[0]):
+            self._outgoing.popleft()
+        for sender in self._sources:
+            self._mail.collect(sender)
+
+    def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        sender, pieces = self._axis.ranks[channel.source], _pieces(channel, number, into)
+        for key, piece in pieces:
+            self._mail.expect(sender, key, piece)
+
+        def came() -> bool:
+            self.take_in()
+            return all((sender, key) not in self._mail.expected for key, _ in pieces)
+
+        def finish() -> Tensor:
+            self._mail.wait_until(came, sender)
+            return into
+
+        return finish, came
+
+    def finish(self) -> None:
+        while (target := self.unsent) is not None:
+            self._mail.wait_until(lambda target=target: self._passed(target), target)
+
+    def _passed(self, target: int) -> bool:
+        """Nothing for this rank stands first any more."""
+        self.take_in()
+        return self.unsent != target
+
+
+def _pieces(channel: Channel, number: int, x: Tensor) -> list[tuple[int, Tensor]]:
+    """(key, piece) of each part of x that fits into a slot."""
+    flat = x.view(-1)
+    length = SLOT_BYTES // flat.element_size()
+    cuts = range(0, max(len(flat), 1), length)
+    assert len(cuts) < 1 << _PIECE_BITS, f"{x.nbytes} bytes are too many for one message"
+    name = channel.index + 1 << _NUMBER_BITS | number
+    return [(name << _PIECE_BITS | i, flat[cut : cut + length]) for i, cut in enumerate(cuts)]
+
+
+class _Sockets:
+    """Through gloo, which sends in the background. It tells only who waits for it that it has sent."""
+
+    def __init__(self, axis: Axis):
+        self._axis = axis
+        self._sent: deque[tuple[int, dist.Work | None, Tensor]] = deque()  # to whom, what is kept until it is there
+
+    @property
+    def unsent(self) -> int | None:
+        return self._sent[0][0] if self._sent else None
+
+    def send(self, channel: Channel, number: int, x: Tensor) -> None:
+        work = dist.isend(x, group=self._axis.group, group_dst=channel.target, tag=_tag(channel, number, x))
+        self._sent.append((self._axis.ranks[channel.target], work, x))
+
+    def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        tag = _tag(channel, number, into)
+        work = dist.irecv(into, group=self._axis.group, group_src=channel.source, tag=tag)
+        assert work is not None, "this process is not on the axis"
+
+        def finish() -> Tensor:
+            work.wait(self._axis.wire.timeout)
+            return into
+
+        return finish, work.is_completed
+
+    def finish(self) -> None:
+        while self._sent:
+            _, work, _ = self._sent.popleft()
+            if work is not None:
+                work.wait(self._axis.wire.timeout)
+
+
+class _Nccl:
+    """A communicator for each channel: the two ends queue the same messages in the same order.
+
+    Every rank of the world makes them all, in one order: NCCL splits them off a communicator of everybody.
+    """
+
+    def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel]):
+        mine = {channel.index for channel in channels}
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._works: deque[dist.Work] = deque()
+        for channel in everyone:
+            ends = sorted((channel.source, channel.target))
+            pairs = [[ranks[end] for end in ends] for ranks in parallel_axes(axis)]
+            group = axis.wire.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
+            if channel.index in mine:
+                assert group is not None, "this rank is one of the two"
+                self._groups[channel.index] = group
+
+    @property
+    def unsent(self) -> int | None:
+        return None  # the host never waits
+
+    def send(self, channel: Channel, number: int, x: Tensor) -> None:
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()  # each keeps what it sends
+        work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
+        assert work is not None, "this process is not on the channel"
+        self._works.append(work)
+
+    def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        source = int(channel.source > channel.target)
+        work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
+        assert work is not None, "this process is not on the channel"
+
+        def finish() -> Tensor:
+            work.wait()  # makes the stream wait, not the host
+            return into
+
+        return finish, lambda: True
+
+    def finish(self) -> None:
+        while self._works:
+            self._works.popleft().wait()
+
+
+def _tag(channel: Channel, number: int, x: Tensor) -> int:
+    return zlib.crc32(f"{channel} {number} {x.dtype} {list(x.shape)}".encode()) & 0x7FFFFFFF

@@ -1,0 +1,317 @@
+"""Messages between ranks of one host through shared memory.
+
+Through a socket a message is copied four times and handled by four threads; 2 MiB cost two ranks 2.1 ms, of which 1.5
+are processor time taken from the matrix products beside them. Here the sender copies it once, into a slot of its
+*outbox*, a piece of memory that the other ranks of the host have mapped, and then writes a label for it: tag, number,
+place. Readers watch for the label they expect, read the message where it lies, and acknowledge it with one number; the
+sender uses a slot again when all its readers have.
+
+Labels have their places by axis and by the operation's number there, so a reader looks at one number, and carry the
+operation's tag: a rank that called something else writes another tag, and never finds a reader.
+
+Whoever waits, for a letter or for a free slot, takes in what has come for its other rounds meanwhile, so that any
+number of operations may be under way: nobody waits for a reader that waits for him.
+
+Messages from one rank to one other (`p2p.py`) have slots of their own, so that neither kind ever waits for the
+other to be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for
+it, expected or not, so that nothing holds up what stands behind it.
+
+The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process.
+A rank opens what another told it of only if it is proven to be that: memory of the same user, of the inode that was
+told, of the right size, which nobody can change any more. (Memory cut off under a reader would end it with SIGBUS.)
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megazero.comm.status_board import AXES
+
+T = TypeVar("T")
+SLOTS, SLOT_BYTES = 8, 8 << 20
+PARCELS = 4  # slots for messages to one rank
+LABELS = 64  # of each axis; more than operations can be under way
+_LABEL_WORDS = 3  # key, number, slot
+_PARCEL_WORDS = 4  # key, key of what was read last, for whom, bytes
+_SPINS = 300  # looks before sleeping between them
+_NAP = 20e-6  # seconds; the kernel makes it some 70e-6
+_SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
+_SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_BETWEEN_ROLLS = 0.3  # seconds between looks at whether the others still live
+
+
+def supported() -> bool:
+    """Linux has descriptors one can open through /proc; x86 keeps a read before a later write, as readers need."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+class Box:
+    """An outbox in shared memory: slots for messages, labels of what lies in them, and what each reader has read.
+
+    Args:
+        memory: of `size(readers)` bytes, zero at first.
+        readers: ranks that may read.
+    """
+
+    def __init__(self, memory: mmap.mmap, readers: int):
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        slots = SLOTS + PARCELS
+        numbers = raw[slots * SLOT_BYTES :].view(torch.int64).numpy()
+        labels, parcels = len(AXES) * LABELS * _LABEL_WORDS, PARCELS * _PARCEL_WORDS
+        self.slots = raw[: slots * SLOT_BYTES].view(slots, SLOT_BYTES)
+        self.labels = numbers[:labels].reshape(len(AXES), LABELS, _LABEL_WORDS)
+        self.parcels = numbers[labels : labels + parcels].reshape(PARCELS, _PARCEL_WORDS)
+        self.read = numbers[labels + parcels : labels + parcels + SLOTS * readers].reshape(SLOTS, readers)
+
+    @staticmethod
+    def size(readers: int) -> int:
+        numbers = len(AXES) * LABELS * _LABEL_WORDS + PARCELS * _PARCEL_WORDS + SLOTS * readers
+        return (SLOTS + PARCELS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def view(self, slot: int, start: int, like: Tensor) -> Tensor:
+        """A message of the shape and dtype of `like`, `start` bytes into a slot."""
+        return self.slots[slot, start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What tells one round of messages on an axis from another.
+
+    Attributes:
+        place: which round of the axis it is.
+        tag: 31 bits of what it is about.
+    """
+
+    place: int
+    tag: int
+
+    @property
+    def key(self) -> int:
+        """Never 0, which is what an empty place holds, and never that of another round."""
+        return self.place << 31 | self.tag
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message as its reader finds it."""
+
+    sender: int
+    slot: int
+    number: int
+
+
+class Round(Protocol):
+    """Letters that somebody expects."""
+
+    def take_in(self) -> None:
+        """Uses the letters, if all have come, and acknowledges them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Says where an outbox can be found: a file descriptor of a process, and which file that is.
+
+    Attributes:
+        number: of the descriptor.
+        device, inode: of the memory.
+    """
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+
+
+class Mail:
+    """This rank's outbox and those of the ranks that it can reach.
+
+    Args:
+        rank, size: of the world.
+        timeout: how long to wait for a letter, or for readers to make room.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta):
+        self.rank, self._size, self._timeout = rank, size, timeout.total_seconds()
+        handle = os.memfd_create(_name(rank), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(handle, Box.size(size))
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _SEALS)
+        found = os.fstat(handle)
+        self.handle = Handle(os.getpid(), handle, found.st_dev, found.st_ino)
+        self._own = Box(mmap.mmap(handle, Box.size(size)), size)
+        self._boxes: dict[int, Box] = {}
+        self._pids: dict[int, int] = {}
+        self._number = 0
+        self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
+        self.rounds: list[Round] = []  # whose letters have not been taken in
+        # Messages for this rank alone, by sender and key: where one belongs, and what came before anybody expected it.
+        self.expected: dict[tuple[int, int], Tensor] = {}
+        self.early: dict[tuple[int, int], Tensor] = {}
+        self.reached: frozenset[int] = frozenset((rank,))
+
+    def open(self, rank: int, handle: Handle) -> None:
+        """Maps another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
+        path, size = f"/proc/{handle.pid}/fd/{handle.number}", Box.size(self._size)
+        if os.stat(f"/proc/{handle.pid}").st_uid != os.geteuid():
+            raise _not_proven(rank, "the process is another user's")
+        if os.readlink(path) != f"/memfd:{_name(rank)} (deleted)":
+            raise _not_proven(rank, "the descriptor is something else")
+        _prove(rank, os.stat(path), handle, size)  # before it is opened, which may do something to a device
+        theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            _prove(rank, os.fstat(theirs), handle, size)  # it may have become another one meanwhile
+            if fcntl.fcntl(theirs, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise _not_proven(rank, "its size can be changed")
+            self._boxes[rank] = Box(mmap.mmap(theirs, size), self._size)
+        finally:
+            os.close(theirs)
+        self._pids[rank] = handle.pid
+
+    def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
+        """Puts contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
+
+        Raises:
+            TimeoutError: nobody makes room.
+        """
+        row = self._own.labels[AXES.index(axis), label.place % LABELS]
+        slot = self._wait(lambda: self._free_slot(int(row[1])), [k for _, waiting in self._awaited for k in waiting])
+        self._number += 1
+        self._awaited[slot] = (self._number, readers)
+        for i, message in enumerate(messages):
+            self._own.view(slot, i * room, message).copy_(message)
+        row[1], row[2] = self._number, slot
+        row[0] = label.key  # last: whoever sees it sees the rest
+
+    def find(self, sender: int, axis: str, label: Label) -> Letter | None:
+        """What `sender` has posted under (axis, label), if it has."""
+        row = self._boxes[sender].labels[AXES.index(axis), label.place % LABELS]
+        return Letter(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
+
+    def wait_for(self, sender: int, axis: str, label: Label) -> Letter:
+        """The same, once it has.
+
+        Raises:
+            TimeoutError: it does not come, or the sender has died.
+        """
+        return self._wait(lambda: self.find(sender, axis, label), (sender,))
+
+    def look(self, letter: Letter, start: int, like: Tensor) -> Tensor:
+        """The message `start` bytes into a letter, where it lies: not to be written to, nor used once acknowledged."""
+        return self._boxes[letter.sender].view(letter.slot, start, like)
+
+    def acknowledge(self, letter: Letter) -> None:
+        self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
+
+    def hand_over(self, target: int, key: int, message: Tensor) -> bool:
+        """Puts a flat message where rank `target` finds it under `key`, if there is room.
+
+        Args:
+            key: never 0, and never that of another message of this rank.
+        """
+        parcels = self._own.parcels
+        free = next((i for i in range(PARCELS) if parcels[i, 0] == parcels[i, 1]), None)
+        if free is None:
+            return False
+        self._own.view(SLOTS + free, 0, message).copy_(message)
+        parcels[free, 2], parcels[free, 3] = target, message.nbytes
+        parcels[free, 0] = key  # last: whoever sees it sees the rest
+        return True
+
+    def collect(self, sender: int) -> None:
+        """Copies what `sender` has handed over to this rank to where it belongs, and makes room."""
+        box = self._boxes[sender]
+        for i, (key, read, target, size) in enumerate(box.parcels.tolist()):
+            if key == read or target != self.rank:
+                continue
+            message = box.slots[SLOTS + i, :size]
+            into = self.expected.pop((sender, key), None)
+            if into is None:
+                self.early[sender, key] = message.clone()
+            else:
+                into.copy_(message.view(into.dtype))
+            box.parcels[i, 1] = key
+
+    def expect(self, sender: int, key: int, into: Tensor) -> None:
+        """What `sender` hands over under `key` belongs into a flat tensor."""
+        early = self.early.pop((sender, key), None)
+        if early is None:
+            self.expected[sender, key] = into
+        else:
+            into.copy_(early.view(into.dtype))
+
+    def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
+        """Returns once `ready`, which needs `sender` to have done something.
+
+        Raises:
+            TimeoutError: it has not, or has died.
+        """
+        self._wait(lambda: ready() or None, (sender,))
+
+    def _free_slot(self, before: int) -> int | None:
+        """The first slot that everybody has read: mostly one whose memory is still in the cache.
+
+        None as long as message number `before` has not been read, whose label is to be written over.
+        """
+        free = None
+        for slot, (number, readers) in enumerate(self._awaited):
+            read = self._own.read[slot]
+            if all(read[reader] >= number for reader in readers):
+                free = slot if free is None else free
+            elif number == before:
+                return None
+        return free
+
+    def _wait(self, ready: Callable[[], T | None], ranks: Sequence[int]) -> T:
+        """What `ready` gives once it gives something; TimeoutError when one of the ranks is gone or time is up."""
+        for _ in range(_SPINS):
+            if (found := ready()) is not None:
+                return found
+        began = rolled = time.monotonic()
+        naps = 0
+        while (found := ready()) is None:
+            for round_ in list(self.rounds):
+                round_.take_in()
+            naps += 1
+            time.sleep(_NAP if naps < _SHORT_NAPS else _LONG_NAP)
+            now = time.monotonic()
+            if now - rolled > _BETWEEN_ROLLS:
+                rolled = now
+                gone = [rank for rank in ranks if not os.path.exists(f"/proc/{self._pids[rank]}")]
+                late = now - began > self._timeout
+                if (gone or late) and (found := ready()) is not None:  # its last letter, just before it left
+                    return found
+                if gone:
+                    raise TimeoutError(f"rank {gone[0]} is gone")
+                if late:
+                    raise TimeoutError(f"no answer within {self._timeout:g} s")
+        return found
+
+
+def _name(rank: int) -> str:
+    return f"megazero-{rank}"
+
+
+def _prove(rank: int, found: os.stat_result, handle: Handle, size: int) -> None:
+    """Refuse what is not the memory that a rank told of. Raises OSError."""
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise _not_proven(rank, "it is another user's, or no file")
+    if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
+        raise _not_proven(rank, "it is another file")
+    if found.st_size != size:
+        raise _not_proven(rank, f"expected {size} bytes, got {found.st_size}")
+
+
+def _not_proven(rank: int, what: str) -> OSError:
+    return OSError(errno.EPERM, f"not rank {rank}'s outbox: {what}")

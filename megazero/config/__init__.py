@@ -1,0 +1,1 @@
+"""Read, check and explain configs: every option, and which of them go together."""

@@ -1,0 +1,119 @@
+"""`megazero explain`: every option with its type, default, meaning, and what it goes together with.
+
+Read from the pydantic models and the capability table, so it cannot differ from what is checked. With a config it
+shows that config's values. Does not import torch.
+"""
+
+import types
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megazero.base.errors import UserError
+from megazero.base.terminal import wrapped
+from megazero.config import rules
+from megazero.config.file import flatten, spelt
+from megazero.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as shown: `value` is the given config's, `built` the values a run may start with (None: all)."""
+
+    key: str
+    type: str
+    default: Any
+    value: Any
+    meaning: str
+    relations: tuple[str, ...]
+    built: tuple[Any, ...] | None
+
+
+def explain(config: Config, selection: str | None) -> list[Option]:
+    """The options whose key is `selection` or lies below it; all for None.
+
+    Raises:
+        UserError: 104, no such option or section.
+    """
+    values = flatten(config)
+    limits = {limit.option: limit.allowed for limit in rules.LIMITS}
+    options = [
+        Option(
+            key, _type(field), default, values[key], field.description or "", tuple(_relations(key)), limits.get(key)
+        )
+        for key, field, default in _fields(Config, "")
+        if selection is None or key == selection or key.startswith(f"{selection}.")
+    ]
+    if not options:
+        raise UserError(104, f"no option or section {selection}", "`megazero explain` lists all", where="explain")
+    return options
+
+
+def as_json(options: list[Option]) -> list[dict[str, Any]]:
+    return [asdict(option) for option in options]
+
+
+def as_text(options: list[Option], columns: int | None = None) -> str:
+    """Options as lines, each followed by its relations; broken at so many columns, None: nowhere."""
+    lines = []
+    for option in options:
+        shown = spelt(option.value)
+        default = "" if option.value == option.default else f" (default {spelt(option.default)})"
+        lines.append(f"{option.key} = {shown}{default}   [{option.type}]")
+        lines.append(f"    {option.meaning}")
+        lines += [f"    {relation}" for relation in option.relations]
+        if option.built is not None:
+            built = " or ".join(spelt(value) for value in option.built)
+            lines.append(f"    not built yet: runs start with {built} only")
+    return "\n".join(part for line in lines for part in wrapped(line, columns, "        "))
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """(dotted key, field, default) of every option, in order."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _fields(field.annotation, f"{key}.")
+        else:
+            yield key, field, field.default
+
+
+def _relations(key: str) -> Iterator[str]:
+    yield from (f"needs {r.equation}" for r in rules.RELATIONS if key in r.options)
+    for row in rules.EXCLUSIONS:
+        if key in (row.option, row.other):
+            given, allowed = (" or ".join(spelt(value) for value in side) for side in (row.values, row.allowed))
+            yield f"{row.option} {given} needs {row.other} {allowed} ({row.reason})"
+
+
+def _type(field: FieldInfo) -> str:
+    """The type as a user would say it: `integer >= 1`, `one | of | these`, `number or null`."""
+    bounds = [text for item in field.metadata for text in _bounds(item)]
+    return " ".join([_name(field.annotation), *bounds])
+
+
+def _name(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        bounds = [
+            text for item in metadata for source in (item, *getattr(item, "metadata", ())) for text in _bounds(source)
+        ]
+        return " ".join([_name(inner), *bounds])
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(value) for value in get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(_name(part) for part in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"[{', '.join(_name(part) for part in get_args(annotation))}]"
+    names = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+    return names[annotation]
+
+
+def _bounds(item: Any) -> Iterator[str]:
+    for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        bound = getattr(item, attribute, None)
+        if bound is not None and bound < 2**31:  # larger ones are the machine's, not the option's
+            yield f"{sign} {bound}"

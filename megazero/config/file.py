@@ -1,0 +1,317 @@
+"""From a YAML file and overrides to a checked `Config`, or to lines that say what is wrong and where.
+
+    load("gpt13b", ["run.steps=50"])
+    load("gpt13b", ["c4.yaml", "zero.stage=1"])
+
+A bare name is looked up in configs/, that of a file among the overrides in configs/over/ first; its sections go over
+what was given before. Every message gives the file and line, or says that it came from the command
+line. Does not import torch.
+"""
+
+import difflib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError
+
+from megazero.base.errors import FaultList, UserError
+from megazero.base.files import replace_file
+from megazero.base.reading import exists, looked_up, read_file
+from megazero.base.yaml_text import MOST_BYTES, parse_yaml
+from megazero.config import rules
+from megazero.config.schema import Config, resolved
+
+_DEEPEST = 5  # dots of a key; the options have two at most
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+@dataclass
+class _Source:
+    """The options as given: nested values, and where each dotted key was given."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+
+    def locate(self, key: str) -> str:
+        """Where `key`, or the nearest section around it, was given."""
+        while key and key not in self.where:
+            key = key.rpartition(".")[0]
+        return self.where.get(key, self.name)
+
+
+def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
+    """The resolved config of a file with overrides applied.
+
+    Raises:
+        UserError: 101 file not found, 102 not YAML, 103 duplicate key, 104 unknown key, 105 wrong value,
+            106 broken relation, 107 options that exclude one another, 108 malformed override.
+    """
+    path = find(name_or_path)
+    source = _Source(path.name)
+    _read(path, source)
+    for override in overrides or []:
+        if is_file_name(override):
+            over = _Source(source.name)
+            _read(find(override, CONFIGS / "over", CONFIGS), over)
+            _lay_over(source.values, over.values)
+            source.where |= over.where
+        else:
+            _override(override, source)
+    faults = list(_unknown_keys(source))
+    try:
+        config = resolved(Config.model_validate(source.values))
+    except ValidationError as error:
+        raise FaultList(faults + _wrong_values(error, source)) from None
+    violations = list(_violations(config, source))
+    if violations:
+        raise FaultList(violations)
+    return config
+
+
+def is_file_name(override: str) -> bool:
+    """Whether it names a file of overrides, and is not one itself."""
+    return override.endswith(".yaml") and "=" not in override
+
+
+def find(name_or_path: str, *folders: Path) -> Path:
+    """The file a name or path means. A bare name, with or without .yaml, is looked up in the folders, or configs/."""
+    given = Path(name_or_path)
+    candidates = [given]
+    if given.parent == Path():
+        candidates += [f / name for f in folders or (CONFIGS,) for name in (given.name, f"{given.name}.yaml")]
+    for candidate in candidates:
+        if _is_file(candidate):
+            return candidate
+    if exists(given):
+        raise UserError(101, "is no regular file", "give a file of options, or a shipped config", where=name_or_path)
+    shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    near = difflib.get_close_matches(given.stem, shipped, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped)}"
+    where = looked_up(given) if given.parent != Path() else ""  # a bare name is looked up in configs/ too
+    raise UserError(101, f"no such config{where}", hint, where=name_or_path)
+
+
+def name_of(name_or_path: str) -> str:
+    """Return the name of a config: of its file, or where that is a run's config.yaml, of the run's folder."""
+    path = find(name_or_path)
+    return path.stem if path.name != "config.yaml" else path.resolve().parent.name or path.stem
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for the file system, or below a file
+        return False
+
+
+def flatten(config: BaseModel) -> dict[str, Any]:
+    """ "section.key" -> value for every option, by the names users write."""
+    return dict(_flatten(config.model_dump(by_alias=True), ""))
+
+
+def option_keys() -> list[str]:
+    """Every option's dotted key."""
+    return list(flatten(Config()))
+
+
+def refuse_unbuilt(config: Config) -> None:
+    """Refuses to start what a config may say but the code cannot do yet.
+
+    Raises:
+        UserError: 109, one line per option.
+    """
+    values = flatten(config)
+    errors = [
+        UserError(
+            109,
+            f"{limit.option} = {spelt(values[limit.option])} is not built yet",
+            f"today it must be {' or '.join(spelt(value) for value in limit.allowed)}",
+        )
+        for limit in rules.beyond_limits(values)
+    ]
+    if errors:
+        raise FaultList(errors)
+
+
+def dump(config: Config, path: Path) -> None:
+    """Writes the config as YAML that `load` reads back to the same config.
+
+    Raises:
+        UserError: 401, it cannot be written.
+    """
+    yaml = YAML()
+    yaml.width = 120
+    plain = config.model_dump(by_alias=True)
+    plain["optimizer"]["betas"] = list(plain["optimizer"]["betas"])
+    text = io.BytesIO()
+    yaml.dump(plain, text)
+    try:
+        replace_file(path, text.getvalue())
+    except OSError as error:
+        raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
+
+
+def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
+    """Sections are merged key by key, values replaced."""
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _lay_over(below[key], value)
+        else:
+            below[key] = value
+
+
+def _read(path: Path, source: _Source) -> None:
+    try:
+        tree = parse_yaml(read_file(path, MOST_BYTES).decode(), keeps_places=True)
+    except OSError as error:
+        raise UserError(102, f"cannot be read: {error.strerror}", "give a file of options", where=path.name) from None
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1
+        what = str(error.problem).split(" with value")[0].replace("found duplicate key", "duplicate key")
+        raise UserError(103, what, "keep one of them", where=f"{path.name}:{line}") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(102, f"not YAML: {error.problem or error.context}", where=f"{path.name}{line}") from None
+    except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, half a character ...
+        what = str(error) or type(error).__name__
+        raise UserError(102, f"cannot be read: {what}", "mend the file", where=path.name) from None
+    if tree is None:
+        return
+    if not isinstance(tree, CommentedMap):
+        raise UserError(102, f"expected sections, got {type(tree).__name__}", where=path.name)
+    source.values = _plain(tree, "", path.name, source)
+
+
+def _plain(tree: CommentedMap, prefix: str, file: str, source: _Source) -> dict[str, Any]:
+    """The mapping as plain Python, noting the line of every key."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        source.where[dotted] = f"{file}{_line(tree, key)}"
+        values[str(key)] = (
+            _plain(value, f"{dotted}.", file, source) if isinstance(value, CommentedMap) else _scalar(value)
+        )
+    return values
+
+
+def _line(tree: CommentedMap, key: Any) -> str:
+    """The line of a key as `:7`; of its mapping where a merge (`<<`) brought the key; empty where neither is known."""
+    place = (tree.lc.data or {}).get(key, (tree.lc.line,))[0]
+    return "" if place is None else f":{place + 1}"
+
+
+def _scalar(value: Any) -> Any:
+    """ruamel's round-trip scalars (which remember their spelling) as the plain types they stand for."""
+    if isinstance(value, list):
+        return tuple(_scalar(item) for item in value)
+    if isinstance(value, dict):
+        return {str(key): _scalar(item) for key, item in value.items()}
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    return value
+
+
+def _override(text: str, source: _Source) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or "." not in key:
+        raise UserError(108, f"'{text}' is not section.key=value", where="command line")
+    try:
+        parsed = _scalar(parse_yaml(value))
+    except Exception:  # as in _read
+        raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
+    if key.count(".") > _DEEPEST:
+        raise UserError(108, f"'{text[:40]}…' is not section.key=value", where="command line")
+    *sections, last = key.split(".")
+    target = source.values
+    for section in sections:
+        inner = target.get(section)
+        if not isinstance(inner, dict):
+            target[section] = inner = {}
+        target = inner
+    target[last] = parsed
+    source.where[key] = "command line"
+
+
+def _unknown_keys(source: _Source) -> Iterator[UserError]:
+    known = option_keys()
+    sections = _sections(known)
+    for parts, value in _leaves(source.values, ()):
+        key = ".".join(parts)
+        if any("." in part for part in parts[:-1]) or "." in parts[-1]:
+            hint = "write a section and its keys below it: dots are for the command line"
+            yield UserError(104, f"unknown key '{key}'", hint, where=source.locate(key))
+        elif key in sections and value != {}:
+            yield UserError(105, f"{key} is a section, got {spelt(value)}", where=source.locate(key))
+        elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
+            yield UserError(104, f"unknown key {key}", _nearest(key, known, sections), where=source.locate(key))
+
+
+def _nearest(key: str, known: list[str], sections: list[str]) -> str:
+    """A hint: the key of the same name in another section, else the one (or the section) spelt most alike."""
+    same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same else 0.5)
+    return f"did you mean {near[0]}?" if near else "see `megazero explain`"
+
+
+def _sections(known: list[str]) -> list[str]:
+    return sorted({key[:i] for key in known for i, char in enumerate(key) if char == "."})
+
+
+def _leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(keys from the top, value) of everything that is no mapping, and of empty mappings."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
+    """pydantic's complaints, one line for each option; the rest (unknown keys, sections) has been reported already."""
+    known, lines = option_keys(), {}
+    for item in error.errors():
+        # the location of a complaint about one branch of a union goes on past the option's name
+        parts = [str(part) for part in item["loc"]]
+        key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), None)
+        if key is not None and item["type"] != "extra_forbidden":
+            lines[key] = UserError(105, f"{key}: {item['msg']}, got {spelt(item['input'])}", where=source.locate(key))
+    return list(lines.values())
+
+
+def _violations(config: Config, source: _Source) -> Iterator[UserError]:
+    values = flatten(config)
+    for relation in rules.broken_relations(values):
+        where = next((source.where[key] for key in relation.options if key in source.where), source.name)
+        yield UserError(106, f"{relation.equation} is broken: {relation.got(values)}", relation.do, where=where)
+    for row in rules.broken_exclusions(values):
+        got = f"{row.option} {spelt(values[row.option])} with {row.other} {spelt(values[row.other])}"
+        need = " or ".join(spelt(value) for value in row.allowed)
+        where = source.locate(row.option)
+        yield UserError(107, f"{got}: {row.reason}", f"{row.other} must be {need}", where=where)
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def spelt(value: Any) -> str:
+    """A value as YAML would spell it."""
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else ascii(text)

@@ -1,0 +1,253 @@
+"""The configuration: one frozen model per section, strict keys, no surprises.
+
+    run      model    parallel   zero       memory     pipeline   precision
+    optimizer  schedule  batch    data       checkpoint  observe
+
+A file is YAML 1.2 (3e-4 is a number, `no` is a string, a key given twice is an error); `section.key=value` on the
+command line overrides it. Whatever is wrong is found here, before torch is imported: an unknown key is answered with
+the nearest valid one and its line, wrong types and all broken relations between options are reported together.
+
+Only the rooms `config/`, `build/`, `run/` and `tools/` ever see it; every object below receives plain values. How files
+are read is `config/file.py`; which options go together, and which are not built yet, is `config/rules.py`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+# Bounds of what is looped over or laid out in memory, far beyond what anybody trains: a slip of the keyboard is a line
+# at once, not a machine that is busy for hours.
+Layers = Annotated[int, Field(ge=1, le=4096)]
+Ranks = Annotated[int, Field(ge=1, le=16_384)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
+
+
+class Section(BaseModel):
+    """Frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Run(Section):
+    dir: Text | None = Field(
+        default=None, description="Run directory, from the current folder; null: runs/<config name>."
+    )
+    steps: Positive = Field(default=1000, description="Training steps (batches consumed, skipped or not).")
+    seed: NonNegative = Field(default=0, description="Decides initial weights, dropout masks and the order of samples.")
+    time_limit: Positive | None = Field(default=None, description="Seconds after which the run saves and exits 75.")
+
+
+class Model(Section):
+    layers: Layers = Field(default=12, description="Transformer blocks, L.")
+    hidden: Positive = Field(default=768, description="Hidden size, h.")
+    heads: Positive = Field(default=12, description="Query heads, a.")
+    kv_heads: Positive | None = Field(default=None, description="Key-value heads (grouped queries); null: heads.")
+    ffn: Positive | None = Field(
+        default=None,
+        description="Feed-forward size; null: 4 hidden (gelu), 8/3 hidden rounded up to a multiple of 256 (swiglu).",
+    )
+    vocab: Positive = Field(default=50257, description="Vocabulary size, V.")
+    seq_len: Tokens = Field(default=1024, description="Sequence length in tokens, s.")
+    position: Literal["learned", "rotary"] = Field(default="learned", description="Position embedding.")
+    norm: Literal["layernorm", "rmsnorm"] = Field(
+        default="layernorm",
+        description="Norm; linear layers carry biases exactly with layernorm (GPT), not with rmsnorm (Llama).",
+    )
+    activation: Literal["gelu", "swiglu"] = Field(
+        default="gelu", description="Feed-forward kind; gelu is the tanh form."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Dropped share at the embedding and residual sites; attention is never dropped."
+    )
+    tie_embeddings: bool = Field(
+        default=True, description="One weight for the token embedding and the output projection."
+    )
+    norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="Added to the variance in norms.")
+    rope_theta: Annotated[float, Field(ge=1)] = Field(default=10000.0, description="Base of the rotary angles.")
+
+
+class Parallel(Section):
+    tensor: Ranks = Field(default=1, description="Ranks that each matrix is split over, t.")
+    pipeline: Ranks = Field(
+        default=1, description="Ranks that the blocks are split over, p. The rest is data parallel."
+    )
+    sequence: bool = Field(
+        default=False, description="Sequence parallelism on the tensor axis; the identity with tensor 1."
+    )
+    timeout: Positive = Field(default=120, description="Seconds after which a rank that does not answer ends the run.")
+
+
+class Offload(Section):
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="Where optimizer states and update live."
+    )
+    parameters: Literal["none", "cpu", "nvme"] = Field(
+        default="none", description="Where stage 3 parameter shards rest."
+    )
+    path: Text | None = Field(default=None, description="Folder for nvme.")
+    delayed: bool = Field(default=False, description="The host updates beside the next step, which is one update late.")
+
+
+def _whole(value: object) -> object:
+    """Literals are compared with ==, and 3.0 == 3 and True == 1; strict means neither."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("int_type", "Input should be a valid integer")
+    return value
+
+
+class Zero(Section):
+    stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = Field(
+        default=None,
+        description="What rests sharded over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters; null: 1.",
+    )
+    grad_dtype: Literal["param", "fp32"] = Field(
+        default="fp32", description="Gradients in the parameter's dtype or fp32."
+    )
+    bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = Field(
+        default=64.0,
+        description="Memory for what an operation receives through sockets, and to widen 16-bit gradients, MiB.",
+    )
+    offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
+
+
+Recompute = Literal["none", "selective", "full"]
+
+
+class Memory(Section):
+    recompute: Recompute = Field(
+        default="none",
+        description="What is computed again in backward instead of kept: the core of attention (selective), or blocks.",
+    )
+    partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
+    offload: bool = Field(default=False, description="Pa+cpu: they rest in host memory.")
+
+
+class Pipeline(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
+        default="1f1b", description="Pipeline schedule."
+    )
+    chunks: Layers | None = Field(
+        default=None, description="Model chunks per rank; null: 2 for interleaved and zb-v, else 1."
+    )
+
+
+class Precision(Section):
+    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = Field(default="fp32", description="Of parameters and activations.")
+    kernels: Literal["auto", "fused", "reference", "apex"] = Field(
+        default="auto",
+        description="Which kernels to prefer; auto: fused where they can be had, then apex's, then plain torch.",
+    )
+
+
+class Optimizer(Section):
+    lr: Annotated[float, Field(gt=0)] = Field(default=3e-4, description="Peak learning rate of AdamW.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="Decay rates of the moments.", strict=False
+    )
+    eps: Annotated[float, Field(ge=1e-20)] = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="Decoupled decay of matmul weights and the token embedding; nothing else decays."
+    )
+    clip: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="Largest global gradient norm; 0: no clipping."
+    )
+
+
+class Schedule(Section):
+    warmup: NonNegative = Field(default=100, description="Updates of linear warm-up.")
+    decay: Literal["cosine", "linear", "wsd", "constant"] = Field(default="cosine", description="After the warm-up.")
+    min_lr: Annotated[float, Field(ge=0)] = Field(default=3e-5, description="Learning rate at the end.")
+    cooldown: NonNegative | None = Field(
+        default=None, description="Last updates in which wsd falls; null: run.steps // 5."
+    )
+
+
+class Batch(Section):
+    global_: Sequences = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
+    micro: Sequences = Field(default=1, description="Sequences in one forward pass of one data rank.")
+
+
+class Data(Section):
+    train: Text = Field(
+        default="data/quickstart/train",
+        description="Token files to train on: a path without .bin/.idx, from the current folder.",
+    )
+    valid: Annotated[Text | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
+        default=None,
+        description="Validation: token files as in data.train, or the share of its documents held out; null: none.",
+    )
+    valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
+    valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
+    tokenizer: Text | None = Field(
+        default=None, description="sentencepiece model, from the current folder; for samples and bits per byte."
+    )
+    mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
+
+
+class Checkpoint(Section):
+    every: Positive | None = Field(default=None, description="Steps between checkpoints; null: only at the end.")
+    keep: Positive | None = Field(default=None, description="Newest checkpoints kept; null: all.")
+    async_: bool = Field(default=False, alias="async", description="Write in the background.")
+    resume: Text = Field(
+        default="none",
+        description="none, auto (newest verified of the run directory), or a path from the current folder.",
+    )
+    load: Literal["all", "weights", "optimizer"] = Field(
+        default="all",
+        description="What a run takes of the path it begins from: all (goes on), weights, or weights with moments.",
+    )
+
+
+class Observe(Section):
+    every: Positive = Field(default=10, description="Steps between logged rows.")
+    wandb: Text | None = Field(default=None, description="wandb project to log to.")
+    tensorboard: bool = Field(default=False, description="Also write tensorboard events.")
+    profile: Positive | None = Field(
+        default=None, description="Step at which a torch profiler trace of 3 steps begins."
+    )
+
+
+class Config(Section):
+    """All sections. `name` is that of the file, not an option."""
+
+    run: Run = Field(default_factory=Run)
+    model: Model = Field(default_factory=Model)
+    parallel: Parallel = Field(default_factory=Parallel)
+    zero: Zero = Field(default_factory=Zero)
+    memory: Memory = Field(default_factory=Memory)
+    pipeline: Pipeline = Field(default_factory=Pipeline)
+    precision: Precision = Field(default_factory=Precision)
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    schedule: Schedule = Field(default_factory=Schedule)
+    batch: Batch = Field(default_factory=Batch)
+    data: Data = Field(default_factory=Data)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    observe: Observe = Field(default_factory=Observe)
+
+
+def resolved(config: Config) -> Config:
+    """The config with every default that depends on other options filled in, as config.yaml of a run shows it."""
+    model, chunks = config.model, config.pipeline.chunks
+    kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
+    ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
+    if chunks is None:
+        chunks = 2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1
+    cooldown = config.schedule.cooldown if config.schedule.cooldown is not None else config.run.steps // 5
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"kv_heads": kv_heads, "ffn": ffn}),
+            "zero": config.zero.model_copy(update={"stage": 1 if config.zero.stage is None else config.zero.stage}),
+            "pipeline": config.pipeline.model_copy(update={"chunks": chunks}),
+            "schedule": config.schedule.model_copy(update={"cooldown": cooldown}),
+        }
+    )
+
+
+def default_ffn(hidden: int, activation: str) -> int:
+    """4 h (GPT), or for SwiGLU 8/3 h rounded up to a multiple of 256 (Llama): about as many parameters."""
+    return 4 * hidden if activation == "gelu" else -(-(8 * hidden) // (3 * 256)) * 256

@@ -1,0 +1,1 @@
+"""Start ranks, have them meet, and end them."""

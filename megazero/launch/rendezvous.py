@@ -1,0 +1,253 @@
+"""How ranks find each other: a store, a roll call, a process group.
+
+The store is a file where a local parent started the ranks (nothing listens on any network), torchrun's own under
+torchrun, and otherwise one of rank 0 (`store/client.py`), which listens on one address only, of the interface that the
+user named or of the host that all ranks were told to meet at, and answers nobody but the ranks of this step. torch's
+store would listen on every interface and let anybody write.
+
+The roll call comes before the process group, so that a rank that does not come is named, and so is one that runs other
+code or another config.
+"""
+
+import fcntl
+import socket
+import struct
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megazero.base.errors import UserError
+from megazero.comm.attendance import NOWHERE, NoPresence, Presence
+from megazero.comm.context import BUCKET, Wire
+from megazero.comm.ledger import Ledger
+from megazero.comm.lobby import FailedElsewhere, Lobby, absent
+from megazero.comm.processes import Process, host_id
+from megazero.comm.transport.host_staging import bounce_pool
+from megazero.comm.transport.shared_memory import Box, Mail, supported
+from megazero.launch.environment import Meeting, Place, World, host_name, meeting_of_step, secret_of_step, stay_on
+from megazero.store import addresses
+from megazero.store.channel import Refused
+from megazero.store.client import JobStore, NoAnswer
+from megazero.store.server import StoreServer
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
+_AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes each
+
+
+def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> Wire:
+    """Meets the other ranks and makes the default process group; a single process meets nobody.
+
+    Args:
+        place: of this process.
+        timeout: for the meeting, and for every operation afterwards.
+        fingerprint: of code and config; must be the same on every rank.
+        bucket: see `Wire`.
+
+    Raises:
+        UserError: 311, a rank stopped coming; 320, ranks do not come; 321, one runs something else; 322, the address
+            cannot be listened on; 323, this rank has another token than rank 0.
+    """
+    world = place.world
+    if world.size == 1:
+        return Wire(timeout=timeout, bucket=bucket, seat=place.seat)
+    if place.store is not None:
+        stay_on(_loopback())
+    try:
+        return _connected(place, timeout, fingerprint, bucket)
+    except NoAnswer as error:
+        if world.rank != 1:
+            raise FailedElsewhere(1, 320) from None
+        what = f"did not answer at the roll call: {error}; rank 1 waited"
+        raise UserError(320, what, "is its process stopped, its host cut off?", rank=0) from None
+    except dist.DistError as error:  # rank 0 held the store, and has ended
+        if world.rank == 0:
+            raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
+        raise FailedElsewhere(0, 320) from None
+
+
+def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) -> Wire:
+    world, store = place.world, _store(place, timeout)
+    device = world.device
+    on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
+    mail = _mail(world, timeout) if backend == "gloo" and supported() else None
+    roll = _roll_call(store, world, timeout, _presence(fingerprint, mail))
+    lobby = Lobby(store, world.rank, roll, timeout.total_seconds())
+    if mail is not None:
+        _open_boxes(mail, lobby)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    with lobby.together("process group"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    ledger = Ledger()
+    bounce = bounce_pool(device, ledger) if on_gpu and backend == "gloo" else None
+    wire = Wire(backend, timeout, bucket, ledger, mail, place.seat, bounce=bounce, lobby=lobby)
+    if mail is not None:
+        wire.ledger.hold("staging", Box.size(world.size))
+    return wire
+
+
+def disconnect() -> None:
+    """Takes the process group down, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(place: Place, timeout: timedelta) -> Store:
+    world = place.world
+    if place.store is not None:
+        store: Store = FileStore(str(place.store), world.size)
+    elif world.launcher == "torchrun":
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    else:
+        store = _step_store(world, meeting_of_step(), timeout)
+    store.set_timeout(timeout)
+    return store
+
+
+def _step_store(world: World, meeting: Meeting, timeout: timedelta) -> Store:
+    """Rank 0 serves, on one address; all ranks are its clients."""
+    addresses.host("the host to meet at", meeting.host)  # also where it came from SLURM's node list
+    key = secret_of_step().key()
+    listener = _listen(meeting) if world.rank == 0 else None
+    host, port = (meeting.host, meeting.port) if listener is None else listener.getsockname()[:2]
+    server = None if listener is None else StoreServer(listener, key)
+    try:
+        return JobStore(host, port, key, timeout, server)
+    except Refused as error:
+        what = f"at {host}:{port}: {error}"
+        do = "export one MEGAZERO_TOKEN to all tasks, or give all hosts the same home; is it this job's rank 0?"
+        raise UserError(323, what, do, rank=world.rank) from None
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0][:80]
+        what = f"rank 0 cannot be reached at {host}:{port} within {timeout.seconds} s ({reason})"
+        raise UserError(320, what, "is it running? set MASTER_ADDR and MASTER_PORT", rank=world.rank) from None
+
+
+def _listen(meeting: Meeting) -> socket.socket:
+    where = f"{meeting.host}:{meeting.port}"
+    listener: socket.socket | None = None
+    try:
+        family, address = _own_address(meeting)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        if meeting.nodes > 1 and address.startswith("127."):
+            raise OSError(f"{address} cannot be reached from the other {meeting.nodes - 1} hosts")
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, meeting.port))
+        listener.listen(1024)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        what = f"cannot listen on {where}" + (f" ({meeting.interface})" if meeting.interface else "")
+        do = "set MASTER_ADDR to this host and MASTER_PORT to a free port"
+        raise UserError(322, f"{what}: {error.strerror or error}", do, rank=0) from None
+    return listener
+
+
+def _own_address(meeting: Meeting) -> tuple[int, str]:
+    """Family and address of where rank 0 listens. Raises OSError: there is none."""
+    return (socket.AF_INET, address_of(meeting.interface)) if meeting.interface else addresses.resolved(meeting.host)[0]
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface. Raises OSError: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
+
+
+def _mail(world: World, timeout: timedelta) -> Mail | None:
+    try:
+        host_id()
+        return Mail(world.rank, world.size, timeout)
+    except OSError:  # a sandbox without /proc or memfd: sockets do as well
+        return None
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _presence(fingerprint: str, mail: Mail | None) -> Presence:
+    """Return what this rank says of itself."""
+    own = Process.own()
+    near, handle = ("", NOWHERE) if mail is None else (host_id(), mail.handle)
+    return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
+
+
+def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -> dict[int, Presence]:
+    """Waits until every rank has come, each with the same fingerprint; returns what each said."""
+    store.set(f"here/{world.rank}", mine.said())
+    _all_have(store, "here", world, timeout)
+    roll: dict[int, Presence] = {}
+    odd: dict[int, str] = {}
+    keys = [f"here/{rank}" for rank in range(world.size)]
+    said = [raw for at in range(0, world.size, _AT_ONCE) for raw in store.multi_get(keys[at : at + _AT_ONCE])]
+    for rank in range(world.size):
+        try:
+            roll[rank] = Presence.heard(said[rank])
+        except NoPresence as error:
+            odd[rank] = f"said what is no presence at the roll call: {error}"
+            continue
+        first = roll[min(roll)]
+        if roll[rank].fingerprint != first.fingerprint:
+            what = f"runs {roll[rank].fingerprint} on {roll[rank].host}, "
+            odd[rank] = what + f"rank {min(roll)} {first.fingerprint} on {first.host}"
+    if odd:
+        _stop(store, world, timeout, odd, sane=sorted(roll))
+    store.set(f"heard/{world.rank}", "")
+    if world.rank == 0:  # which may hold the store: whoever has not heard the roll could not say who is missing
+        _all_have(store, "heard", world, timeout)
+    return roll
+
+
+def _stop(store: Store, world: World, timeout: timedelta, odd: dict[int, str], sane: list[int]) -> None:
+    """Stops all ranks because of `odd` ones. The first of these says why, if it is one of the `sane` that can talk."""
+    store.set(f"read/{world.rank}", "")
+    if world.rank == 0:  # which holds the store: without it the others would not know whom to blame
+        _all_have(store, "read", world, timeout)
+    rank, what = next(iter(odd.items()))
+    speaker = rank if rank in sane or not sane else sane[0]
+    if speaker != world.rank:
+        raise FailedElsewhere(speaker, 321)
+    raise UserError(321, what, "start all ranks from one folder with one config and the same flags", rank=rank)
+
+
+def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
+    """Waits until every rank has set its `key`."""
+    missing = absent(store, key, range(world.size), timeout.total_seconds())
+    if not missing:
+        return
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    first = min(set(range(world.size)) - set(missing))
+    if first != world.rank:
+        raise FailedElsewhere(first, 320)
+    what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
+    raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
+
+
+def _open_boxes(mail: Mail, lobby: Lobby) -> None:
+    """Maps the outboxes of this host's ranks; they are used where every one of them could open all."""
+    store, roll, own = lobby.store, lobby.roll, lobby.rank
+    here = [rank for rank, there in roll.items() if there.host_id == roll[own].host_id]
+    try:
+        for rank in here:
+            if rank != own:
+                mail.open(rank, roll[rank].handle)
+        opened = True
+    except OSError:  # a hardened kernel may forbid it, or it is not what was told; sockets do as well
+        opened = False
+    with lobby.together("shared memory"):
+        store.set(f"opened/{own}", str(int(opened)))
+        store.wait([f"opened/{rank}" for rank in here])
+        if all(store.get(f"opened/{rank}") == b"1" for rank in here):
+            mail.reached = frozenset(here)

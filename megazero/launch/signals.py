@@ -1,0 +1,102 @@
+"""Signals that ask a run to end: noted when they come, acted upon between steps.
+
+A scheduler that wants its machines back sends one and waits a while before it kills. Wherever it arrives, at all ranks
+or one, once a run trains the handler only notes it; the ranks agree on it after the step (`train/stopping.py`), save,
+and end. Before the first step there is nothing to save and nobody to agree with: the handler raises `StoppedEarly`, so
+that a run ends within a second whatever it is building or waiting for. Who interrupts twice does not want to wait: a
+second SIGINT ends the process at once. (One that comes right behind the first is the same, delivered twice: to a
+process and to its group.)
+"""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+TWICE = 0.5  # seconds between two interruptions that are meant as two
+REQUEUE = 75  # the exit code that says: saved, start me again (EX_TEMPFAIL of sysexits.h)
+
+
+def stopped_by(number: int) -> str:
+    """Return a reason as one says it: "stopped by SIGTERM"."""
+    return f"stopped by {signal.Signals(number).name}"
+
+
+class StoppedEarly(BaseException):
+    """A signal has asked a run to end that has not begun to train.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int):
+        self.number = number
+        super().__init__(stopped_by(number))
+
+
+def noted() -> tuple[signal.Signals, ...]:
+    """Those that this process minds: not the end of its terminal, where it was started with nohup."""
+    return tuple(n for n in NOTED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+
+
+class Signals:
+    """
+    Attributes:
+        first: the first one that came; None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._before: dict[int, object] = {}
+        self._interrupted = math.inf  # when the first SIGINT came
+        self._raises, self._held = True, False
+        self._told: Callable[[str], object] | None = None
+
+    def note(self) -> None:
+        """From here on they are noted, and the first one raises StoppedEarly. In the main thread."""
+        for number in noted():
+            self._before[number] = signal.signal(number, self._on)
+
+    def only_note(self, told: Callable[[str], object]) -> None:
+        """From here on they are noted and do nothing else: the run trains.
+
+        Args:
+            told: called in the handler of the first one with a line for whoever watches; may not write itself.
+        """
+        self._raises, self._told = False, told
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let one that comes inside wait for the end: what is begun there must not be left half done."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._raises and self.first is not None:
+            raise StoppedEarly(self.first)
+
+    def restore(self) -> None:
+        """They do again what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def _on(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted > TWICE:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if number == signal.SIGINT and self._interrupted == math.inf:
+            self._interrupted = now
+        if self.first is not None:
+            return
+        self.first = signal.Signals(number)
+        if self._raises and not self._held:
+            raise StoppedEarly(number)
+        if self._told is not None:
+            self._told(f"{self.first.name} has come: the run ends after this step, and saves first")

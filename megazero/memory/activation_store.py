@@ -1,0 +1,84 @@
+"""One contiguous piece of memory for all the inputs that a pipeline stage keeps, made before the first step.
+
+Inputs that are kept and activations that come and go take turns in an allocator, and leave it full of holes: the ZeRO
+paper saw models run out with a third of the memory free (section 6.3, memory defragmentation, MD). So what is kept is
+copied to a place that was there all the time. How many places are needed is known from the schedule.
+"""
+
+import torch
+from torch import Tensor
+
+from megazero.comm.host import Host
+from megazero.comm.ledger import Ledger
+
+
+class Arena:
+    """Slots of one size, in the memory of the device or of the host.
+
+    Args:
+        slots: how many inputs are there at most.
+        numel: elements of each.
+        ledger: told of the memory.
+        host: where to keep them; None: on the device.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        host: Host | None = None,
+    ):
+        self._host = host
+        if host is None:
+            ledger.hold("inputs", slots * numel * dtype.itemsize)  # before, so that who finds no memory can tell
+            self.memory = torch.empty(slots, numel, dtype=dtype, device=device)
+        else:
+            self.memory = host.empty((slots, numel), dtype, "inputs")
+        self._free = list(self.memory)[::-1]
+
+    def put(self, flat: Tensor) -> Tensor:
+        """Copies an input [numel] to a free slot, and returns that."""
+        assert self._free, f"{len(self.memory)} slots are taken: the schedule keeps more than it said"
+        slot = self._free.pop()
+        if self._host is None:
+            slot.copy_(flat)
+        else:
+            self._host.send(flat, slot, "inputs")
+        return slot
+
+    def fetch(self, slot: Tensor, into: Tensor) -> None:
+        """Copies a slot to memory of the device, which the current stream may use afterwards; the slot is free then."""
+        if self._host is None:
+            into.copy_(slot)
+        else:
+            self._host.bring(slot, into, "inputs")
+        self.give(slot)
+
+    def give(self, slot: Tensor) -> None:
+        """A slot is free."""
+        self._free.append(slot)
+
+
+class Whole:
+    """Keeps inputs as they are."""
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+
+    def keep(self, x: Tensor) -> "_Slot":
+        return _Slot(self._arena, self._arena.put(x.detach().reshape(-1)), x.shape)
+
+
+class _Slot:
+    def __init__(self, arena: Arena, slot: Tensor, shape: torch.Size):
+        self._arena, self._slot, self._shape = arena, slot, shape
+
+    def restore(self) -> Tensor:
+        """The slot itself: nothing of the replay may change it, or be kept beyond it."""
+        return self._slot.view(self._shape)
+
+    def free(self) -> None:
+        self._arena.give(self._slot)

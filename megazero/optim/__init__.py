@@ -1,0 +1,1 @@
+"""Update parameters: AdamW, clipping, the loss scale, learning rates, delayed updates."""

@@ -1,1 +1,0 @@
-"""The grid of ranks: axes, collectives, conjugate regions, launch."""

@@ -1,0 +1,1 @@
+"""Give one training run its folder, lock, logs, checkpoints and words."""

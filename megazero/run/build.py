@@ -1,0 +1,188 @@
+"""From a config to a run: trainer, data, validation, sinks, and what is written at the end."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import HEART, doing
+from megazero.build.assemble import DTYPES, build, feeds_of, loader_of
+from megazero.build.pipeline import model_shape
+from megazero.checkpoint.save import Holding
+from megazero.comm.agreement import FailedElsewhere
+from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Grid
+from megazero.config.file import flatten
+from megazero.config.schema import Config
+from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.tokenizer import Tokenizer
+from megazero.kernels.operations import Operations
+from megazero.kernels.select import choose
+from megazero.observe.console import ConsoleSink
+from megazero.observe.jsonl import JsonlSink
+from megazero.observe.phases import PhaseSeconds
+from megazero.observe.profile import Profile
+from megazero.observe.recorder import Recorder, Work
+from megazero.observe.sinks import Sink, Sinks, warn
+from megazero.observe.tensorboard_sink import TensorboardSink
+from megazero.observe.wandb_sink import WandbSink
+from megazero.optim.learning_rate import LearningRate
+from megazero.plan.hardware import peak_flops
+from megazero.run.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.run.folder import RunFolder
+from megazero.run.folder_watch import FolderWatch
+from megazero.run.ledger_file import write_ledger
+from megazero.run.plan_check import Expectation
+from megazero.train.stopping import Stopping
+from megazero.train.trainer import Fault, Pace, Trainer
+from megazero.train.validation import Validation
+
+_PROFILED_STEPS = 3
+
+
+class Ready(NamedTuple):
+    """A trainer, what its checkpoints say of it, the tensors to fill from one, and the kernels of the device."""
+
+    trainer: Trainer
+    about: About
+    holdings: list[Holding]
+    ops: Operations
+
+
+def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) -> Ready:
+    """Everything that one rank of a training run needs, in the order in which it depends on each other.
+
+    Only the first rank of the world writes rows and profiles. It asks nothing of the other ranks, so each may
+    fail on its own; whoever calls it lets them agree.
+
+    Raises:
+        UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
+            114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
+    """
+    dtype = DTYPES[config.precision.dtype]
+    name = config.data.tokenizer
+    tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
+    with doing("opening the data"):
+        train, valid = open_datasets(
+            config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
+        )
+    ops = choose(config.precision.kernels, device, dtype)
+    built = build(config, grid, device, ops)
+    engine, pipeline = built.engine, built.pipeline
+    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
+    flops = model_shape(config).flops_per_token()
+    work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
+    first = grid.world.rank == 0
+    wire, folder = grid.world.wire, site.folder
+    expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
+
+    def now(step: int, phase: str) -> None:
+        """Put down what this rank does where the others can read it, and tell whoever watches if it takes long."""
+        wire.seat.now(step, phase)
+        phases.now(phase)
+        HEART.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
+
+    about = about_run(config, built, grid, site, Identity.of(train, tokenizer))
+    trainer = Trainer(
+        engine,
+        pipeline,
+        lambda batch, step: feed(batch, step, True),
+        loader_of(config, train, grid.data),
+        _validation(
+            config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
+        ),
+        Recorder(
+            _sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare, phases
+        ),
+        Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        checkpoints_of(config, built, grid, device, about, site),
+        Stopping(
+            grid.world,
+            device,
+            site.signals,
+            folder.stop,
+            config.run.time_limit,
+            first_step=folder.early_stops.forget,
+            look=FolderWatch(folder, warn).look,
+        ),
+        lambda: write_ledger(folder, grid, device),
+        now,
+        lambda own, say: _blame(own, say, grid, device),
+    )
+    return Ready(trainer, about, holdings_to_load(built, grid), ops)
+
+
+def _blame(
+    own: Fault | None, say: Callable[[int, str | None], UserError], grid: Grid, device: torch.device
+) -> UserError:
+    """The error of the rank that has found something in its own part of a step first; of rank 0 if none has."""
+    found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid.world, "agree", device)]
+    faulty = [rank for rank, fault in enumerate(found) if fault]
+    rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
+    return say(rank, own[1] if own else None) if rank == grid.world.rank else FailedElsewhere(rank, 301)
+
+
+def _peak_flops(config: Config, device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype) if device.type == "cuda" else None
+
+
+def open_tokenizer(path: str, vocab: int) -> Tokenizer:
+    """The tokenizer of a model of `vocab` ids.
+
+    Raises:
+        UserError: 112, it has more pieces than that; 209, it cannot be read.
+    """
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
+        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
+    return tokenizer
+
+
+def _learning_rate(config: Config) -> LearningRate:
+    s = config.schedule
+    assert s.cooldown is not None, "a resolved config"
+    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, config.run.steps, s.decay, s.cooldown)
+
+
+def _validation(
+    config: Config,
+    dataset: WindowDataset | None,
+    losses: Callable[[list[MicroBatch]], list[Tensor]],
+    tokenizer: Tokenizer | None,
+    grid: Grid,
+    device: torch.device,
+) -> Validation | None:
+    if dataset is None:
+        return None
+    micro, samples = config.batch.micro, config.data.valid_samples
+    token_bytes = None if tokenizer is None else tokenizer.token_bytes()
+
+    def batches() -> Iterator[MicroBatch]:
+        return validation_batches(dataset, micro, samples, data_rank=grid.data.rank, num_data=grid.data.size)
+
+    validation = Validation(batches, losses, token_bytes, grid.data, grid.pipeline, device)
+    validation.check(str(dataset.stream.dataset.bin_path))
+    return validation
+
+
+def _sinks(config: Config, site: Site, first: bool) -> Sinks:
+    if not first:
+        return Sinks([])
+    folder = site.folder
+    sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
+    if config.observe.tensorboard:
+        sinks.append(TensorboardSink(folder.path / "tensorboard"))
+    if config.observe.wandb is not None:
+        sinks.append(WandbSink(config.observe.wandb, folder.path.name, site.job.run, flatten(config), folder.path))
+    return Sinks(sinks)
+
+
+def _profile(config: Config, folder: RunFolder, first: bool) -> Profile:
+    if config.observe.profile is None or not first:
+        return Profile(1, 0, folder.profile)
+    return Profile(config.observe.profile, _PROFILED_STEPS, folder.profile)

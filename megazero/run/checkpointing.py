@@ -1,0 +1,232 @@
+"""What of a run goes into its checkpoints, and comes out of them: the state of the engine as pieces of parameters, and
+in the manifest everything that is no tensor. Sees the config, as build/assemble.py does.
+"""
+
+import contextlib
+import logging
+import math
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero import __version__
+from megazero.base.errors import UserError
+from megazero.base.files import flush_file
+from megazero.build.assemble import Built
+from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, Progress
+from megazero.checkpoint.pieces import pieces_of
+from megazero.checkpoint.retention import retire
+from megazero.checkpoint.save import Holding, Part, Saver
+from megazero.checkpoint.shard import BLOCK, NAMES
+from megazero.checkpoint.store import Store
+from megazero.comm.grid import Grid
+from megazero.config.file import flatten
+from megazero.config.schema import Config
+from megazero.data.loader import WindowDataset
+from megazero.data.tokenizer import Tokenizer
+from megazero.launch.signals import Signals
+from megazero.model.parameter import declaration_of
+from megazero.observe.sinks import warn
+from megazero.run.folder import RunFolder
+from megazero.run.lock import RunLock, State
+from megazero.run.resume import Job
+from megazero.zero.placement import Placement, held
+from megazero.zero.unit import Unit
+
+
+def shapes_of(built: Built) -> dict[str, list[int]]:
+    """The whole shape of every parameter of the model."""
+    return {name: list(declaration_of(p).shape) for name, p in built.model.named_parameters()}
+
+
+def holdings_to_save(built: Built, grid: Grid) -> list[Holding]:
+    """What only this rank saves: its share of every unit, whatever rests where."""
+    numel = _numel(built)
+    return [
+        _holding(built, grid, unit, held(unit.numel, Placement.SHARD, grid.data), numel, once=True)
+        for unit in built.engine.units
+        if not (unit.shared and grid.ends.rank == 1)  # the first rank of the pipeline has it too
+    ]
+
+
+def holdings_to_load(built: Built, grid: Grid) -> list[Holding]:
+    """What this rank updates; the rest comes from there."""
+    numel = _numel(built)
+    return [_holding(built, grid, unit, unit.shard, numel, once=False) for unit in built.engine.units]
+
+
+def _numel(built: Built) -> dict[str, int]:
+    return {name: math.prod(shape) for name, shape in shapes_of(built).items()}
+
+
+def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[str, int], *, once: bool) -> Holding:
+    pieces = tuple(pieces_of(unit.layout, share, numel, grid.tensor, once=once))
+    flats = (unit.masters, *built.engine.optimizer.moments[unit])
+    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
+    return Holding(pieces, {kind: flat[within] for kind, flat in zip(KINDS, flats, strict=True)})
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Digests of what a run reads; None for no tokenizer."""
+
+    data: str
+    tokenizer: str | None
+
+    @classmethod
+    def of(cls, train: WindowDataset, tokenizer: Tokenizer | None) -> "Identity":
+        """Return that of the windows' place in the files, not of every token, and of the tokenizer's file."""
+        data = f"{train.num_windows} windows, xxh3 {train.stream.digest()}"
+        return cls(data, tokenizer.fingerprint if tokenizer is not None else None)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a job trains.
+
+    Attributes:
+        folder: of the run.
+        lock: of that folder; rank 0 holds it.
+        job: what all ranks know of it.
+        signals: that have come to this rank.
+    """
+
+    folder: RunFolder
+    lock: RunLock
+    job: Job
+    signals: Signals
+
+
+@dataclass(frozen=True)
+class About:
+    """What every manifest of a run says alike, beside the tensors.
+
+    Attributes:
+        run: its id.
+        shapes: of every parameter.
+        dtype: of the optimizer's parameters and moments.
+    """
+
+    run: str
+    config: Config
+    grid: Grid
+    shapes: Mapping[str, list[int]]
+    dtype: torch.dtype
+    identity: Identity
+
+    def manifest(self, step: int, progress: Progress, parts: Sequence[Part]) -> Manifest:
+        """The whole manifest of a step, of what all ranks have written."""
+        config, grid = self.config, self.grid
+        tensors: dict[str, list[list[int]]] = {name: [] for name in self.shapes}
+        for part in parts:
+            for name, pieces in part.tensors.items():
+                tensors[name] += pieces
+        assert config.zero.stage is not None, "a resolved config"
+        sizes = {axis.name: axis.size for axis in (grid.tensor, grid.pipeline, grid.data)}
+        return Manifest(
+            format=FORMAT,
+            run=self.run,
+            step=step,
+            grid={**sizes, "stage": config.zero.stage},
+            dtype=NAMES[self.dtype],
+            kinds=list(KINDS),
+            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=_by_start)) for n, s in self.shapes.items()},
+            block=BLOCK,
+            files=[File(name=p.shard.name, size=p.shard.size, blocks=list(p.shard.blocks)) for p in parts],
+            progress=progress,
+            random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
+            identity={"data": self.identity.data, "tokenizer": self.identity.tokenizer},
+            config=plain(config),
+            software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+
+
+def about_run(config: Config, built: Built, grid: Grid, site: Site, identity: Identity) -> About:
+    dtype = built.engine.units[0].masters.dtype
+    return About(site.job.run, config, grid, shapes_of(built), dtype, identity)
+
+
+def checkpoints_of(
+    config: Config, built: Built, grid: Grid, device: torch.device, about: About, site: Site
+) -> Checkpoints:
+    """What saves this rank's part of the run; rank 0 commits."""
+    store = Store(site.folder.checkpoints, site.job.word)
+    options, log = config.checkpoint, logging.getLogger("megazero")
+
+    def conclude(step: int, progress: Progress, parts: list[Part]) -> None:
+        manifest = about.manifest(step, progress, parts)
+        _require_ours(site, step)
+        with contextlib.suppress(OSError):
+            flush_file(site.folder.metrics)  # after a power cut too, the rows before a step are there if the step is
+        log.info("saved %s", store.commit(step, manifest.to_bytes()))
+
+    def tidy(stop: Callable[[], bool]) -> None:
+        if options.keep is not None and site.lock.held:
+            retire(store, options.keep, warn, stop)
+
+    first = grid.world.rank == 0
+    saver = Saver(
+        store,
+        holdings_to_save(built, grid),
+        rank=grid.world.rank,
+        size=grid.world.size,
+        snapshot=options.async_,
+        conclude=conclude if first else None,
+        tidy=tidy if first else None,
+    )
+    grid.world.wire.ledger.hold("checkpoint", saver.copy_bytes)
+    return Checkpoints(saver, grid.world, device, every=options.every, background=options.async_)
+
+
+def _require_ours(site: Site, step: int) -> None:
+    """Refuse to commit into a folder that is gone, or is not this job's any more.
+
+    Raises:
+        UserError: 423, the folder was deleted, moved or made read-only; 421, it is another job's.
+    """
+    path = site.folder.path
+    if (fault := site.folder.fault()) is not None:
+        do = "mend that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
+        raise UserError(423, f"checkpoint not saved: {fault}", do, where=path, step=step)
+    state = site.lock.state
+    if state is State.GONE:
+        what = "the lock was removed while this job trained: by hand, or another job has come and gone"
+        raise UserError(421, what, "see that one job trains here, and go on with checkpoint.resume=auto", where=path)
+    if state is State.ANOTHERS:
+        what = "another job has taken this folder over: the lock was not renewed in time"
+        raise UserError(421, what, "see what held this job up", where=path, step=step)
+
+
+def check_space(config: Config, about: About, folder: Path) -> None:
+    """Refuses a run whose checkpoints would not fit: it would find out when it has something to lose.
+
+    Raises:
+        UserError: 403, there is not room for one, or with several for two; 401, the disk does not answer.
+    """
+    elements = sum(math.prod(shape) for shape in about.shapes.values())
+    one = elements * len(KINDS) * about.dtype.itemsize
+    needed = one * (1 if config.checkpoint.every is None else 2)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise UserError(401, f"cannot be read: {error.strerror}", "mend that", where=folder) from None
+    if free < needed:
+        what = (
+            f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each), got {free / 1e9:.3g} GB"
+        )
+        raise UserError(403, what, "free space there, or give another run.dir", where=folder)
+
+
+def _by_start(piece: list[int]) -> int:
+    return piece[1]
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The config flat, in JSON's types."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}

@@ -1,0 +1,199 @@
+"""The folder of a run and the names in it (the contract's):
+
+config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
+logs/slurm-1234.out  lock  STOP  early_stops
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.base.errors import UserError
+from megazero.run.early_stops import EarlyStops
+from megazero.run.lock import RunLock
+
+
+class RunFolder:
+    """Paths inside one run's folder. Making the object touches nothing."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def create(self, lock: RunLock, *, resume: bool) -> str | None:
+        """Makes the folder this job's; returns whose dead lock was taken over, if one was.
+
+        Args:
+            lock: of this folder.
+            resume: it may hold a run, which goes on.
+
+        Raises:
+            UserError: 110, it holds a run already; 401, it cannot be written; 420, another job trains there.
+        """
+        if not resume:  # what is not ours is not touched
+            lock.refuse_if_held()  # who is told to remove a folder must not remove another job's
+            self._refuse_if_taken()
+        try:
+            for folder in (self.path, self.checkpoints, self.log(0).parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            dead = lock.take()
+            if not resume:  # another job may have come and gone
+                self._refuse_if_taken()
+            self.board.unlink(missing_ok=True)  # of an earlier job
+            for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
+                for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
+                    left.unlink(missing_ok=True)
+            for needed in (self.log(0), self.metrics):
+                if not needed.exists():  # what is there keeps its time
+                    needed.touch()
+        except UserError:
+            lock.release()
+            raise
+        except OSError as error:
+            lock.release()
+            where = error.filename or self.path
+            what = f"cannot be written: {error.strerror}"
+            raise UserError(401, what, "choose another run.dir", where=where) from None
+        return dead
+
+    def _refuse_if_taken(self) -> None:
+        for found in (self.metrics, *self.checkpoints.glob("step_*")):
+            if found.exists():
+                do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
+                raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
+
+    def keep_output(self, output: Path, job: str) -> None:
+        """Give a job's output file a name in logs/ too, unless it has one there from before the job was requeued.
+
+        Raises:
+            OSError: it cannot be linked.
+        """
+        number, link = 0, self.path / "logs" / f"slurm-{job}.out"
+        while os.path.lexists(link):
+            if os.path.exists(link) and link.samefile(output):
+                return
+            number += 1
+            link = link.with_name(f"slurm-{job}.{number}.out")
+        try:
+            link.hardlink_to(output)
+        except OSError:  # on another file system, or one that has no second names
+            link.symlink_to(output)
+
+    def release(self) -> None:
+        """A run that ended before its first row does not keep the folder."""
+        with contextlib.suppress(OSError):
+            if self.metrics.stat().st_size == 0 and not any(self.checkpoints.glob("step_*")):
+                self.metrics.unlink()
+
+    def missing(self) -> list[Path]:
+        """Return the folder and those above it that are not there, the nearest first: what a job would make."""
+        return [folder for folder in (self.path, *self.path.parents) if _is_missing(folder)]
+
+    def empty(self, made: Sequence[Path]) -> None:
+        """Remove what a job that was refused has put into a folder that it has made; its lock stays.
+
+        Whatever else lies there, rows and steps above all, is left alone, and the folder with it.
+
+        Args:
+            made: by this job.
+        """
+        if self.path not in made:
+            return
+        with contextlib.suppress(OSError):
+            if self._has_begun():
+                return
+            for whole in (self.config, self.metrics, self.plan, self.board, *self.log(0).parent.glob("rank_*.log")):
+                whole.unlink(missing_ok=True)
+            for folder in (self.profile, self.path / "tensorboard", self.path / "wandb"):
+                shutil.rmtree(folder, ignore_errors=True)
+            for folder in (self.log(0).parent, self.checkpoints):
+                folder.rmdir()
+
+    def _has_begun(self) -> bool:
+        rows = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return rows or any(self.checkpoints.glob("*step_*"))
+
+    def fault(self) -> str | None:
+        """Return why a running job can save nothing here any more; None: it can."""
+        if not self.path.is_dir():
+            return "the run's folder was deleted or moved while it trained"
+        if not os.access(self.checkpoints if self.checkpoints.is_dir() else self.path, os.W_OK | os.X_OK):
+            return "the run's folder was made read-only while it trained"
+        return None
+
+    def picture_is_old(self) -> bool:
+        """True if the loss curve is missing, or rows have been written since it was drawn."""
+        try:
+            return self.loss_plot.stat().st_mtime_ns < self.metrics.stat().st_mtime_ns
+        except OSError:
+            return True
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.json"
+
+    @property
+    def board(self) -> Path:
+        """Where ranks without a common parent show what they are doing."""
+        return self.path / "logs" / "board"
+
+    @property
+    def loss_plot(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank_{rank:02d}.log"
+
+    @property
+    def lock(self) -> Path:
+        """Whose the folder is."""
+        return self.path / "lock"
+
+    @property
+    def early_stops(self) -> EarlyStops:
+        """Counts how often in a row it was told to stop before its first step."""
+        return EarlyStops(self.path / "early_stops")
+
+    @property
+    def stop(self) -> Path:
+        """The kill switch: while it exists, nothing trains here."""
+        return self.path / "STOP"
+
+
+def _is_missing(path: Path) -> bool:
+    """Return whether nothing is there; a disk that does not answer has not said so."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def remove_empty(made: Sequence[Path]) -> None:
+    """Remove folders, the nearest first, up to one that somebody has put something into."""
+    with contextlib.suppress(OSError):
+        for folder in made:
+            folder.rmdir()

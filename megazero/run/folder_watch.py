@@ -1,0 +1,47 @@
+"""Notices between saves that a run's folder is deleted, moved, or made read-only: while there is time to mend it.
+
+A run that saves once an hour would otherwise learn at its next save that it has nowhere to write, an hour of training
+later. The first rank looks about once a second; each kind of fault is one warning, and the run goes on, because the
+folder may come back before the save.
+"""
+
+import time
+from collections.abc import Callable
+
+from megazero.run.folder import RunFolder
+
+_SELDOM = 1.0  # seconds between looks; a network's disk is asked each time
+
+
+class FolderWatch:
+    """
+    Args:
+        folder: of the run.
+        warn: told once of each fault.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(self, folder: RunFolder, warn: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
+        self._folder, self._warn, self._clock = folder, warn, clock
+        self._looked = clock()
+        self._said: set[str] = set()
+
+    def look(self) -> None:
+        """Warn of a fault that has not been said; does nothing if it has looked a moment ago."""
+        if self._clock() - self._looked < _SELDOM:
+            return
+        self._looked = self._clock()
+        try:
+            fault = self._fault()
+        except OSError:  # a disk that does not answer has shown nothing
+            return
+        if fault is not None and fault not in self._said:
+            self._said.add(fault)
+            self._warn(f"{self._folder.path}: {fault}")
+
+    def _fault(self) -> str | None:
+        if (fault := self._folder.fault()) is not None:
+            return f"{fault}; nothing can be saved unless that is mended before the next save"
+        if not self._folder.checkpoints.is_dir():
+            return "checkpoints/ was deleted or moved, with the steps in it; the next save makes it anew"
+        return None

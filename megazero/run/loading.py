@@ -1,0 +1,132 @@
+"""What a run takes of a checkpoint to begin with, by `checkpoint.load`, and what must be the same for that.
+
+    load        of the checkpoint                                  what begins anew
+    all         everything: the run goes on                        nothing
+    optimizer   weights, both moments, and how many updates those  step, learning rate, data, loss scale
+                have seen
+    weights     weights                                            the same, and the moments with their count
+
+It is of the start from another run only. What lies in a run's own folder it goes on from with everything, so that a
+line with `checkpoint.load` can be started again and again. An import has weights alone, whatever is asked for.
+
+Adam corrects its moments for having begun at zero, by 1 / (1 - beta^n) with n the updates they have seen. Moments that
+are carried over keep their n (`Progress.carried`): counted anew they would be taken for 1 / (1 - beta) times what they
+are. The learning rate counts the new run's updates.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.base.errors import UserError
+from megazero.checkpoint.manifest import Manifest
+from megazero.checkpoint.shard import DTYPES, NAMES
+from megazero.config.schema import Config
+from megazero.run.checkpointing import About, plain
+from megazero.run.resume import Job
+from megazero.train.trainer import Trainer
+
+# What must be the same: another value is another model, other data, or another optimizer.
+_SAME = {
+    "all": (
+        *("model.*", "run.seed", "batch.global", "data.mask_eod", "precision.dtype"),
+        *("optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
+    ),
+    "optimizer": ("model.*", "optimizer.betas"),  # what moments are means of
+    "weights": ("model.*",),
+}
+# What may be another, and then changes what is computed: said when a run goes on.
+_SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.offload.delayed", "precision.kernels")
+
+
+def taken(manifest: Manifest, load: str) -> str:
+    """Return what is taken of a checkpoint: `load`, but of weights without a run no more than those."""
+    return "weights" if manifest.progress is None else load
+
+
+def check_same(manifest: Manifest, about: About, where: Path, load: str = "all") -> None:
+    """Refuse a checkpoint of another model, or what is to be taken of it, of other data or another optimizer.
+
+    Raises:
+        UserError: 412, with what differs, the checkpoint's value first.
+    """
+    if manifest.progress is None and load == "optimizer":
+        raise UserError(412, "holds weights alone, no moments", "give checkpoint.load=weights", where=where)
+    load = taken(manifest, load)
+    theirs, ours = manifest.config, plain(about.config)
+    names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
+    odd = [f"{key} {theirs.get(key)} -> {ours[key]}" for key in ours if key in names and theirs.get(key) != ours[key]]
+    if load == "all":
+        mine, found = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}, manifest.identity
+        odd += [f"{key} {found.get(key)} -> {mine[key]}" for key in mine if found.get(key) != mine[key]]
+    shapes = {name: logical.shape for name, logical in manifest.tensors.items()}
+    if not odd and shapes != dict(about.shapes):
+        name = next(n for n in sorted({*shapes, *about.shapes}) if shapes.get(n) != about.shapes.get(n))
+        odd = [f"{name} {shapes.get(name)} -> {about.shapes.get(name)}"]
+    if not odd and not _fits(manifest.dtype, about.dtype, load):
+        odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
+    if odd:
+        what, do = "is not of this run", "resume with the config it was made with"
+        if load != "all":
+            what, do = "is not of this model", "load it with the model it was made with"
+        raise UserError(412, f"{what} (its -> this): {_some(odd)}", do, where=where)
+
+
+def begin(trainer: Trainer, found: Manifest, job: Job, owed: Mapping[str, Any] | None) -> None:
+    """Have a trainer begin with what has been loaded.
+
+    Args:
+        owed: the row of the step to go on from, where an earlier job has left it unwritten.
+    """
+    load = taken(found, job.load)
+    if found.progress is None or load != "all":
+        trainer.begin_with(found.progress.moments_age if found.progress and load == "optimizer" else 0)
+    else:
+        trainer.go_on(found.step, found.progress, own=job.own, owed=owed)
+
+
+def described(found: Manifest, job: Job, about: About) -> str:
+    """Return what the run's first line says of where it begins."""
+    path, load = job.store.path(found.step), taken(found, job.load)
+    if load == "optimizer":
+        return f", beginning with weights and moments of {path}"
+    if job.load == "weights":
+        return f", beginning with the weights of {path}"
+    said = "" if found.progress is None else changes(found, about.config)
+    return f", going on from {path}" + (f" with {said}" if said else "")
+
+
+def doubt(found: Manifest, job: Job, about: About) -> str | None:
+    """Return a warning where weights are taken whose tokens meant something else; None: there is no sign of it."""
+    theirs, ours = found.identity.get("tokenizer"), about.identity.tokenizer
+    if taken(found, job.load) == "all" or None in (theirs, ours) or theirs == ours:
+        return None
+    return f"{job.store.path(found.step)}: its tokenizer is another than data.tokenizer: the same ids mean other text"
+
+
+def changes(manifest: Manifest, config: Config) -> str:
+    """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
+    theirs, ours = manifest.config, plain(config)
+    said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key]]
+    return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])
+
+
+def _free(config: Config) -> set[str]:
+    """What of a model its weights do not depend on."""
+    return {"model.dropout"} | ({"model.seq_len"} if config.model.position == "rotary" else set())
+
+
+def _fits(theirs: str, ours: torch.dtype, load: str) -> bool:
+    """True if values go over without rounding; who goes on has the same dtype."""
+    found = DTYPES[theirs]
+    return found == ours or (load != "all" and (found, ours) == (torch.float32, torch.float64))
+
+
+def _matching(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [k for k in values if any(k == name or (name.endswith("*") and k.startswith(name[:-1])) for name in names)]
+
+
+def _some(found: list[str]) -> str:
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")

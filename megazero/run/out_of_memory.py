@@ -1,0 +1,80 @@
+"""Memory that could not be had: one line that says what was asked for, what holds the rest, what spares how much."""
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from megazero.base.errors import UserError
+from megazero.build.pipeline import layout_of
+from megazero.comm.grid import Grid
+from megazero.config.schema import Config
+from megazero.plan.layout import Layout
+from megazero.plan.memory import memory
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_WORDS = ("can't allocate memory", "out of memory", "bad_alloc", "can't start new thread")
+_SHOWN = 4  # categories
+
+
+@contextmanager
+def told(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
+    """Around what allocates on a device.
+
+    Raises:
+        UserError: 330, instead of what the libraries say when there is no memory left.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not _is_it(error):
+            raise
+        found = _ASKED.search(str(error))
+        asked = f" when {_mb(float(found[1]) * _UNITS[found[2]])} MB more were asked for" if found else ""
+        held = {category: held.now for category, held in grid.world.wire.ledger.bytes.items() if held.now}
+        shown = sorted(held.items(), key=lambda pair: -pair[1])[:_SHOWN]
+        what = f"out of memory{asked}; there are " + ", ".join(f"{name} {_mb(size)}" for name, size in shown) + " MB"
+        spare = sorted(_spare(config, grid, device), reverse=True)
+        do = ", ".join(f"{option} spares {_mb(size)} MB" for size, option in spare[:3]) or "more ranks"
+        raise UserError(330, what, do, rank=grid.world.rank) from None
+
+
+def _is_it(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return any(word in str(error) for word in _WORDS)
+
+
+def _spare(config: Config, grid: Grid, device: torch.device) -> Iterator[tuple[float, str]]:
+    """(bytes that this rank would have less by its plan, option) of what the config leaves."""
+    layout, rank = layout_of(config, grid.world.size, apart=device.type != "cpu"), grid.pipeline.rank
+    now = memory(layout, rank).peak
+    for option, changed in _changes(layout, apart=device.type != "cpu"):
+        if (less := now - memory(changed, rank).peak) > 0:
+            yield less, option
+
+
+def _changes(layout: Layout, *, apart: bool) -> Iterator[tuple[str, Layout]]:
+    if layout.recompute != "full":
+        yield "memory.recompute=full", replace(layout, recompute="full")
+    elif not layout.partition and not layout.sequence and layout.tensor > 1:
+        yield "memory.partition=true", replace(layout, partition=True)
+    if layout.tensor > 1 and not layout.sequence and layout.shape.seq_len % layout.tensor == 0:
+        yield "parallel.sequence=true", replace(layout, sequence=True)
+    if layout.data > 1 and layout.stage < 3:
+        yield "zero.stage=3", replace(layout, stage=3)
+    if apart and layout.stage and not layout.offload_optimizer:
+        yield "zero.offload.optimizer=cpu", replace(layout, offload_optimizer=True)
+    if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
+        half = layout.micro_batch // 2
+        yield f"batch.micro={half}", replace(layout, micro_batch=half)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"

@@ -1,0 +1,382 @@
+"""One training run from a checked config to its files: ranks, folder, trainer, weights, loss curve, last words."""
+
+import contextlib
+import json
+import logging
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from megazero import __version__
+from megazero.base.errors import UserError, is_refusal
+from megazero.base.heartbeat import HEART, doing
+from megazero.build.assemble import bucket_of, check_world, grid_of
+from megazero.checkpoint.manifest import Manifest
+from megazero.comm.agreement import agree
+from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Grid
+from megazero.comm.lobby import together
+from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, Standing
+from megazero.config.file import dump, flatten
+from megazero.config.schema import Config
+from megazero.launch.environment import Place, World, check_gpus, job_id, job_output, local_size, world_from_environment
+from megazero.launch.exit_status import outcome, say_why
+from megazero.launch.rendezvous import connect, disconnect
+from megazero.launch.signals import NOTED, REQUEUE, StoppedEarly, stopped_by
+from megazero.launch.spawn import run_local
+from megazero.observe.jsonl import read_rows
+from megazero.observe.plot import draw_loss
+from megazero.observe.sinks import warn
+from megazero.run.build import Ready, build_trainer
+from megazero.run.checkpointing import Site, check_space
+from megazero.run.folder import RunFolder, remove_empty
+from megazero.run.ledger_file import write_ledger
+from megazero.run.loading import begin, check_same
+from megazero.run.lock import RunLock, remove_dead
+from megazero.run.log import RunLog, settle_in
+from megazero.run.out_of_memory import told
+from megazero.run.plan_check import Expectation
+from megazero.run.resume import Undone, find_job, from_first, owed_row, refuse_fewer, resume, share
+from megazero.run.words import beginning, doubts, ending, sharing
+from megazero.train.trainer import Trainer
+
+
+def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False) -> int:
+    """Trains `config` on all ranks of a run, or on this one where torchrun or srun started it; the exit code.
+
+    Args:
+        name: of the config; the run's folder is `runs/<name>` unless run.dir says otherwise.
+        nproc: local ranks to start; None for one per GPU, or on a CPU as many as the model is split over.
+        shares_gpus: there may be more ranks than GPUs (see `World`).
+
+    Raises:
+        UserError: what is wrong before any rank has met another, or in a run of one process.
+    """
+    world = replace(world_from_environment(), shares_gpus=shares_gpus)
+    if world.launcher and nproc is not None:
+        raise UserError(100, f"--nproc {nproc} under {world.launcher}, which has started the ranks", "leave it out")
+    check_gpus(world)
+    split = config.parallel.tensor, config.parallel.pipeline
+    size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
+    try:
+        check_world(config, size)
+    except UserError as error:
+        if world.rank == 0:
+            raise
+        return error.exit_code  # rank 0 says it
+    if size > 1 and not world.launcher:
+        made = _folder(config, name).missing()
+        return run_local(
+            size,
+            lambda place: run_training(config, name, place),
+            lambda *how: _after_failure(_folder(config, name), made, *how),
+            stopped=lambda number, standings: _stopped_early(config, name, number, standings[0].phase),
+            shares_gpus=shares_gpus,
+        )
+    place = Place.of(world)
+    place.signals.note()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
+        return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
+    except StoppedEarly as stop:
+        if place.world.rank:  # rank 0 counts it and says so, for all
+            return REQUEUE
+        return _stopped_early(config, name, stop.number, place.seat.phase)
+    finally:
+        place.signals.restore()
+        place.stacks.close()
+
+
+def _one_of_many(config: Config, name: str, place: Place) -> int:
+    """A rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
+    code = outcome(lambda: run_training(config, name, place), place)
+    place.signals.only_note(HEART.say)  # what the others say now is not to be lost
+    if place.seat.state == STOPPED:
+        if place.world.rank == 0 and place.signals.first is not None:
+            raise StoppedEarly(place.signals.first)
+    elif code:
+        say_why(place)
+    return code
+
+
+def run_training(config: Config, name: str, place: Place) -> int:
+    """One rank's part of a run, from meeting the others to the files; the exit code.
+
+    Raises:
+        UserError: whatever is wrong with the folder, the data, or the numbers.
+        CollectiveError: another rank does not answer.
+    """
+    world = place.world
+    with doing("meeting the other ranks"):
+        wire = connect(
+            place,
+            timeout=timedelta(seconds=config.parallel.timeout),
+            fingerprint=_fingerprint(config, world),
+            bucket=bucket_of(config),
+        )
+    code = _train(config, name, place, grid_of(config, wire, world))
+    disconnect()
+    return code
+
+
+def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
+    """Has the folder, and the lock on it, around everything that is done there. A refused job leaves none behind."""
+    folder, first = _folder(config, name), place.world.rank == 0
+    lock, made = RunLock(folder.lock, job_id()), folder.missing() if first else []
+    refused = False
+
+    def create() -> str | None:
+        with place.signals.held():
+            dead = folder.create(lock, resume=_resumes(config)) if first else None
+            place.seat.now(0, BUILD)  # from here on the folder tells of what happens to the run
+            return dead
+
+    try:
+        with together(grid.world.wire.lobby, "run folder"):  # whose board does not tell yet who is missing
+            dead = agree(grid.world, place.world.device, create)
+        if dead:
+            warn(f"{folder.path}: taken over from a job that has died ({dead})")
+        return _train_in(config, name, place, grid, folder, lock)
+    except UserError as error:
+        refused = first and lock.held and is_refusal(error.code, place.seat.step)
+        if refused:
+            folder.empty(made)
+        raise
+    except StoppedEarly:
+        if first and lock.held:
+            folder.release()
+        raise
+    finally:
+        if first:
+            lock.release()
+        if refused:
+            remove_empty(made)
+
+
+def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
+    first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
+    with together(grid.world.wire.lobby, "logs"):
+        log_file = agree(grid.world, device, lambda: settle_in(folder, place))
+    log = logging.getLogger("megazero")
+    if place.world.shares_gpus:
+        log.info(line := sharing(place.world, grid))
+        if first:
+            _say(line)
+    try:
+        where, load = config.checkpoint.resume, config.checkpoint.load
+        own = agree(grid.world, device, lambda: find_job(where, load, folder, lock.word) if first else None)
+        job = share(own, grid.world, device)
+        if job.stopped:
+            if first:
+                folder.release()
+                _say(f"nothing done: {folder.stop} is there; remove it to train")
+            return 0
+        agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
+        agree(grid.world, device, lambda: refuse_fewer(job, config.run.steps) if first else None)
+        site = Site(folder, lock, job, place.signals)
+        ran = _trained(config, grid, place, site, name, log_file)
+    except BaseException as error:
+        log.error("%s: %s", type(error).__name__, error)
+        if first:
+            folder.release()
+        raise
+    if ran is None:
+        log_file.forget()
+        if first:
+            _say(f"nothing to do: {folder.checkpoints} has step {config.run.steps}, run.steps is {config.run.steps}")
+        return 0
+    trainer, done = ran
+    trained = trainer.first < done
+    # A job that was killed behind its last save has left some of this undone.
+    if trained or from_first(first and not folder.ledger.exists(), grid.world, device):
+        write_ledger(folder, grid, device)
+    stopped = trainer.reason if done < config.run.steps or trainer.owes else None
+    if stopped is not None and stopped.exit_code == REQUEUE and done == trainer.first:
+        agree(grid.world, device, lambda: folder.early_stops.add(stopped.text) if first else None)
+    if first:
+        if trained or (stopped is None and folder.picture_is_old()):
+            _draw(folder)
+        if not trained and done >= config.run.steps and stopped is None:
+            _say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")
+        if stopped is None:
+            _say(ending(trainer, folder, time.monotonic() - began))
+        else:
+            kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if done else "nothing to save"
+            kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
+            _say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}")
+    return stopped.exit_code if stopped else 0
+
+
+def _trained(
+    config: Config, grid: Grid, place: Place, site: Site, name: str, log_file: RunLog
+) -> tuple[Trainer, int] | None:
+    """Build the trainer, run it to the end, and close what it holds, whatever happens.
+
+    Returns:
+        the trainer and how many steps are done; None where there was nothing to do: the folder is as it was.
+    """
+    device = place.world.device
+
+    def built() -> Ready:
+        with told(config, grid, device), doing("building the model"):
+            return build_trainer(config, grid, device, site)
+
+    ready = agree(grid.world, device, built)
+    trainer = ready.trainer
+    try:
+        found = _loaded(grid, device, site, ready)
+        undone = _begin_files(config, grid, device, site, ready, found)
+        if not undone.anything:
+            return None
+        log_file.begin()
+        _announce(config, grid, site, ready, name, found)
+        if found is not None:
+            begin(trainer, found, site.job, undone.row)
+        site.signals.only_note(HEART.say)
+        place.seat.now(0, TRAIN)
+        with told(config, grid, device):
+            return trainer, trainer.run()
+    finally:
+        trainer.close()
+
+
+def _loaded(grid: Grid, device: torch.device, site: Site, ready: Ready) -> Manifest | None:
+    """Have all ranks read what the run begins with; None: it begins with nothing."""
+    about, ops = ready.about, ready.ops
+    kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
+    names = gather_bytes(kernels.encode(), grid.world, "agree", device)
+    agree(grid.world, device, lambda: _same_kernels(names))
+    return resume(
+        site.job,
+        ready.holdings,
+        lambda manifest, where: check_same(manifest, about, where, site.job.load),
+        world=grid.world,
+        device=device,
+        warn=warn,
+    )
+
+
+def _begin_files(
+    config: Config, grid: Grid, device: torch.device, site: Site, ready: Ready, found: Manifest | None
+) -> Undone:
+    """Find what is left to do; where that is training, have the folder say what is trained now."""
+    first, folder, trainer = grid.world.rank == 0, site.folder, ready.trainer
+    trains = not (site.job.own and found is not None and found.step >= config.run.steps)
+    due = found is not None and trainer.validates(found.step)
+
+    def begun() -> dict[str, Any]:
+        if trains:
+            check_space(config, ready.about, folder.checkpoints)
+        row = owed_row(folder.metrics, found, own=site.job.own, validates=due, warn=warn)
+        if trains:
+            dump(config, folder.config)
+            _keep_output(folder)
+            Expectation(config, grid, device, ready.ops).write(folder.plan)
+        return asdict(Undone(trains, row, not folder.ledger.exists(), folder.picture_is_old()))
+
+    return Undone(**from_first(agree(grid.world, device, lambda: begun() if first else None), grid.world, device))
+
+
+def _announce(config: Config, grid: Grid, site: Site, ready: Ready, name: str, found: Manifest | None) -> None:
+    start, *more = beginning(config, grid, site, ready, name, found)
+    logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
+    if grid.world.rank == 0:
+        _say("\n".join([start, *more]))
+        for text in doubts(config, site, ready, found):
+            warn(text)
+
+
+def _keep_output(folder: RunFolder) -> None:
+    """Give a batch job's output a name in the run's folder; a disk that cannot costs a warning."""
+    output = job_output()
+    if output is not None:
+        try:
+            if output.is_file():
+                folder.keep_output(output, job_id())
+        except OSError as error:
+            warn(f"the job's output stays in {output} alone: {error.strerror}")
+
+
+def _draw(folder: RunFolder) -> None:
+    """Draw the loss curve; a warning where that fails: the weights are safe."""
+    try:
+        with doing("drawing the loss curve"):
+            draw_loss(read_rows(folder.metrics), folder.loss_plot)
+    except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk
+        warn(f"no loss curve: {error or 'out of memory'}")
+
+
+def _resumes(config: Config) -> bool:
+    return config.checkpoint.resume != "none"
+
+
+def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
+    """A signal has ended a run before its first step, on all ranks: count it, and say so; the exit code.
+
+    Args:
+        phase: that rank 0 was in; before it had the run's folder nothing is counted there.
+
+    Raises:
+        UserError: 422, that has happened too often in a row.
+    """
+    folder, text = _folder(config, name), stopped_by(number)
+    if phase != START:
+        remove_dead(folder.lock)
+        if not folder.lock.exists():  # no other job has come in between
+            folder.release()
+        folder.early_stops.add(text)
+    _say(f"{text} before the first step, nothing to save")
+    return REQUEUE
+
+
+def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[Standing], line: str) -> None:
+    """The log gets the line; a run that was refused does not keep the folder that it had made.
+
+    Args:
+        made: folders that were not there before the ranks were.
+    """
+    if standings[0].phase == START:  # it had none
+        return
+    refused = re.match(r"MZ-(\d{3}) ", line)
+    if refused and is_refusal(int(refused[1]), max(standing.step for standing in standings)):
+        lock = RunLock(folder.lock)  # rank 0 may have been killed with it
+        with contextlib.suppress(UserError, OSError):
+            lock.take()
+            folder.empty(made)
+        lock.release()
+        remove_empty(made)
+    if folder.path.exists():
+        with contextlib.suppress(OSError), folder.log(0).open("a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {line}\n")
+        folder.release()
+
+
+def _folder(config: Config, name: str) -> RunFolder:
+    return RunFolder(config.run.dir or f"runs/{name}")
+
+
+def _fingerprint(config: Config, world: World) -> str:
+    """Of what must be the same on every rank."""
+    digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
+    shared = ", GPUs shared" if world.shares_gpus else ""
+    return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
+
+
+def _same_kernels(names: list[bytes]) -> None:
+    if odd := [r for r, name in enumerate(names) if name != names[0]]:
+        what = f"rank {odd[0]} has {names[odd[0]].decode()} kernels, rank 0 {names[0].decode()}: sums would differ"
+        raise UserError(114, what, "give precision.kernels=reference, or the same compiler to all hosts")
+
+
+def _say(text: str) -> None:
+    """Tells whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
+    with HEART.aside(), contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)

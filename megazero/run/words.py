@@ -1,0 +1,78 @@
+"""What a run says of itself when it begins, and when it has come to its end."""
+
+from collections.abc import Iterator
+
+import torch
+
+from megazero.build.pipeline import model_shape
+from megazero.build.schedule_report import report, summary
+from megazero.checkpoint.manifest import Manifest
+from megazero.comm.grid import Grid
+from megazero.config.schema import Config
+from megazero.launch.environment import World
+from megazero.observe.console import clock_text
+from megazero.run.build import Ready
+from megazero.run.checkpointing import Site
+from megazero.run.folder import RunFolder
+from megazero.run.loading import described, doubt
+from megazero.train.trainer import Trainer
+from megazero.zero.resting_table import resting_table
+
+
+def beginning(config: Config, grid: Grid, site: Site, ready: Ready, name: str, found: Manifest | None) -> Iterator[str]:
+    """Give the run's first lines: what is trained, on what and where to, then what rests where, and the schedule.
+
+    Args:
+        found: of what it begins with; None: with nothing.
+    """
+    parameters, device = model_shape(config).parameters(), ready.trainer.engine.units[0].device
+    start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
+    start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, "
+    start += f"into {site.folder.path}"
+    yield start if found is None else start + described(found, site.job, ready.about)
+    yield _resting(config, ready.trainer)
+    if config.parallel.pipeline > 1:
+        yield summary(report(config, grid.data.size)[0])
+
+
+def doubts(config: Config, site: Site, ready: Ready, found: Manifest | None) -> Iterator[str]:
+    """Give a warning for each thing that is accepted, and is probably not meant."""
+    if found is not None and (said := doubt(found, site.job, ready.about)):
+        yield said
+    warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr
+    if warmup > steps:
+        reached = f"the learning rate ends at {peak * steps / warmup:.3g} and never reaches optimizer.lr {peak:.3g}"
+        yield f"schedule.warmup {warmup} is longer than run.steps {steps}: {reached}"
+
+
+def ending(trainer: Trainer, folder: RunFolder, seconds: float) -> str:
+    """Return the last lines of a run that has come to its end."""
+    lines = [f"done in {clock_text(seconds)}"]
+    if trainer.score is not None:
+        lines.append(f"validation loss {trainer.score.loss:.4f} nats per token")
+        if trainer.score.bits_per_byte is not None:
+            lines[-1] += f", {trainer.score.bits_per_byte:.4f} bits per byte"
+    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
+    lines.append(f"loss curve {folder.loss_plot}")
+    return "\n".join(lines)
+
+
+def sharing(world: World, grid: Grid) -> str:
+    """Return the line that says what `--share-gpus` means here."""
+    if grid.world.wire.bounce is None:
+        return "--share-gpus changes nothing: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
+    what = f"--share-gpus: {grid.world.size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
+    return f"{what} and talk by gloo through pinned memory: for trying layouts out, every message waits for the host"
+
+
+def _resting(config: Config, trainer: Trainer) -> str:
+    units, spread = trainer.engine.units, trainer.engine.spread
+    title = f"ZeRO stage {config.zero.stage} over {spread.data.size} data rank{'s' * (spread.data.size > 1)}, "
+    return title + "resting on this rank between steps:\n" + resting_table(units, spread)
+
+
+def _devices(grid: Grid, device: torch.device) -> str:
+    if grid.world.size == 1:
+        return str(device)
+    axes = ((a.name, a.size) for a in (grid.tensor, grid.pipeline, grid.data) if a.size > 1)
+    return f"{grid.world.size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"

@@ -1,0 +1,1 @@
+"""Hold the verbs that no training run needs."""

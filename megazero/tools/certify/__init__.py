@@ -1,0 +1,1 @@
+"""Compare every layout of a config with one process."""

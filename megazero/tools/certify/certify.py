@@ -1,0 +1,297 @@
+"""The certificate of equivalence: every layout computes the model that one process does.
+
+    layouts_of   all layouts of up to N ranks that the config's model admits; of too many a sample in which every two
+                 values that go together somewhere occur together, and more spread evenly over the rest
+    certify      the same model, data and steps on one process and in each layout, compared parameter by parameter:
+                 initial weights, the first step's gradients, weights after all steps, loss and gradient norm
+
+Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what must be equal to what, and how exactly.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations, product
+from typing import Any, Literal
+
+import torch
+
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import doing
+from megazero.build.assemble import check_world
+from megazero.config.file import flatten
+from megazero.config.rules import broken_exclusions, broken_relations
+from megazero.config.schema import Config, Memory, Recompute
+from megazero.launch.interruption import Interruption
+from megazero.launch.scratch import scratch_folder
+from megazero.launch.spawn import run_local
+from megazero.tools.certify.rank import Results, load_results
+from megazero.tools.certify.state import Certified, compare_all
+from megazero.tools.certify.tolerances import tolerance_of
+from megazero.tools.certify.training import Plant, nothing, settings, train_rank
+
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
+RECOMPUTES: tuple[tuple[Recompute, bool, bool], ...] = (
+    ("none", False, False),
+    ("selective", False, False),
+    ("full", False, False),
+    ("full", True, False),
+    ("full", True, True),
+)
+_PAIRED = ("tensor", "pipeline", "data", "stage", "sequence", "schedule", "recompute", "offload", "delayed")
+Offloaded = Literal["none", "optimizer", "parameters", "both"]
+OFFLOADS: tuple[tuple[Offloaded, bool], ...] = (
+    ("none", False),
+    ("optimizer", False),
+    ("optimizer", True),
+    ("parameters", False),
+    ("both", False),
+    ("both", True),
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay a config out.
+
+    Attributes:
+        partition, inputs_away: kept block inputs are split over the tensor axis, and rest on the host.
+        offload, delayed: what rests on the host, and whether it updates a step late.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    stage: int = 1
+    sequence: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: Recompute = "none"
+    partition: bool = False
+    inputs_away: bool = False
+    offload: Offloaded = "none"
+    delayed: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
+        words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
+        words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
+        words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
+        words += ["Pa+cpu" if self.inputs_away else "Pa"] * self.partition
+        words += [f"offload-{self.offload}"] * (self.offload != "none") + ["delayed"] * self.delayed
+        return " ".join(words) or "one process"
+
+    def of(self, config: Config) -> Config:
+        """The config in this layout."""
+        parallel = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
+        pipeline = {"schedule": self.schedule, "chunks": self.chunks}
+        there = {what: "cpu" if self.offload in (what, "both") else "none" for what in ("optimizer", "parameters")}
+        offload = config.zero.offload.model_copy(update={**there, "delayed": self.delayed})
+        return config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=parallel),
+                "pipeline": config.pipeline.model_copy(update=pipeline),
+                "zero": config.zero.model_copy(update={"stage": self.stage, "offload": offload}),
+                "memory": Memory(recompute=self.recompute, partition=self.partition, offload=self.inputs_away),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Row(Certified):
+    """What one layout computed, beside one process."""
+
+    layout: Layout = field(kw_only=True)
+
+    @property
+    def summary(self) -> str:
+        worst, times = max(self.times.items(), key=lambda item: item[1])
+        return "bitwise equal" if self.bitwise else f"at most {times:.2g} of a tolerance ({worst})"
+
+
+def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
+    """All layouts of 2 to `max_ranks` ranks that the config admits."""
+    sizes = range(1, max_ranks + 1)
+    grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
+    found = []
+    for tensor, pipeline, data in grids:
+        stages = range(4) if data > 1 else (1,)  # a stage shares with data ranks
+        choices = product(stages, (False, True), SCHEDULES, RECOMPUTES, OFFLOADS)
+        for stage, sequence, (schedule, chunks), memory, offload in choices:
+            if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
+                continue
+            if memory[1] and (tensor == 1 or sequence):  # it would change nothing
+                continue
+            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks, *memory, *offload)
+            if admits(layout.of(config), layout.size):
+                found.append(layout)
+    return found
+
+
+def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
+    """At most about `number` of them, or all: first those with every pair of values, then evenly spread over the rest.
+
+    The cover may have more than `number`.
+    """
+    if len(layouts) <= number:
+        return list(layouts)
+    pairs = {layout: _pairs(layout) for layout in layouts}
+    missing = set().union(*pairs.values())
+    chosen: list[Layout] = []
+    while missing:
+        best = max(layouts, key=lambda layout: len(pairs[layout] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    taken = set(chosen)
+    rest = [layout for layout in layouts if layout not in taken]
+    more = max(number - len(chosen), 0)
+    return chosen + [rest[i * len(rest) // more] for i in range(more)]
+
+
+class Certificate:
+    """Layouts of one config, each held against one process that trains once.
+
+    Args:
+        steps: of training.
+        interruption: of whoever is to be ended by a signal.
+    """
+
+    def __init__(self, config: Config, steps: int, interruption: Interruption | None = None):
+        self._config, self._steps = settings(config), steps
+        self._interruption = interruption or Interruption()
+        self._alone: dict[bool, Results] = {}
+        torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
+
+    def row(self, layout: Layout, plant: Plant = nothing) -> Row:
+        """Compares what layouts compute with one process.
+
+        Args:
+            plant: what is changed on its ranks before they begin.
+
+        Raises:
+            UserError: 303, one process does not get through.
+            Interrupted: a signal came.
+        """
+        model = self._config.model
+        assert model.kv_heads is not None, "a resolved config"
+        alone = self._reference(layout.delayed)
+        ranks, fault = self._results(layout, plant)
+        if fault:
+            return Row(layout=layout, fault=fault)
+        tolerance = tolerance_of(self._config.precision.dtype)
+        return Row(layout=layout, **vars(compare_all(ranks, alone, model.heads, model.kv_heads, tolerance)))
+
+    def _reference(self, delayed: bool) -> Results:
+        """Return the results of one process, which is delayed as the layouts are that are compared with it."""
+        if delayed not in self._alone:
+            layout = Layout(offload="optimizer", delayed=True) if delayed else Layout()
+            ranks, fault = self._results(layout, nothing)
+            if fault is not None:
+                raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
+            self._alone[delayed] = ranks[0]
+        return self._alone[delayed]
+
+    def _results(self, layout: Layout, plant: Plant) -> tuple[list[Results], str | None]:
+        """Return what each rank computed; or why it did not."""
+        lines: list[str] = []
+        name = f"{self._config.precision.dtype} {layout}"
+        with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
+            of_layout = layout.of(self._config)
+            code = run_local(
+                layout.size,
+                lambda place: train_rank(place, of_layout, self._steps, folder, plant),
+                lambda standings, line: lines.append(line),
+                signalled=self._interruption.end,
+            )
+            if code:
+                return [], lines[-1] if lines else f"exit code {code}"
+            return [load_results(folder, rank) for rank in range(layout.size)], None
+
+
+def certify(
+    config: Config, layouts: Sequence[Layout], steps: int, interruption: Interruption | None = None
+) -> Iterator[Row]:
+    """Yield a row for each layout; raises what `Certificate.row` raises."""
+    certificate = Certificate(config, steps, interruption)
+    return map(certificate.row, layouts)
+
+
+def table(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """In Markdown."""
+    tolerance = tolerance_of(config.precision.dtype)
+    lines = [
+        f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process: relative differences",
+        "",
+        "| layout | ranks | bitwise equal | loss | gradient norm | first gradients | weights "
+        "| moments | update | its size | beyond its tolerance |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f"| *tolerance* | | | {tolerance.loss:.0e} | {tolerance.norm:.0e} (first) | {tolerance.gradients:.0e} "
+        f"| {tolerance.weights:.0e} | {tolerance.states:.0e} | {tolerance.states:.0e} | {tolerance.sizes:.0e} | |",
+    ]
+    for row in rows:
+        values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update, row.size)
+        numbers = " | ".join(_number(v) for v in values)
+        bitwise = "yes" if row.bitwise else "no" if row.fault is None or row.loss else ""
+        lines.append(f"| {row.layout} | {row.layout.size} | {bitwise} | {numbers} | {row.fault or ''} |")
+    return "\n".join(lines)
+
+
+def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """For a terminal: under each layout its numbers, in 60 columns."""
+    tolerance = tolerance_of(config.precision.dtype)
+    limits = (tolerance.loss, tolerance.norm, tolerance.gradients, tolerance.weights)
+    lines = [
+        f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process:",
+        "relative differences, in an update of Adam's moments too",
+        "",
+        "layout",
+        "   equal   loss   norm  first   wei-   mom-    up-   its",
+        "   bits?                grads   ghts   ents   date  size",
+        "  allow."
+        + "".join(f"{limit:>7.0e}" for limit in (*limits, tolerance.states, tolerance.states))
+        + f"{tolerance.sizes:>6.0e}",
+    ]
+    for row in rows:
+        values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update)
+        bitwise = "yes" if row.bitwise else "no"
+        lines.append(f"{row.layout}, {row.layout.size} ranks")
+        lines.append(
+            f"{bitwise:>8}"
+            + "".join(f"{value:>7.0e}" if value else f"{0:>7}" for value in values)
+            + (f"{row.size:>6.0e}" if row.size else f"{0:>6}")
+        )
+        lines += [f"  BEYOND ITS TOLERANCE: {row.fault}"] if row.fault else []
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
+    tolerance = asdict(tolerance_of(config.precision.dtype))
+    found = [asdict(row) | {"name": str(row.layout), "ranks": row.layout.size} for row in rows]
+    for row in found:  # JSON has no infinity
+        row["times"] = {measure: times if math.isfinite(times) else None for measure, times in row["times"].items()}
+    return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
+
+
+def admits(config: Config, size: int) -> bool:
+    """Return whether a config can be trained on so many ranks."""
+    values = flatten(config)
+    if broken_relations(values) or broken_exclusions(values):
+        return False
+    try:
+        check_world(config, size)
+    except UserError:
+        return False
+    return True
+
+
+def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+    values = {name: getattr(layout, name) for name in _PAIRED} | {"inputs": (layout.partition, layout.inputs_away)}
+    return set(combinations(values.items(), 2))
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,276 @@
+"""Faults that the certificate has to find: each small, of a kind that is really made, planted into a layout's ranks.
+
+A fault changes what has been built on a rank (`Rig`), on every rank or on one, and nothing of the program. Each names
+the layout that it is planted into; that layout without it has to be found right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megazero.build.assemble import Feed
+from megazero.checkpoint.save import Holding
+from megazero.data.loader import MicroBatch
+from megazero.model.block import Block
+from megazero.optim.adamw import AdamW
+from megazero.tools.certify.certify import Layout
+from megazero.tools.certify.tolerances import DECAY
+from megazero.tools.certify.training import Plant, Rig
+from megazero.zero.unit import Unit
+
+DATA = Layout(data=2, stage=1)
+SHARDED = Layout(data=2, stage=3)
+PIPELINE = Layout(pipeline=2)
+SEQUENCE = Layout(tensor=2, sequence=True)
+OFFLOADED = Layout(data=2, stage=2, offload="optimizer")
+DELAYED = Layout(data=2, stage=1, offload="optimizer", delayed=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """
+    Attributes:
+        what: is wrong, in a few words.
+        layout: that it is planted into.
+        least: how many times its tolerance some measure has to be.
+    """
+
+    name: str
+    what: str
+    layout: Layout
+    plant: Plant
+    least: float = 1.0
+
+
+def _of_one_rank(plant: Plant) -> Plant:
+    """Return the fault on the second data rank only."""
+
+    def on_second(rig: Rig) -> None:
+        if rig.grid.data.rank == 1:
+            plant(rig)
+
+    return on_second
+
+
+def _block(rig: Rig) -> Unit:
+    """Return the unit of a block that this rank has."""
+    return next(unit for unit in rig.built.engine.units if unit.layout.name.startswith("blocks."))
+
+
+def _around_update(rig: Rig, wrong: Callable[[Callable[..., None], Unit, dict[str, Any]], None]) -> None:
+    """`wrong(update, unit, arguments)` is done instead of each update of a unit."""
+    optimizer = rig.built.engine.optimizer
+    update = optimizer.update
+    optimizer.update = lambda unit, **how: wrong(update, unit, how)  # type: ignore[method-assign]
+
+
+def _change_decay(optimizer: AdamW, decay: Callable[[float], float]) -> None:
+    optimizer._pieces = {
+        unit: [replace(piece, decay=decay(piece.decay)) for piece in pieces]
+        for unit, pieces in optimizer._pieces.items()
+    }
+
+
+def no_decay(rig: Rig) -> None:
+    _change_decay(rig.built.engine.optimizer, lambda decay: 0.0)
+
+
+def misplaced_decay(rig: Rig) -> None:
+    _change_decay(rig.built.engine.optimizer, lambda decay: DECAY - decay)
+
+
+def loose_clip(rig: Rig) -> None:
+    rig.built.engine.clip *= 3
+
+
+def frozen_norms(rig: Rig) -> None:
+    def wrong(update: Callable[..., None], unit: Unit, how: dict[str, Any]) -> None:
+        before = unit.masters.clone()
+        update(unit, **how)
+        for interval in unit.layout.intervals:
+            if "norm" in interval.name:
+                first, last = (max(end - unit.shard.start, 0) for end in (interval.start, interval.stop))
+                unit.masters[first:last] = before[first:last]
+        unit.round_masters()
+
+    _around_update(rig, wrong)
+
+
+def wrong_lr(rig: Rig) -> None:
+    _around_update(rig, lambda update, unit, how: update(unit, **{**how, "lr": 1.02 * how["lr"]}))
+
+
+def no_update(rig: Rig) -> None:
+    block = _block(rig)
+    _around_update(rig, lambda update, unit, how: None if unit is block else update(unit, **how))
+
+
+def late_bias_correction(rig: Rig) -> None:
+    optimizer = rig.built.engine.optimizer
+    for unit in rig.built.engine.units:
+        for step in optimizer.steps(unit):
+            step.fill_(1)
+
+
+def swapped_betas(rig: Rig) -> None:
+    optimizer = rig.built.engine.optimizer
+    optimizer.betas = (optimizer.betas[1], optimizer.betas[0])
+
+
+def scaled(by: float, *, everywhere: bool) -> Plant:
+    """Multiply the gradients of one block, or of all units, when they have been reduced."""
+
+    def plant(rig: Rig) -> None:
+        for unit in rig.built.engine.units if everywhere else [_block(rig)]:
+            _scale_reduced(unit, by)
+
+    return plant
+
+
+def _scale_reduced(unit: Unit, by: float) -> None:
+    park = unit.park
+
+    def scale_and_park() -> None:
+        unit.own_gradients.mul_(by)
+        park()
+
+    unit.park = scale_and_park  # type: ignore[method-assign]
+
+
+def lost_gradients(rig: Rig) -> None:
+    unit = _block(rig)
+    close = unit.close_gradients
+
+    def close_and_lose() -> None:
+        close()
+        assert unit.partial is not None
+        unit.partial.zero_()
+
+    unit.close_gradients = close_and_lose  # type: ignore[method-assign]
+
+
+def norm_without_a_unit(rig: Rig) -> None:
+    engine = rig.built.engine
+    engine._counted, engine._places = engine._counted[1:], engine._places[1:]
+
+
+def other_weights(rig: Rig) -> None:
+    _block(rig).parameters.mul_(1.01)
+
+
+def stale_shards(rig: Rig) -> None:
+    presence, block = rig.built.engine.presence, _block(rig)
+    publish = presence.publish
+    presence.publish = lambda unit: unit.depart() if unit is block else publish(unit)  # type: ignore[method-assign]
+
+
+def lost_micro_batch(rig: Rig) -> None:
+    batches = rig.batches
+    rig.batches = lambda step: batches(step)[:-1]
+
+
+def samples_of_the_next_step(rig: Rig) -> None:
+    batches = rig.batches
+    rig.batches = lambda step: batches(step + 1)
+
+
+def other_tokens(rig: Rig) -> None:
+    batches = rig.batches
+
+    def wrong(step: int) -> list[MicroBatch]:
+        first, *rest = batches(step)
+        return [replace(first, tokens_SB=first.tokens_SB.flip(0)), *rest]
+
+    rig.batches = wrong
+
+
+def targets_of_another(rig: Rig) -> None:
+    feed, before = rig.feed, []
+
+    def wrong(batch: MicroBatch, step: int, training: bool) -> Feed:
+        own = feed(batch, step, training)
+        before.append(own)
+        return replace(own, targets_SB=before[max(len(before) - 2, 0)].targets_SB)
+
+    rig.feed = wrong
+
+
+def masks_of_another_layer(rig: Rig) -> None:
+    """Number the blocks of a rank of the pipeline from 0."""
+    if rig.grid.pipeline.rank == 0:
+        return
+    for block in rig.built.model.blocks:
+        assert isinstance(block, Block)
+        for dropout in (block.attention_dropout, block.mlp_dropout):
+            seed, layer, site = dropout._name
+            dropout._name = seed, layer - 1, site
+
+
+def untied(rig: Rig) -> None:
+    rig.built.pipeline._tie = lambda: None
+
+
+def incomplete_tails(rig: Rig) -> None:
+    rig.built.engine._complete_tails = lambda: None  # type: ignore[method-assign]
+
+
+def lost_on_the_way(rig: Rig) -> None:
+    parked = _block(rig).parked
+    assert parked is not None, "the layout offloads"
+    parked.send = lambda reduced, at=0: None  # type: ignore[method-assign]
+
+
+def published_at_once(rig: Rig) -> None:
+    engine = rig.built.engine
+    finish = engine.finish_step
+
+    def finish_and_catch_up(lr: float):
+        done = finish(lr)
+        engine.catch_up()
+        return done
+
+    engine.finish_step = finish_and_catch_up  # type: ignore[method-assign]
+
+
+def _held_otherwise(rig: Rig, wrong: Callable[[Holding], Holding]) -> None:
+    holdings = rig.holdings
+    rig.holdings = lambda: [wrong(holding) if number == 1 else holding for number, holding in enumerate(holdings())]
+
+
+def held_twice(rig: Rig) -> None:
+    _held_otherwise(rig, lambda holding: replace(holding, pieces=(*holding.pieces, holding.pieces[0])))
+
+
+def held_by_nobody(rig: Rig) -> None:
+    def shorter(holding: Holding) -> Holding:
+        first, *rest = holding.pieces
+        return replace(holding, pieces=(replace(first, stop=first.stop - 1), *rest))
+
+    _held_otherwise(rig, shorter)
+
+
+FAULTS = (
+    Fault("no-decay", "weight decay is dropped", DATA, no_decay, 10),
+    Fault("misplaced-decay", "what should decay does not, all else does", DATA, misplaced_decay, 10),
+    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, loose_clip, 10),
+    Fault("frozen-norms", "norms are never updated", DATA, frozen_norms, 10),
+    Fault("wrong-lr", "the learning rate is 2 % too large", DATA, wrong_lr, 10),
+    Fault("bias-correction", "Adam's bias correction counts one update more", DATA, late_bias_correction),
+    Fault("swapped-betas", "Adam's betas are swapped", DATA, swapped_betas),
+    Fault("no-update", "one rank never updates its part of a block", SHARDED, _of_one_rank(no_update)),
+    Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _of_one_rank(lost_gradients)),
+    Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, norm_without_a_unit),
+    Fault("other-weights", "one rank begins with other weights", DATA, _of_one_rank(other_weights)),
+    Fault("stale-shards", "a block's updated shards are never gathered", DATA, stale_shards),
+    Fault("lost-micro-batch", "one rank skips a micro-batch", DATA, _of_one_rank(lost_micro_batch)),
+    Fault("next-samples", "one rank reads a step ahead", DATA, _of_one_rank(samples_of_the_next_step)),
+    Fault("other-tokens", "a sample's tokens come in another order", DATA, _of_one_rank(other_tokens)),
+    Fault("other-targets", "the last stage scores another micro-batch's targets", PIPELINE, targets_of_another),
+    Fault("other-masks", "dropout masks are those of another layer", PIPELINE, masks_of_another_layer),
+    Fault("untied", "the tied weight's two gradients are not added", PIPELINE, untied),
+    Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, incomplete_tails),
+    Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, lost_on_the_way),
+    Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),
+    Fault("held-twice", "a piece of a parameter is held twice", DATA, _of_one_rank(held_twice)),
+    Fault("held-by-nobody", "an element is held by nobody", DATA, _of_one_rank(held_by_nobody)),
+)

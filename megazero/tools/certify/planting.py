@@ -1,0 +1,153 @@
+"""What the certificate finds of faults that are planted: every one of `planted_faults.py` in every precision.
+
+The faults are planted into a model of the config's shape with dropout and tied embeddings, on a batch of four
+micro-batches. A fault is found where something is beyond its tolerance; of those for which the certificate's settings
+were chosen, ten times beyond it. Of a reduction that is scaled by 1 + x, the smallest x = 2^-k that is found is looked
+for.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megazero.base.errors import UserError
+from megazero.config.schema import Config
+from megazero.launch.interruption import Interruption
+from megazero.tools.certify.certify import Certificate, admits
+from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault, scaled
+
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
+_SMALLEST = 47  # of the scales that are tried, 2^-47
+NOTHING, SCALES = "nothing", {"scaled-block": False, "scaled-gradient": True}
+_SCALED = {False: "a block's reduced gradients times 1 + x", True: "all reduced gradients times 1 + x"}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Says what was found of a fault in one precision.
+
+    Attributes:
+        what, layout: of the fault.
+        measure: by which it shows most; "" for none.
+        times: its tolerance; infinite where nothing may differ.
+        scale: the smallest x of 1 + x that was found; None: of another fault, or none was.
+        right: what had to be found was, and nothing else.
+    """
+
+    fault: str
+    what: str
+    layout: str
+    dtype: str
+    measure: str
+    times: float
+    right: bool
+    scale: float | None = None
+
+
+def names() -> list[str]:
+    """Yield what is found of everything that is planted."""
+    return [NOTHING, *(fault.name for fault in FAULTS), *SCALES]
+
+
+def plant(
+    config: Config, chosen: Sequence[str], steps: int, interruption: Interruption | None = None
+) -> Iterator[Planted]:
+    """Every chosen fault in every precision.
+
+    Raises:
+        UserError: 106, the config does not admit a layout; 303, one process does not get through.
+    """
+    config = _suited(config)
+    faults = [fault for fault in FAULTS if fault.name in chosen]
+    for layout in {fault.layout: None for fault in FAULTS}:
+        if not admits(layout.of(config), layout.size):
+            what = f"the config cannot be trained as {layout}, into which faults are planted"
+            raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
+    for dtype in DTYPES:
+        precision = config.precision.model_copy(update={"dtype": dtype})
+        certificate = Certificate(config.model_copy(update={"precision": precision}), steps, interruption)
+        if NOTHING in chosen:
+            yield _nothing(certificate, dtype)
+        for fault in faults:
+            yield _found(certificate, fault, dtype)
+        for name, everywhere in SCALES.items():
+            if name in chosen:
+                yield _smallest(certificate, name, everywhere, dtype)
+
+
+def _suited(config: Config) -> Config:
+    model = {"dropout": config.model.dropout or 0.1, "tie_embeddings": True}
+    batch = {"global_": 4, "micro": 1}
+    return config.model_copy(
+        update={"model": config.model.model_copy(update=model), "batch": config.batch.model_copy(update=batch)}
+    )
+
+
+def _nothing(certificate: Certificate, dtype: str) -> Planted:
+    """Return what is found of the layouts as they are: nothing."""
+    rows = [certificate.row(layout) for layout in dict.fromkeys(fault.layout for fault in FAULTS)]
+    measure, times = max((_most(row.times, row.fault) for row in rows), key=lambda most: most[1])
+    right = not any(row.fault for row in rows)
+    return Planted(NOTHING, "the same layouts as they are", "all below", dtype, measure, times, right)
+
+
+def _found(certificate: Certificate, fault: Fault, dtype: str) -> Planted:
+    row = certificate.row(fault.layout, fault.plant)
+    measure, times = _most(row.times, row.fault)
+    right = row.fault is not None and bool(row.times) and times >= fault.least
+    return Planted(fault.name, fault.what, str(fault.layout), dtype, measure, times, right)
+
+
+def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str) -> Planted:
+    """Return the smallest scale that is found, by bisection over powers of two."""
+    found, missed = 0, _SMALLEST + 1  # exponents; 1 + 1 is found if anything is
+    best = "", 0.0
+    while missed - found > 1:
+        middle = (found + missed) // 2
+        row = certificate.row(DATA, scaled(1 + 2.0**-middle, everywhere=everywhere))
+        if row.fault is None:
+            missed = middle
+        else:
+            found, best = middle, _most(row.times, row.fault)
+    scale = 2.0**-found if found else None
+    return Planted(name, _SCALED[everywhere], str(DATA), dtype, *best, scale is not None, scale)
+
+
+def _most(times: Any, fault: str | None) -> tuple[str, float]:
+    """Return the measure that is furthest beyond its tolerance, the first of several without any."""
+    if not times:
+        return f"does not run: {fault}", math.inf
+    measure = max(times, key=lambda measure: times[measure])
+    return measure, times[measure]
+
+
+def table(found: Sequence[Planted], steps: int) -> str:
+    """Return a table in Markdown: a row for each fault, a column for each precision."""
+    lines = [
+        f"Planted faults, {steps} steps: by which measure each is found, and how many times its tolerance",
+        "",
+        f"| fault | layout | {' | '.join(DTYPES)} |",
+        f"|---|---|{'---|' * len(DTYPES)}",
+    ]
+    for name in dict.fromkeys(each.fault for each in found):
+        of_fault = {each.dtype: each for each in found if each.fault == name}
+        first = next(iter(of_fault.values()))
+        cells = " | ".join(_cell(of_fault[dtype]) if dtype in of_fault else "" for dtype in DTYPES)
+        lines.append(f"| {first.what} | {first.layout} | {cells} |")
+    return "\n".join(lines)
+
+
+def _cell(found: Planted) -> str:
+    if found.fault in SCALES:
+        return f"x = 2^{math.log2(found.scale):.0f} ({found.measure})" if found.scale is not None else "MISSED"
+    how = f"{found.measure}, " + ("exact" if math.isinf(found.times) else f"{found.times:.2g}")
+    if found.right:
+        return how if found.fault != NOTHING else f"none, at most {found.times:.2g} ({found.measure})"
+    return f"WRONG: {how}" if found.fault == NOTHING else f"MISSED: {how}"
+
+
+def as_json(found: Sequence[Planted], steps: int) -> dict[str, Any]:
+    """Return the values with null for infinity, which JSON has not."""
+    rows = [asdict(each) | {"times": each.times if math.isfinite(each.times) else None} for each in found]
+    return {"steps": steps, "planted": rows}

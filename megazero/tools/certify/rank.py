@@ -1,0 +1,112 @@
+"""What one rank computes in a few steps of training, noted for a comparison, and the file that it is kept in."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megazero.build.assemble import Built
+from megazero.comm.collectives import all_gather
+from megazero.model.parameter import declaration_of
+from megazero.optim.clip import clip_factor
+from megazero.zero.engine import Engine
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one rank computed.
+
+    Attributes:
+        losses, norms: of each step.
+        rows: of each parameter that is split the first row that this rank has, and how many, padding left out.
+        stored: its parts of all tensors, by "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; and of what it
+            would save at the beginning and after all steps, by "KIND/NUMBER": first, weight, exp_avg, exp_avg_sq.
+        held: (parameter, first element, one past the last) of each NUMBER of these.
+        shapes: the whole shape of every parameter of the model.
+        data_rank: on the data axis.
+        samples: of each step the samples that were computed with, and a digest of the tokens of each.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    rows: dict[str, tuple[int, int]]
+    stored: dict[str, Tensor]
+    held: list[tuple[str, int, int]] = field(default_factory=list)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    data_rank: int = 0
+    samples: list[list[tuple[int, str]]] = field(default_factory=list)
+
+    def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
+        """(name, this rank's part) of each of a kind."""
+        return [(name[len(kind) + 1 :], t) for name, t in self.stored.items() if name.startswith(kind + "/")]
+
+    def snapshots(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+        """(kind, step from 0, tensors) in the order in which they were computed."""
+        kinds = [("initial", 0), ("gradient", 0), *((f"weight/{step}", step) for step in range(len(self.losses)))]
+        return ((kind, step, dict(self.tensors(kind))) for kind, step in kinds)
+
+
+def load_results(folder: Path, rank: int) -> Results:
+    numbers = json.loads((folder / f"{rank}.json").read_text())
+    numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
+    numbers["held"] = [(name, start, stop) for name, start, stop in numbers["held"]]
+    numbers["samples"] = [[(number, digest) for number, digest in step] for step in numbers["samples"]]
+    return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
+
+
+def write_results(results: Results, folder: Path, rank: int) -> None:
+    numbers = {name: value for name, value in vars(results).items() if name != "stored"}
+    save_file(results.stored, folder / f"{rank}.safetensors")
+    (folder / f"{rank}.json").write_text(json.dumps(numbers))  # last: where it is, all is there
+
+
+def record(built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float) -> Results:
+    """Trains, and notes what this rank computed. After the last step no update is delayed.
+
+    Args:
+        passes: forward and backward of a step.
+        clip: of the config.
+    """
+    engine = built.engine
+    declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
+    rows = {
+        name: (d.first_row, max(min(d.local_shape[0], d.shape[0] - d.first_row), 0))
+        for name, d in declarations.items()
+        if d.split
+    }
+    results = Results([], [], rows, {})
+
+    def note(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, value in named:
+            kept = value[: rows[name][1]] if name in rows else value
+            results.stored[f"{kind}/{name}"] = kept.clone()
+
+    note("initial", engine.named_parameters())
+    for step in range(steps):
+        engine.begin_step()
+        passes(step)
+        done = engine.finish_step(lr)
+        if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
+            factor = clip_factor(done.grad_norm, clip)
+            for unit in engine.units:
+                if unit.parked is not None:
+                    unit.parked.wait()  # an update under way changes them
+            note("gradient", ((name, value / factor.to(value.device)) for name, value in reduced_gradients(engine)))
+        if step + 1 == steps:
+            engine.catch_up()
+        note(f"weight/{step}", engine.named_parameters())
+        results.losses.append(done.loss.item())
+        results.norms.append(done.grad_norm.item())
+    return results
+
+
+def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """This tensor rank's part of the reduced gradients, from wherever they rest."""
+    for unit in engine.units:
+        own = unit.reduced_gradients
+        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), engine.spread.data, "examination")
+        for interval in unit.layout.intervals:
+            yield interval.name, flat[interval.start : interval.stop].view(interval.shape)

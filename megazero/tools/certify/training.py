@@ -1,0 +1,122 @@
+"""One rank's part of a certificate: training with the certificate's own settings, and all that has to be compared."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megazero.build.assemble import DTYPES, Built, Feed, bucket_of, build, build_model, feeds_of, grid_of, loader_of
+from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.save import Holding
+from megazero.comm.grid import Grid
+from megazero.comm.host import Host
+from megazero.config.schema import Config
+from megazero.data.loader import MicroBatch, open_datasets
+from megazero.kernels.select import choose
+from megazero.launch.environment import Place
+from megazero.launch.rendezvous import connect, disconnect
+from megazero.model.parameter import declaration_of
+from megazero.run.checkpointing import holdings_to_save, shapes_of
+from megazero.tools.certify.rank import Results, record, write_results
+from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, eps_of
+
+
+@dataclass
+class Rig:
+    """Holds what trains on one rank, put together and not begun: whoever plants a fault changes something of it.
+
+    Attributes:
+        batches: step -> this rank's micro-batches.
+        feed: (micro-batch, step, training) -> what the stages are told of it.
+        holdings: what this rank would save.
+    """
+
+    grid: Grid
+    built: Built
+    batches: Callable[[int], list[MicroBatch]]
+    feed: Callable[[MicroBatch, int, bool], Feed]
+    holdings: Callable[[], list[Holding]]
+
+
+Plant = Callable[[Rig], object]
+
+
+def nothing(rig: Rig) -> None:
+    """Plant no fault."""
+
+
+def settings(config: Config) -> Config:
+    """Return the config with the optimizer's settings of the certificate (`tools/certify/tolerances.py` says why)."""
+    numel = sum(math.prod(declaration_of(parameter).shape) for parameter in build_model(config).parameters())
+    chosen = {"lr": LR, "betas": BETAS, "eps": eps_of(numel), "weight_decay": DECAY, "clip": CLIP}
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=chosen)})
+
+
+def train_rank(place: Place, config: Config, steps: int, folder: Path, plant: Plant = nothing) -> None:
+    """Trains, and writes this rank's results into the folder.
+
+    Args:
+        config: with the `settings` of the certificate.
+        plant: what is changed before the first step.
+    """
+    torch.set_num_threads(1)  # sums do not depend on how many there are
+    wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
+    grid = grid_of(config, wire, place.world)
+    device = torch.device("cpu")
+    host = Host(device, wire.ledger, apart=True)  # or nothing would be offloaded
+    built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]), host)
+    data, model = config.data, config.model
+    train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
+    loader = loader_of(config, train, grid.data)
+    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
+    rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built, grid))
+    plant(rig)
+    write_results(_trained(rig, config, steps), folder, grid.world.rank)
+    loader.close()
+    disconnect()
+
+
+def _trained(rig: Rig, config: Config, steps: int) -> Results:
+    samples: list[list[tuple[int, str]]] = []
+
+    def passes(step: int) -> None:
+        seen: dict[int, MicroBatch] = {}  # a rank that has two stages asks twice
+
+        def feed(batch: MicroBatch) -> Feed:
+            seen[id(batch)] = batch
+            return rig.feed(batch, step, True)
+
+        rig.built.pipeline.train(rig.batches(step), feed)
+        samples.append([sample for batch in seen.values() for sample in _samples(batch)])
+
+    before = [values["weight"].clone() for _, values in _held(rig)]
+    results = record(rig.built, passes, steps, config.optimizer.lr, config.optimizer.clip)
+    after = _held(rig)
+    for number, (first, (_, values)) in enumerate(zip(before, after, strict=True)):
+        tensors = {"first": first, **values}
+        results.stored.update({f"{kind}/{number}": value.clone() for kind, value in tensors.items()})
+    held = [(piece.name, piece.start, piece.stop) for piece, _ in after]
+    return replace(results, held=held, shapes=shapes_of(rig.built), data_rank=rig.grid.data.rank, samples=samples)
+
+
+def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
+    """Return each piece that this rank would save, with its elements of each kind of tensor."""
+    return [
+        (piece, {kind: flat[piece.at : piece.at + piece.stop - piece.start] for kind, flat in holding.tensors.items()})
+        for holding in rig.holdings()
+        for piece in holding.pieces
+    ]
+
+
+def _samples(batch: MicroBatch) -> list[tuple[int, str]]:
+    """Return the number of each sample, and a digest of what is read and scored of it."""
+    columns = torch.stack((batch.tokens_SB, batch.targets_SB, batch.valid_SB.to(torch.int64)))
+    return [
+        (int(number), xxhash.xxh3_64_hexdigest(columns[:, :, row].contiguous().numpy().tobytes()))
+        for row, number in enumerate(batch.sample_ids_B)
+    ]

@@ -1,0 +1,1 @@
+"""Exchange weights with transformers."""

@@ -1,0 +1,310 @@
+"""Weights to transformers and from it: safetensors on both sides, a part at a time, so that no model has to fit."""
+
+import json
+import math
+import os
+import platform
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megazero import __version__
+from megazero.base.errors import UserError
+from megazero.base.files import flush_file, new_folder, replace_file
+from megazero.base.heartbeat import doing
+from megazero.base.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
+from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, shard_name
+from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, key_of, plan_shard, write_shard
+from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import read_weights
+from megazero.tools.convert.hugging_face import (
+    Link,
+    SpecialTokens,
+    config_from_theirs,
+    config_to_theirs,
+    is_no_parameter,
+    links,
+)
+
+T = TypeVar("T")
+_INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
+_PART = 1 << 30  # bytes of an imported checkpoint's files, about
+_CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
+
+
+def export(
+    source: Path,
+    manifest: Manifest,
+    model: Mapping[str, Any],
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    part: int,
+    tokens: SpecialTokens,
+) -> list[Path]:
+    """Writes a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
+
+    Args:
+        source: folder of the step.
+        model: the config's model section, resolved.
+        target: a folder that does not exist yet; it appears with everything in it.
+        dtype: of the tensors written.
+        part: bytes of a file, about.
+        tokens: that config.json names.
+
+    Raises:
+        UserError: 410, the checkpoint is damaged; 415, transformers has no such model; 403, it cannot be written.
+    """
+    config = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
+    groups = list(_groups(links(model), {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
+    names = [_ONE] if len(groups) == 1 else [_name(i, len(groups)) for i in range(1, len(groups) + 1)]
+    try:
+        with new_folder(target) as staging:
+            weight_map: dict[str, str] = {}
+            for name, group in _counted("writing", zip(names, groups, strict=True), len(names)):
+                theirs = dict(_theirs(source, manifest, group, dtype))
+                (staging / name).touch()  # as readable as the user's other files; the library's own are private
+                mode = (staging / name).stat().st_mode
+                save_file(theirs, staging / name, metadata={"format": "pt"})
+                (staging / name).chmod(mode)
+                flush_file(staging / name)
+                weight_map |= dict.fromkeys(theirs, name)
+            if len(groups) > 1:
+                total = sum((staging / name).stat().st_size for name in names)
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
+            replace_file(staging / "config.json", json.dumps(config, indent=1).encode())
+    except FileExistsError:
+        raise UserError(403, "exists already", "give another --out", where=target) from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(403, f"not exported: {error}", "free space there", where=target) from None
+    return [target / name for name in names]
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """Return our model section of a transformers folder.
+
+    Raises:
+        UserError: 414, its config.json cannot be read; 415, a model that is none of ours.
+    """
+    return config_from_theirs(_json(source / "config.json", _CONFIG_BYTES))
+
+
+class Theirs:
+    """Holds the tensors of a transformers folder, which are looked at before anything is made of them.
+
+    Args:
+        source: the folder.
+        model: our model section, of values that go together.
+
+    Attributes:
+        numel: elements of all tensors that the model's parameters are made of.
+
+    Raises:
+        UserError: 414, a file cannot be read, or is no safetensors; a tensor is missing, or belongs to another model.
+    """
+
+    def __init__(self, source: Path, model: Mapping[str, Any]):
+        self._source = source
+        self._slots = _slots(source)
+        if model["layers"] > len(self._slots):  # before a loop over the layers
+            what = f"config.json has {model['layers']:,} layers, the files have {len(self._slots):,} tensors"
+            raise UserError(414, what, "is it a whole model of that config.json?", where=source)
+        self.links = links(model)
+        self._keys = {name: self._find(name) for link in self.links for name in link.theirs}
+        unused = sorted(self._slots.keys() - set(self._keys.values()))
+        if odd := next((name for name in unused if not is_no_parameter(name, model)), None):
+            what = f"{odd:.80} is in the files, and nothing of ours: leaving it out would be another function"
+            raise UserError(414, what, "give a model that has only what its config.json says", where=source)
+        self.numel = sum(math.prod(self.shape(name)) for name in self._keys)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
+
+        Raises:
+            UserError: 414, another shape; 415, quantised.
+        """
+        for link in self.links:
+            for name in link.theirs:
+                slot = self._slot(name)
+                if slot.dtype not in DTYPES:
+                    what, do = f"{name} is {slot.dtype}: quantised weights", "give the model before that"
+                    raise UserError(415, what, do, where=slot.path)
+            ours = torch.empty(tuple(shapes[link.ours]), device="meta")
+            for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
+                if self.shape(name) != tuple(expected.shape):
+                    what = f"{name}: expected shape {tuple(expected.shape)}, got {self.shape(name)}"
+                    raise UserError(414, what, "is it the model of that config.json?", where=self._source)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of theirs."""
+        return self._slot(name).shape
+
+    def read(self, link: Link) -> Tensor:
+        """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
+        theirs = []
+        for name in link.theirs:
+            slot = self._slot(name)
+            with _refused(slot.path), safe_open(slot.path, framework="pt") as file:
+                values = file.get_tensor(self._keys[name]).to(torch.float32)
+            if not bool(torch.isfinite(values).all()):
+                raise UserError(414, f"{name} is not finite in fp32", "give a model that is whole", where=slot.path)
+            theirs.append(values)
+        return link.to_ours(theirs).contiguous()
+
+    def _slot(self, name: str) -> "_Slot":
+        return self._slots[self._keys[name]]
+
+    def _find(self, name: str) -> str:
+        """Return under which key a tensor is: published GPT-2 models leave the prefix out."""
+        for key in (name, name.removeprefix("transformer.")):
+            if key in self._slots:
+                return key
+        raise UserError(414, f"{name} is not there", "is it a whole model of that config.json?", where=self._source)
+
+
+def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> None:
+    """Write the weights of a transformers folder as a checkpoint without a run (step 0).
+
+    Args:
+        theirs: checked.
+        model: our model section.
+        store: of a folder that exists and holds no steps.
+
+    Raises:
+        UserError: 414, weights that are not finite; 403, the checkpoint cannot be written.
+    """
+    sizes = {link.ours: sum(math.prod(theirs.shape(name)) for name in link.theirs) * 4 for link in theirs.links}
+    tensors: dict[str, Logical] = {}
+    shards: list[File] = []
+    try:
+        staging = store.staging(0)
+        staging.mkdir(parents=True)
+        groups = list(_groups(theirs.links, sizes, _PART))
+        for index, group in _counted("importing", enumerate(groups), len(groups)):
+            ours = [(link.ours, theirs.read(link)) for link in group]
+            keys = [(key_of(KINDS[0], name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
+            beginning, places = plan_shard(keys, {"megazero": "imported"})
+            flat = [values.reshape(-1) for _, values in ours]
+            shard = write_shard(staging / shard_name(index), beginning, flat)
+            shards.append(File(name=shard.name, size=shard.size, blocks=list(shard.blocks)))
+            for (name, values), place in zip(ours, places, strict=True):
+                tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
+        store.commit(0, _manifest(model, tensors, shards).to_bytes())
+    except OSError as error:
+        raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
+
+
+def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
+    """Yield the parts of something that takes long, and say how many are done."""
+    with doing(f"{what} weights", total) as progress:
+        for part in parts:
+            yield part
+            progress.advance()
+
+
+def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
+    return Manifest(
+        format=FORMAT,
+        run=uuid.uuid4().hex[:12],
+        step=0,
+        grid={},
+        dtype=NAMES[torch.float32],
+        kinds=["weight"],
+        tensors=tensors,
+        block=BLOCK,
+        files=files,
+        progress=None,
+        random={},
+        identity={},
+        config={f"model.{key}": value for key, value in model.items()},
+        software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> Iterator[list[Link]]:
+    """In order, each of about `part` bytes."""
+    group: list[Link] = []
+    size = 0
+    for link in wanted:
+        if group and size + sizes[link.ours] > part:
+            yield group
+            group, size = [], 0
+        group.append(link)
+        size += sizes[link.ours]
+    yield group
+
+
+def _theirs(
+    source: Path, manifest: Manifest, group: Sequence[Link], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    weights = read_weights(source, manifest, [link.ours for link in group])
+    for link in group:
+        values = link.to_theirs(weights.pop(link.ours))
+        for name, value in zip(link.theirs, values, strict=True):
+            yield name, value.to(dtype).contiguous()
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Says where a tensor of theirs lies, and what the file's header says of it."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _slots(source: Path) -> dict[str, _Slot]:
+    """Return every tensor of a transformers folder by its key."""
+    if not (source / _INDEX).exists():
+        return _slots_of(source / _ONE)
+    names = _json(source / _INDEX, _INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise UserError(414, "has no weight_map of file names", "give another folder", where=source / _INDEX)
+    if odd := [name for name in names.values() if Path(name).name != name]:
+        raise UserError(414, f"names a file elsewhere: {odd[0]!r:.60}", "give another folder", where=source / _INDEX)
+    held = {file: _slots_of(source / file) for file in sorted(set(names.values()))}
+    if lost := next((key for key, file in names.items() if key not in held[file]), None):
+        raise UserError(414, f"{lost:.80} is not in {names[lost]}", "give a whole folder", where=source / _INDEX)
+    return {key: held[file][key] for key, file in names.items()}
+
+
+def _slots_of(path: Path) -> dict[str, _Slot]:
+    """Return the tensors of one safetensors file, once its kind and the size of its header are known."""
+    with _refused(path):
+        with open_regular(path) as descriptor:
+            header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if header > _HEADER_BYTES:
+            raise UnexpectedFileError(f"expected a header of at most {_HEADER_BYTES:,} bytes, got {header:,}", path)
+        with safe_open(path, framework="pt") as file:
+            slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
+            return {key: _Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turn what is wrong with a file into a UserError 414."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.strerror or error}{looked_up(path)}"
+        raise UserError(414, f"cannot be read: {what}", "a folder of safetensors is needed", where=path) from None
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise UserError(414, f"cannot be read: {error}", "a folder of safetensors is needed", where=path) from None
+
+
+def _json(path: Path, limit: int) -> dict[str, Any]:
+    with _refused(path):
+        return parse_object(read_file(path, limit))
+
+
+def _name(number: int, of: int) -> str:
+    return f"model-{number:05d}-of-{of:05d}.safetensors"

@@ -1,0 +1,115 @@
+"""The verbs export and import: a run's weights to transformers' files, and theirs to a folder to train in."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megazero.base.errors import UserError
+from megazero.base.files import new_folder
+from megazero.base.reading import looked_up
+from megazero.build.assemble import DTYPES, build_model
+from megazero.build.pipeline import model_shape
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import newest_whole, require_shapes
+from megazero.config.file import dump, flatten, load
+from megazero.config.rules import broken_relations
+from megazero.config.schema import Config, Model, resolved
+from megazero.run.build import open_tokenizer
+from megazero.run.folder import RunFolder
+from megazero.tools.convert.hugging_face import SpecialTokens, flavour_of
+from megazero.tools.convert.interop import Theirs, export, import_weights, read_config
+
+
+def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[str], object]) -> str:
+    """Exports the newest whole checkpoint of a run; says what was written.
+
+    Args:
+        warn: told of each newer step that is damaged, and of a tokenizer that cannot be read.
+
+    Raises:
+        UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
+            the last one tried is damaged; and those of `export`.
+    """
+    if not folder.config.is_file():
+        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
+        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
+    config = load(str(folder.config))
+    source = newest_whole(Store(folder.checkpoints), warn)
+    manifest, model = read_manifest(source), config.model.model_dump()
+    flavour_of(model)  # a model that transformers does not have is said before shapes that differ for it
+    require_shapes(manifest, _shapes(config), source)
+    written = export(
+        source,
+        manifest,
+        model,
+        target,
+        dtype=DTYPES[config.precision.dtype],
+        part=part_mb << 20,
+        tokens=_special_tokens(config, warn),
+    )
+    return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}"
+
+
+def _special_tokens(config: Config, warn: Callable[[str], object]) -> SpecialTokens:
+    """Return those of the run's tokenizer; an export of weights does not fail for want of it."""
+    if config.data.tokenizer is None:
+        return SpecialTokens(None, None)
+    try:
+        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
+    except UserError as error:
+        warn(f"{error}; config.json names no eos and no bos token")
+        return SpecialTokens(None, None)
+    return SpecialTokens(tokenizer.bos, tokenizer.eod)
+
+
+def import_run(source: Path, folder: RunFolder) -> str:
+    """Make a folder that can be trained on: config.yaml with the model, and the weights as its step 0.
+
+    Everything is looked at before anything is written, and the folder appears whole or not at all.
+
+    Raises:
+        UserError: 110, the folder holds something; 403, it cannot be written; 414, the weights cannot be read, or are
+            not those of that config.json; 415, a model that is none of ours, or that nobody could train.
+    """
+    model = read_config(source)
+    config = _trainable(model, source / "config.json")
+    theirs = Theirs(source, model)
+    described = model_shape(config).parameters()
+    if theirs.numel != described:
+        what = f"config.json describes {described:,} parameters, the files hold {theirs.numel:,}"
+        raise UserError(414, what, "is it a whole model of that config.json?", where=source)
+    theirs.check(_shapes(config))
+    try:
+        with new_folder(folder.path) as staging:
+            import_weights(theirs, model, Store(RunFolder(staging).checkpoints))
+            dump(config, RunFolder(staging).config)
+    except FileExistsError:
+        what = "holds a run already" if folder.config.exists() else "exists already"
+        raise UserError(110, what, "give another --out", where=folder.path) from None
+    except OSError as error:
+        raise UserError(403, f"not imported: {error.strerror}", "give another --out", where=folder.path) from None
+    return f"{folder.path}: {config.model.layers} layers, step 0; train on it with " + (
+        f"--config {folder.config} checkpoint.resume={folder.path}, data.train and a run.dir of its own"
+    )
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()}
+
+
+def _trainable(model: dict[str, Any], where: Path) -> Config:
+    """Return a config of the model. Raises UserError 415: values that no model of ours can have together."""
+    try:
+        config = resolved(Config(model=Model(**model)))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        what = f"model.{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r:.40}"
+        raise UserError(415, what, "nobody could train this model: give another", where=where) from None
+    values = flatten(config)
+    if broken := next(iter(broken_relations(values)), None):
+        what = f"{broken.equation} is broken: {broken.got(values)}"
+        raise UserError(415, what, "nobody could train this model: give another", where=where)
+    return config

@@ -1,0 +1,1 @@
+"""Measure this machine, and say what training on it lacks."""

@@ -1,0 +1,70 @@
+"""A finding: one line about a machine. A probe gives findings, and one that fails gives a line too, never a traceback.
+
+there     it is here, or was measured
+absent    it is not here; nothing needs it, but something would be faster or possible with it
+missing   it is not here, and training does not work without it
+unknown   the probe failed; the text says why
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megazero.base.heartbeat import doing
+
+State = Literal["there", "absent", "missing", "unknown"]
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_LONGEST_REASON = 200  # characters
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        name: what it is about.
+        text: what there is, or why nobody knows.
+        do: how to get what is not there; empty where nothing is to be done.
+        values: the numbers of the line: bytes, bytes/s, FLOP/s, seconds, as their names end.
+    """
+
+    name: str
+    text: str
+    state: State = "there"
+    do: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool = False) -> list[Finding]:
+    """What a probe finds; if it fails, one finding called `name` with the reason.
+
+    Args:
+        needed: training needs what the probe could not find.
+    """
+    found: list[Finding] = []
+    try:
+        with doing(f"looking at: {name}"):
+            found.extend(probe())
+    except Exception as error:  # odd machines raise what they like, and the other probes go on
+        found.append(Finding(name, reason(error), "missing" if needed else "unknown"))
+    return found
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    text = " ".join(str(error).split())
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 1] + "…"
+
+
+def amount(value: float, unit: str) -> str:
+    """A value with three digits and a decimal prefix: 12.3 GB/s, 4.56 TFLOP/s."""
+    size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if value >= size), (1.0, ""))
+    scaled = value / size
+    return f"{scaled:.3g} {prefix}{unit}" if scaled < 999.5 else f"{scaled:.0f} {prefix}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Microseconds or milliseconds."""
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,234 @@
+"""What local ranks measure, all of them at once, as they compute in training; the slowest rank's figure counts.
+
+Ranks are forked, so the process that asks has computed nothing before, and has not touched a GPU. Each writes what it
+measures to a file of its own, line by line: what was measured stays, whatever ends a rank afterwards.
+
+The bandwidth of a collective is what a rank sends by the ring formula (`comm/ledger.py`) per second, its latency
+the time of one over a single number.
+"""
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.comm.collectives import CollectiveError, all_reduce, start_all_gather_in_place
+from megazero.comm.grid import Axis, make_grid, single
+from megazero.launch.environment import Place, World
+from megazero.launch.rendezvous import connect, disconnect
+from megazero.launch.scratch import scratch_folder
+from megazero.launch.spawn import run_local
+from megazero.tools.doctor.finding import reason
+from megazero.tools.doctor.speed import DTYPES, copy_bandwidth, host_bandwidth, matmul_flops, seconds_of, wait
+
+SHARED, SOCKETS, NCCL = "shared memory", "sockets", "NCCL"
+
+_TALKERS = 2  # ranks that measure messages where fewer compute
+_TIMEOUT = timedelta(seconds=120)  # on a busy machine operations of milliseconds take seconds
+_MESSAGE = 16 << 20  # bytes of the full tensor of a collective; on GPUs as many times more
+_GPU_TIMES = 16
+_FEW, _MANY = 7, 60  # repetitions: of long and of short operations
+_COPY = {"cpu": 256 << 20, "cuda": 1 << 30}  # bytes, where there is room: more than any cache holds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks have measured.
+
+    Attributes:
+        size: how many ranks.
+        values: by name, of the slowest rank.
+        faults: why something has no value, by name.
+        broken: why the ranks ended early, in one line; "" if they did not.
+    """
+
+    size: int
+    values: dict[str, float]
+    faults: dict[str, str]
+    broken: str = ""
+
+
+class _HostWorld(World):
+    """A world whose ranks compute on the CPU, also where there are GPUs."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]:
+    """(messages between ranks on the CPU, what `size` devices compute); the same ranks measure both where they can.
+
+    Args:
+        room: bytes of the host's memory that are free.
+    """
+    if on_gpus:
+        return measure_host(_TALKERS, room, computes=False), measure_gpus(size)
+    devices = measure_host(size, room, computes=True)
+    return (devices if size > 1 else measure_host(_TALKERS, room, computes=False)), devices
+
+
+def measure_host(size: int, room: int, *, computes: bool) -> Measured:
+    """Of `size` ranks on the CPU: messages through shared memory and through sockets, and how fast they compute.
+
+    Args:
+        room: bytes of memory that are free.
+        computes: ranks train here; on a machine with GPUs the CPU only talks.
+    """
+
+    def main(place: Place, notes: "_Notes") -> None:
+        world = place.world
+        on_host = replace(place, world=_HostWorld(world.rank, world.size, world.local_rank, world.launcher))
+        _host_rank(on_host, notes, room // size, computes)
+
+    return _in_ranks(size, main)
+
+
+def measure_gpus(size: int) -> Measured:
+    """Of `size` ranks with a GPU each: how fast they compute and copy, their memory, collectives through NCCL."""
+    return _in_ranks(size, _gpu_rank)
+
+
+def _in_ranks(size: int, main: Callable[[Place, "_Notes"], None]) -> Measured:
+    lines: list[str] = []
+    with scratch_folder("doctor") as folder:
+
+        def rank(place: Place) -> None:
+            try:
+                main(place, _Notes(folder / f"{place.world.rank}"))
+            except (UserError, CollectiveError):
+                raise
+            except Exception as error:  # an odd machine, not a fault of ours
+                raise UserError(340, reason(error), "see `megazero doctor`'s other lines") from None
+
+        code = run_local(size, rank, lambda standings, line: lines.append(line))
+        if code > 128:  # a signal to this process, passed on
+            raise SystemExit(code)
+        return _slowest(size, [_Notes(folder / f"{number}").read() for number in range(size)], "".join(lines))
+
+
+def _slowest(size: int, ranks: list[list[tuple[str, float | None, str]]], broken: str) -> Measured:
+    """Of what all ranks have measured; rates are the lower the worse, times the higher."""
+    names = list(dict.fromkeys(name for rank in ranks for name, _, _ in rank))
+    values, faults = {}, {}
+    for name in names:
+        found = [(value, fault) for rank in ranks for other, value, fault in rank if other == name]
+        numbers = [value for value, _ in found if value is not None]
+        if len(numbers) == size:
+            values[name] = max(numbers) if name.endswith("latency") else min(numbers)
+        else:
+            faults[name] = next((fault for _, fault in found if fault), broken or "not measured on all ranks")
+    return Measured(size, values, faults, broken)
+
+
+class _Notes:
+    """A rank's file: (name, value or None, why there is none) in each line."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def add(self, name: str, value: float | None, fault: str = "") -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([name, value, fault]) + "\n")
+
+    def add_result(self, name: str, measure: Callable[[], float]) -> None:
+        """The value of what needs no other rank, or why it failed."""
+        try:
+            self.add(name, measure())
+        except Exception as error:  # a dtype that this device cannot multiply, no memory: the others go on
+            self.add(name, None, reason(error))
+
+    def read(self) -> list[tuple[str, float | None, str]]:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [(name, value, fault) for name, value, fault in map(json.loads, lines)]
+
+
+def _host_rank(place: Place, notes: _Notes, room: int, computes: bool) -> None:
+    device = torch.device("cpu")
+    axis = _axis(place, device)
+    notes.add("threads", torch.get_num_threads())
+    if computes:
+        _compute(axis, device, notes, min(_COPY["cpu"], room // 8))
+    if axis.size > 1:
+        mail = axis.wire.mail
+        if mail is not None and mail.reached.issuperset(axis.ranks):
+            _collectives(axis, device, SHARED, notes, _MESSAGE)
+        else:
+            notes.add(f"{SHARED} bandwidth", None, "needs Linux on x86-64, and ranks that see each other's /proc")
+        _collectives(replace(axis, wire=replace(axis.wire, mail=None)), device, SOCKETS, notes, _MESSAGE)
+    disconnect()
+
+
+def _gpu_rank(place: Place, notes: _Notes) -> None:
+    device = place.world.device
+    if device.type != "cuda":
+        raise UserError(340, "torch sees a GPU that it cannot use", "is the driver as new as torch's CUDA version?")
+    axis = _axis(place, device)
+    free, total = torch.cuda.mem_get_info(device)
+    notes.add("memory", float(total))
+    size = min(_COPY["cuda"], free // 8)
+    _compute(axis, device, notes, size)
+    notes.add_result("host copy", lambda: host_bandwidth(size // 4, device))
+    if axis.size > 1:
+        _collectives(axis, device, NCCL, notes, _GPU_TIMES * _MESSAGE)
+    disconnect()
+
+
+def _axis(place: Place, device: torch.device) -> Axis:
+    wire = connect(place, timeout=_TIMEOUT, fingerprint="")
+    if place.world.size == 1:
+        return single(wire).data
+    return make_grid(tensor=1, pipeline=1, wire=wire, device_type=device.type).data
+
+
+def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None:
+    for name, dtype in DTYPES.items():
+        _meet(axis, device)
+        notes.add_result(f"matmul {name}", lambda dtype=dtype: matmul_flops(dtype, device))
+    _meet(axis, device)
+    notes.add_result("memory copy", lambda: copy_bandwidth(size, device))
+
+
+def _meet(axis: Axis, device: torch.device) -> None:
+    """All ranks begin what comes next at once."""
+    all_reduce(torch.zeros(1, device=device), axis, "doctor")
+    wait(device)
+
+
+def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, size: int) -> None:
+    """Every rank repeats each as often as the others do, so what fails for one ends all: `run_local` says why."""
+    _meet(axis, device)
+    short = torch.zeros(axis.size, device=device)
+    long = torch.zeros(size // short.element_size() // axis.size * axis.size, device=device)
+    sent, taken = 0, 0.0
+    for name, operation in _OPERATIONS.items():
+        notes.add(f"{road} {name} latency", _median(lambda op=operation: op(short, axis), device, _MANY))
+        before = axis.wire.ledger.bytes_sent
+        seconds = _median(lambda op=operation: op(long, axis), device, _FEW)
+        once = (axis.wire.ledger.bytes_sent - before) // (_FEW + 1)
+        notes.add(f"{road} {name} bandwidth", once / seconds)
+        sent, taken = sent + once, taken + seconds
+    notes.add(f"{road} bandwidth", sent / taken)
+
+
+def _median(work: Callable[[], object], device: torch.device, times: int) -> float:
+    """Seconds of one of `times` calls, after one that does not count."""
+    work()
+    return statistics.median(seconds_of(work, device) for _ in range(times))
+
+
+def _all_gather(whole: Tensor, axis: Axis) -> Tensor:
+    return start_all_gather_in_place(whole, axis, "doctor").wait()
+
+
+def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(x, axis, "doctor")
+
+
+_OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {"all-reduce": _all_reduce, "all-gather": _all_gather}

@@ -1,0 +1,1 @@
+"""Run one rank of any number without data or others."""

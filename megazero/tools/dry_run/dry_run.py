@@ -1,0 +1,249 @@
+"""`megazero simulate`: one rank's steps of any grid, on tensors without data, with nobody on the other side.
+
+What runs is what trains: the model, the engine, the pipeline's schedule, the update, and the ledger that counts. Only
+three things are not there: the numbers (torch's FakeTensorMode computes shapes), the other ranks
+(`comm/fake_group.py`), and initial values. So every byte is the real rank's, and a rank of thousands takes a process of
+some hundred megabytes.
+
+Tensors say that they are on the CPU, whatever is simulated: what depends on the hardware (algorithms, kernels, whether
+the host's memory is another) follows the device that is declared.
+"""
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazero.base.heartbeat import Doing, doing
+from megazero.build.assemble import DTYPES, Built, Feed, assemble, bucket_of, feeds_of
+from megazero.build.pipeline import layout_of
+from megazero.comm.fake_group import IdleHost, alone
+from megazero.comm.grid import Grid
+from megazero.comm.ledger import Ledger, Sent
+from megazero.config.schema import Config
+from megazero.data.loader import MicroBatch
+from megazero.kernels.operations import Operations
+from megazero.kernels.select import choose
+from megazero.launch.signals import Signals
+from megazero.observe.timeline import Timeline
+from megazero.plan.memory import RankMemory
+from megazero.plan.traffic import traffic
+from megazero.run.plan_check import expected
+from megazero.train.stopping import Stopping
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that was sent.
+
+    Attributes:
+        action, part: of the step, where that was.
+    """
+
+    action: str
+    part: str
+    axis: str
+    purpose: str
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step.
+
+    Attributes:
+        timeline: its memory.
+        operations: what was sent, in order.
+        traffic: the same as totals of axes and purposes, as the ledger counts them.
+        activations: the most bytes of a step's own, as a run's ledger has them.
+    """
+
+    timeline: Timeline
+    operations: list[Operation]
+    traffic: dict[str, dict[str, Sent]]
+    activations: int
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """
+    Attributes:
+        first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
+            like.
+        ledger: after both.
+        planned, planned_traffic: what the formulas of plan/ say of the same rank (docs/planning.md).
+    """
+
+    grid: Grid
+    first: StepRecord
+    steady: StepRecord
+    ledger: Ledger
+    planned: RankMemory
+    planned_traffic: dict[str, dict[str, int]]
+
+
+class ToldLedger(Ledger):
+    """A ledger that tells a timeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline: Timeline | None = None
+        self.operations: list[Operation] = []
+
+    def hold(self, category: str, size: int) -> None:
+        super().hold(category, size)
+        if self.timeline is not None:
+            self.timeline.hold(category, size)
+
+    def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
+        super().add(axis, purpose, elements, item_size)
+        if self.timeline is not None:
+            place = self.timeline.place
+            self.operations.append(Operation(place.action, place.part, axis, purpose, elements * item_size))
+
+
+def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
+    """Two steps of a rank of `world` ranks.
+
+    Args:
+        device: of the hardware: "cuda", or "cpu" for ranks of one host.
+
+    Raises:
+        UserError: 106, the sizes do not fit; 114, kernels that this device does not have.
+    """
+    with FakeTensorMode():
+        grid = alone(
+            rank,
+            world,
+            tensor=config.parallel.tensor,
+            pipeline=config.parallel.pipeline,
+            backend="nccl" if device == "cuda" else "gloo",
+            bucket=bucket_of(config),
+            ledger=ToldLedger(),
+        )
+        dtype = DTYPES[config.precision.dtype]
+        ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
+        return two_steps(config, grid, ops, IdleHost(CPU, grid.world.wire.ledger, apart=device == "cuda"), device)
+
+
+def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str) -> Simulated:
+    """The same on a grid of one's own; within a FakeTensorMode.
+
+    Args:
+        grid: its ledger tells timelines.
+    """
+    ledger = grid.world.wire.ledger
+    assert isinstance(ledger, ToldLedger)
+    with doing("building the rank's model"):
+        built = assemble(config, grid, CPU, ops, host, seed=None)
+    stopping = Stopping(grid.world, CPU, Signals(), Path(os.devnull, "STOP"), None)
+    feed = feeds_of(grid.tensor, CPU, config.parallel.sequence)
+
+    def bring(batch: MicroBatch, step: int) -> Feed:
+        return feed(_copy(batch) if device == "cuda" else batch, step, True)
+
+    records = []
+    for number in range(2):
+        with doing(f"simulating step {number + 1} of 2") as progress:
+            records.append(_step(config, built, ledger, stopping, bring, number, progress))
+    first, steady = records
+    ledger.hold("activations", steady.activations)
+    ledger.hold("activations", -steady.activations)
+    layout, rank = layout_of(config, grid.world.size, apart=host.apart), grid.pipeline.rank
+    return Simulated(grid, first, steady, ledger, expected(layout, rank, ops), traffic(layout, rank, grid.data.rank))
+
+
+def _step(
+    config: Config,
+    built: Built,
+    ledger: ToldLedger,
+    stopping: Stopping,
+    feed: Callable[[MicroBatch, int], Feed],
+    number: int,
+    progress: Doing,
+) -> StepRecord:
+    """One step as the trainer takes it."""
+    before, ledger.operations = deepcopy(ledger.traffic), []
+    data = built.engine.spread.data
+    batches = [_batch(config) for _ in range(config.batch.global_ // (config.batch.micro * data.size))]
+    held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
+    timeline = ledger.timeline = Timeline(held)
+    hooks = _name_places(built.model, timeline)
+    progress.total = built.pipeline.num_passes(len(batches))
+
+    def at(action: str) -> None:
+        progress.advance()
+        timeline.at(action)
+
+    with timeline:
+        built.engine.begin_step()
+        built.pipeline.train(batches, lambda batch: feed(batch, number), now=at)
+        timeline.at("update")
+        built.engine.finish_step(config.optimizer.lr)
+        stopping.ask(failed=False, saving=0.0)
+    ledger.timeline = None
+    for hook in hooks:
+        hook.remove()
+    return StepRecord(timeline, ledger.operations, _since(before, ledger.traffic), timeline.peak)
+
+
+def _batch(config: Config) -> MicroBatch:
+    """As the loader makes it."""
+    shape, eod = (config.model.seq_len, config.batch.micro), config.data.mask_eod
+    tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+    return MicroBatch(
+        tokens,
+        targets,
+        torch.empty(shape, dtype=torch.bool),
+        torch.empty(shape, dtype=torch.int64) if eod else None,
+        torch.empty(shape, dtype=torch.int32) if eod else None,
+        torch.empty(config.batch.micro, dtype=torch.int64),
+    )
+
+
+def _copy(batch: MicroBatch) -> MicroBatch:
+    """As a device has it."""
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: tensor.clone() for name, tensor in tensors.items() if tensor is not None})
+
+
+def _name_places(model: nn.Module, timeline: Timeline) -> list[torch.utils.hooks.RemovableHandle]:
+    """Lets the timeline know which module runs, forward or (from the last of its operations on) backward."""
+    stack: list[str] = []
+    hooks = []
+
+    def enter(name: str) -> None:
+        stack.append(name)
+        timeline.at(module=name)
+
+    def leave(name: str, y: Tensor) -> None:
+        stack.pop()
+        timeline.at(module=stack[-1] if stack else name)  # what is done with its result belongs to it
+        if y.grad_fn is not None:
+            y.grad_fn.register_prehook(lambda grads: timeline.at(module=name))
+
+    for name, module in model.named_modules():
+        if name:
+            hooks.append(module.register_forward_pre_hook(lambda module, x, name=name: enter(name)))
+            hooks.append(module.register_forward_hook(lambda module, x, y, name=name: leave(name, y)))
+    return hooks
+
+
+def _since(before: dict[str, dict[str, Sent]], now: dict[str, dict[str, Sent]]) -> dict[str, dict[str, Sent]]:
+    """Return what was sent between two states of a ledger."""
+    nothing = Sent()
+    difference: dict[str, dict[str, Sent]] = {}
+    for axis, purposes in now.items():
+        for purpose, sent in purposes.items():
+            old = before.get(axis, {}).get(purpose, nothing)
+            if sent.ops > old.ops:
+                more = Sent(sent.ops - old.ops, sent.elements - old.elements, sent.bytes_sent - old.bytes_sent)
+                difference.setdefault(axis, {})[purpose] = more
+    return difference

@@ -1,0 +1,93 @@
+"""Text from a trained run: the run's own config, its newest weights, its tokenizer.
+
+Each new token is drawn from softmax(logits / temperature) over the `top_k` likeliest (Fan et al. 2018), with a private
+generator seeded by `seed`, so the same call gives the same text. Every token runs the whole window again: clear, and
+fast enough to look at samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import doing
+from megazero.base.reading import looked_up
+from megazero.build.assemble import DTYPES, build_model
+from megazero.checkpoint.store import Store
+from megazero.checkpoint.weights import newest_weights
+from megazero.config.file import load
+from megazero.model.batch_context import Step
+from megazero.model.transformer import Transformer
+from megazero.observe.sinks import warn
+from megazero.run.build import open_tokenizer
+from megazero.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; temperature 0 takes the likeliest."""
+
+    tokens: int = 100
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+
+def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
+    """The prompt continued; stops early at the end of a document.
+
+    Raises:
+        UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
+            no tokenizer; 402, it has no weights yet; 404, they are another model's; 410, they are damaged.
+    """
+    if not folder.config.is_file():
+        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
+        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
+    config = load(str(folder.config))
+    if config.data.tokenizer is None:
+        raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
+    model = build_model(config)
+    load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
+    ids = tokenizer.encode(prompt) or [tokenizer.eod]
+    new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
+    return prompt + tokenizer.decode(new)
+
+
+def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> None:
+    """Gives the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
+    parameters = dict(model.named_parameters())
+    _, weights = newest_weights(store, {name: tuple(p.shape) for name, p in parameters.items()}, warn)
+    for name, parameter in parameters.items():
+        torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
+
+
+def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:
+    """New ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
+
+    Args:
+        window: how many ids the model can look back on.
+        vocab: only ids below are drawn; the model may know more of them than the tokenizer.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    context, new = list(ids), []
+    with torch.no_grad(), doing("generating", sampling.tokens) as progress:
+        while len(new) < sampling.tokens:
+            tokens_S1 = torch.tensor(context[-window:])[:, None]
+            logits_V = model(tokens_S1, Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
+            token = int(_draw(logits_V[:vocab], sampling, generator))
+            if token == stop:
+                break
+            context.append(token)
+            new.append(token)
+            progress.advance()
+    return new
+
+
+def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    if sampling.temperature == 0:
+        return logits_V.argmax()
+    top, indices = logits_V.double().topk(min(sampling.top_k, len(logits_V)))
+    # Relative to the largest, so that a tiny temperature gives -inf beside 0, and not inf - inf.
+    return indices[torch.multinomial(((top - top[0]) / sampling.temperature).softmax(0), 1, generator=generator)]

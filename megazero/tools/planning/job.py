@@ -1,0 +1,240 @@
+"""`megazero plan`: will it fit, how fast will it be, what will it cost; and which layout is the fastest that fits.
+
+Arithmetic alone (`plan/`): no torch, no device. What a plan says of memory is held against ledgers of real runs, what
+it says of time against published ones (docs/planning.md).
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megazero.base.errors import UserError
+from megazero.build.pipeline import layout_of
+from megazero.config.file import flatten
+from megazero.config.rules import broken_exclusions, broken_relations
+from megazero.config.schema import Config
+from megazero.plan.activations import logits
+from megazero.plan.layout import Layout
+from megazero.plan.machines import Machine
+from megazero.plan.memory import RankMemory, memory, micro_of
+from megazero.plan.search import Found, Search, fits, fullest, savings, search, usable
+from megazero.plan.time import StepTime, step_time
+from megazero.plan.traffic import split_by_node, traffic
+
+BUFFERS = ("pool",)
+ACTIVATIONS = ("activations", "inputs")
+_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be expected of a job.
+
+    Attributes:
+        ranks: memory of each rank of a pipeline.
+        settings: (recompute and Pa as words, memory of the fullest rank with them instead).
+        traffic: bytes of the rank that sends most, by axis and purpose.
+        by_node: the same by axis, in the node and across.
+        tokens: of the budget.
+    """
+
+    layout: Layout
+    machine: Machine
+    parameters: int
+    ranks: list[RankMemory]
+    settings: list[tuple[str, RankMemory]]
+    traffic: dict[str, dict[str, int]]
+    by_node: dict[str, dict[str, int]]
+    time: StepTime
+    tokens: float
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def fits(self) -> bool:
+        return all(fits(rank, self.machine) for rank in self.ranks)
+
+    @property
+    def logits(self) -> int:
+        """Bytes of the last pipeline rank's activations that are logits of one micro-batch."""
+        return logits(self.layout.shape, micro_of(self.layout))
+
+    @property
+    def days(self) -> float:
+        """For the budget of tokens."""
+        return self.tokens / (self.time.tokens_per_second_per_device * self.layout.ranks) / _DAY
+
+    @property
+    def dollars(self) -> float | None:
+        price = self.machine.price_per_hour
+        return None if price is None else self.days * 24 * self.layout.ranks * price
+
+
+def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None) -> Plan:
+    """The plan of a config's job.
+
+    Args:
+        tokens: to train on; None: as many as the config's steps take.
+
+    Raises:
+        UserError: 118, the machine has no peak for the config's precision.
+    """
+    _check_peak(config, machine)
+    layout = layout_of(config, ranks)
+    found = [memory(layout, rank) for rank in range(layout.pipeline)]
+    sent = max((traffic(layout, rank) for rank in range(layout.pipeline)), key=_total)
+    whole = config.run.steps * config.batch.global_ * config.model.seq_len
+    return Plan(
+        layout,
+        machine,
+        layout.shape.parameters(),
+        found,
+        list(_settings(layout)),
+        sent,
+        split_by_node(layout, sent, machine.devices_per_node),
+        step_time(layout, machine),
+        float(whole if tokens is None else tokens),
+    )
+
+
+def find(config: Config, ranks: int, machine: Machine) -> Search:
+    """The fastest layouts of a config's model and batch.
+
+    Raises:
+        UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
+    """
+    # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
+    job = replace(layout_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False)
+    values = flatten(config)
+
+    def allowed(layout: Layout) -> bool:
+        changed = values | dict(options(layout))
+        return not broken_relations(changed) and not broken_exclusions(changed)
+
+    _check_peak(config, machine)
+    found = search(job, ranks, machine, allowed)
+    if not found.best:
+        raise UserError(341, *_shortage(found, job, ranks, machine), where="plan")
+    return found
+
+
+def _shortage(found: Search, job: Layout, ranks: int, machine: Machine) -> tuple[str, str]:
+    """What is lacking where nothing fits, and what to do."""
+    shape, near = job.shape, found.nearest
+    if near is None:
+        sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"
+        return f"{sizes} cannot be spread over {ranks} ranks evenly", "another number of ranks or another batch.global"
+    need = f"{near.fullest.peak / 1e9:,.1f} GB of {usable(machine) / 1e9:,.1f}"
+    host = f"{near.fullest.host / 1e9:,.1f} GB of {machine.host_memory_bytes / 1e9:,.1f}"
+    what = f"{shape.parameters() / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {need} and of the host"
+    return f"{what} {host}", "more devices, or larger ones"
+
+
+def options(layout: Layout) -> Iterator[tuple[str, Any]]:
+    """(option, value) that make a config of a layout."""
+    yield "parallel.tensor", layout.tensor
+    yield "parallel.pipeline", layout.pipeline
+    yield "parallel.sequence", layout.sequence
+    yield "pipeline.schedule", layout.schedule
+    yield "pipeline.chunks", layout.chunks
+    yield "zero.stage", layout.stage
+    yield "batch.micro", layout.micro_batch
+    yield "memory.recompute", layout.recompute
+    yield "memory.partition", layout.partition
+    yield "memory.offload", layout.offload
+    yield "zero.offload.optimizer", "cpu" if layout.offload_optimizer else "none"
+    yield "zero.offload.parameters", "cpu" if layout.offload_parameters else "none"
+    yield "zero.offload.delayed", layout.delayed
+
+
+def as_json(found: Plan) -> dict[str, Any]:
+    """The contract's object; bytes, seconds."""
+    time = asdict(found.time)
+    return {
+        "parameters": found.parameters,
+        "machine": found.machine.name,
+        "gpus": found.layout.ranks,
+        "memory": _memory(found.fullest)
+        | {
+            "available_bytes": int(usable(found.machine)),
+            "headroom_bytes": int(usable(found.machine)) - found.fullest.peak,
+            "logits_bytes": found.logits,
+            "ranks": [_memory(rank) for rank in found.ranks],
+            "settings": {words: _memory(rank) for words, rank in found.settings},
+        },
+        "traffic": found.traffic,
+        "traffic_by_node": found.by_node,
+        "bubble": time.pop("bubble"),
+        "time": time,
+        "fits": found.fits,
+        "budget": {"tokens": found.tokens, "days": found.days, "dollars": found.dollars},
+    }
+
+
+def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
+    """The best, and what would be faster if it fitted."""
+    return {
+        "tried": found.tried,
+        "best": [_row(one) | {"why": why(one, machine)} for one in found.best],
+        "excluded": [_row(one) | {"why": why(one, machine)} for one in found.excluded],
+    }
+
+
+def why(found: Found, machine: Machine) -> str:
+    """In a few words why a layout is where it is."""
+    need, room = found.fullest.peak, usable(machine)
+    most = max(found.fullest.held, key=lambda category: found.fullest.held[category])
+    if need > room:
+        return f"needs {need / 1e9:.1f} GB of {room / 1e9:.1f}, {found.fullest.held[most] / 1e9:.1f} of it {most}"
+    if found.fullest.host > machine.host_memory_bytes:
+        return f"needs {found.fullest.host / 1e9:.1f} GB of the host's {machine.host_memory_bytes / 1e9:.1f}"
+    parts = sorted(found.time.parts.items(), key=lambda pair: -pair[1])
+    lost = [f"{name} {part / found.time.step_s:.0%}" for name, part in parts if name != "compute" and part > 0][:2]
+    return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
+
+
+def _settings(layout: Layout) -> Iterator[tuple[str, RankMemory]]:
+    """Every setting of recompute and Pa that changes something."""
+    for one in next(savings(replace(layout, recompute="none", partition=False, offload=False))):
+        words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
+        yield words, fullest(one)
+
+
+def _memory(rank: RankMemory) -> dict[str, Any]:
+    held = rank.held
+    return {
+        "parameters_bytes": held.get("parameters", 0),
+        "gradients_bytes": held.get("gradients", 0),
+        "optimizer_bytes": held.get("optimizer", 0),
+        "activations_bytes": sum(held.get(name, 0) for name in ACTIVATIONS),
+        "buffers_bytes": sum(held.get(name, 0) for name in BUFFERS),
+        "peak_bytes": rank.peak,
+        "host_bytes": rank.host,
+        "cause": rank.cause,
+        "categories": held,
+    }
+
+
+def _row(found: Found) -> dict[str, Any]:
+    return {
+        "options": dict(options(found.layout)),
+        "data": found.layout.data,
+        "step_s": found.time.step_s,
+        "tflops_per_device": found.time.tflops_per_device,
+        "mfu": found.time.mfu,
+        "peak_bytes": found.fullest.peak,
+        "host_bytes": found.fullest.host,
+    }
+
+
+def _check_peak(config: Config, machine: Machine) -> None:
+    dtype = config.precision.dtype
+    if dtype not in machine.peaks:
+        what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
+        raise UserError(118, what, "take another precision.dtype", where="plan")
+
+
+def _total(sent: dict[str, dict[str, int]]) -> int:
+    return sum(sum(purposes.values()) for purposes in sent.values())

@@ -1,0 +1,128 @@
+"""A machine to plan for, by name or from a file: `--hardware NAME|FILE.yaml`.
+
+A file has the fields that `megazero doctor --write` writes; what it measured is what training gets, so nothing is taken
+off. A file of data sheet figures says in `reached` how much of them training gets:
+
+    name: my-cluster
+    memory_bytes: 85899345920
+    peak_flops: {bf16: 9.89e14}      # FLOP/s
+    memory_bandwidth: 3.35e12        # bytes/s
+    devices_per_node: 8
+    in_node: {bandwidth: 4.5e11, latency: 3e-6}      # bytes/s of a device in one direction, seconds
+    cross_node: {bandwidth: 5e10, latency: 1e-5}
+    host_link_bandwidth: 5e10
+    host_memory_bytes: 250000000000  # a device's share
+    host_memory_bandwidth: 7.5e10    # a device's share; optional (the link's), and so is what follows
+    price_per_hour: 3.0              # dollars a device
+    launch: 4e-6                     # seconds of a kernel that has nothing to do
+    reached: {matmul: 0.6, attention: 0.35, memory: 0.73, in_node: 0.75, cross_node: 0.6, beside: 1.0}
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megazero.base.errors import UserError
+from megazero.base.reading import exists, looked_up, read_file
+from megazero.base.yaml_text import MOST_BYTES, parse_yaml
+from megazero.plan.machines import MACHINES, Machine, Reached
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+# Bounds far beyond any machine, within which the formulas neither overflow nor divide by what rounds to zero.
+_Rate = Annotated[float, Field(ge=1, le=1e24)]  # FLOP/s or bytes/s
+_Seconds = Annotated[float, Field(ge=1e-12, le=1e3)]
+_Bytes = Annotated[int, Field(ge=1, le=2**60)]
+
+
+class _Link(_Strict):
+    bandwidth: _Rate
+    latency: _Seconds
+
+
+_Share = Annotated[float, Field(ge=1e-6, le=1)]
+
+
+# Of the rate of products, what fused attention reaches where a file does not say: between what published runs on an
+# A100 (0.47) and an H100 (0.31) show. Nobody who measures products has measured it with them.
+_ATTENTION = 0.4
+
+
+class _Reached(_Strict):
+    matmul: _Share = 1.0
+    attention: _Share | None = None
+    memory: _Share = 1.0
+    in_node: _Share = 1.0
+    cross_node: _Share = 1.0
+    beside: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class _MachineFile(_Strict):
+    name: Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]
+    memory_bytes: _Bytes
+    peak_flops: dict[Literal["bf16", "fp16", "fp32", "fp64"], _Rate]
+    memory_bandwidth: _Rate
+    devices_per_node: Annotated[int, Field(ge=1, le=2**20)]
+    in_node: _Link
+    cross_node: _Link
+    host_link_bandwidth: _Rate
+    host_memory_bytes: _Bytes
+    host_memory_bandwidth: _Rate | None = None
+    price_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    launch: _Seconds = 4e-6
+    reached: _Reached = _Reached()
+
+
+def machine_of(name_or_path: str) -> Machine:
+    """The machine of that name, or of that file.
+
+    Raises:
+        UserError: 116, neither; 117, the file cannot be read or a field is wrong.
+    """
+    if name_or_path in MACHINES:
+        return MACHINES[name_or_path]
+    path = Path(name_or_path)
+    if not exists(path):
+        known = ", ".join(MACHINES)
+        what = f"no machine and no file of that name{looked_up(path)}; known are {known}"
+        raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
+    try:
+        read = _MachineFile.model_validate(parse_yaml(read_file(path, MOST_BYTES).decode()))
+    except OSError as error:
+        raise UserError(117, f"not readable: {error.strerror}", "give a regular file", where=path.name) from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        field = ".".join(map(str, fault["loc"])) or "the file"
+        what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
+        raise UserError(117, what, "docs/planning.md shows a file", where=path.name) from None
+    except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
+        what = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(117, f"not readable: {what}", "mend the file", where=path.name) from None
+    return _machine(read)
+
+
+def _machine(read: _MachineFile) -> Machine:
+    shares = read.reached.model_dump()
+    if read.reached.attention is None:
+        shares["attention"] = _ATTENTION * read.reached.matmul
+    return Machine(
+        name=read.name,
+        memory_bytes=read.memory_bytes,
+        peaks={str(dtype): peak for dtype, peak in read.peak_flops.items()},
+        memory_bandwidth=read.memory_bandwidth,
+        devices_per_node=read.devices_per_node,
+        in_node_bandwidth=read.in_node.bandwidth,
+        in_node_latency=read.in_node.latency,
+        cross_node_bandwidth=read.cross_node.bandwidth,
+        cross_node_latency=read.cross_node.latency,
+        host_bandwidth=read.host_link_bandwidth,
+        host_memory_bytes=read.host_memory_bytes,
+        host_memory_bandwidth=read.host_memory_bandwidth or read.host_link_bandwidth,
+        price_per_hour=read.price_per_hour,
+        launch=read.launch,
+        reached=Reached(**shares, fitted="from a file"),
+    )

@@ -1,0 +1,176 @@
+"""A plan and a search for people: tables, and a picture of where a rank's memory and a step's time go."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazero.base.files import replace_file
+from megazero.base.terminal import wrapped
+from megazero.plan.machines import Machine
+from megazero.plan.search import Search, usable
+from megazero.schedules.actions import Schedule
+from megazero.schedules.catalogue import make
+from megazero.schedules.draw import draw_on
+from megazero.schedules.simulate import Costs, Timeline, simulate
+from megazero.tools.planning.job import Plan, options, why
+
+_BESIDE = 4  # pipeline ranks beside each other in a table
+_COLOURS = {
+    "parameters": "#4f86bd",
+    "gradients": "#8fb8de",
+    "optimizer": "#6fa84f",
+    "pool": "#b7b7b7",
+    "inputs": "#f2c879",
+    "activations": "#d99f3b",
+}
+
+
+def as_text(plan: Plan, columns: int | None = None) -> str:
+    """Everything a plan knows; sentences broken at so many columns, None: nowhere."""
+    sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
+    blocks = (sentences, _memory(plan), _settings(plan), _traffic(plan), _time(plan))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def search_as_text(found: Search, machine: Machine, columns: int | None = None) -> str:
+    """The best layouts with what makes them, and those that would be faster; as `as_text`."""
+    lines = [f"{found.tried} layouts tried; the fastest that fit:", ""]
+    for one in found.best:
+        rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
+        lines += [f"{rate}  data {one.layout.data}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
+        overrides = " ".join(f"{name}={_spelt(value)}" for name, value in options(one.layout))
+        parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
+        lines += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]  # as a shell joins them
+    lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
+    for one in found.excluded:
+        layout = one.layout
+        axes = f"tensor {layout.tensor}, pipeline {layout.pipeline} {layout.schedule}, data {layout.data}"
+        rest = f"stage {layout.stage}, micro-batch {layout.micro_batch}"
+        lines += wrapped(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}", columns, "    ")
+    return "\n".join(lines)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Memory of each pipeline rank, parts of a step, what pipeline ranks do when; SVG or PNG, by the path's suffix.
+
+    Raises OSError.
+    """
+    # Imported here: half a second that only a picture needs.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    pipeline = plan.layout.pipeline
+    figure = Figure(figsize=(12, 5 if pipeline == 1 else 7 + 0.2 * pipeline), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
+    left, right = figure.add_subplot(cells[0, 0]), figure.add_subplot(cells[0, 1])
+    if pipeline > 1:
+        schedule, timeline = _timeline(plan)
+        below_both = figure.add_subplot(cells[1, :])
+        draw_on(below_both, schedule, timeline)
+        m = plan.layout.micro_batches
+        if schedule.micro_batches < m:
+            words = f"the first {schedule.micro_batches} of {m} micro-batches; bubble of all {plan.time.bubble:.1%}"
+            below_both.set_title(f"{schedule.name}: {words} of the work", fontsize=9, loc="left")
+    places = range(len(plan.ranks))
+    below = [0.0] * len(plan.ranks)
+    for category, colour in _COLOURS.items():
+        sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
+        left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
+        below = [under + size for under, size in zip(below, sizes, strict=True)]
+    left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
+    left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory")
+    left.set_xticks(places)
+    left.legend(fontsize=8, frameon=False)
+    at = 0.0
+    for name, part in plan.time.parts.items():
+        if part > 0:
+            right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
+            at += part
+    right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
+    right.legend(fontsize=8, frameon=False, loc="upper right")
+    picture = io.BytesIO()
+    if path.suffix == ".svg":
+        figure.savefig(picture, format="svg")
+    else:
+        canvas.print_png(picture)
+    replace_file(path, picture.getvalue())
+
+
+def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
+    """The first micro-batches of a step, in seconds."""
+    layout, passes = plan.layout, plan.time.micro.times(1 / plan.layout.chunks)
+    shown = min(layout.micro_batches, 2 * layout.pipeline)
+    schedule = make(layout.schedule, layout.pipeline, shown, layout.chunks)
+    costs = Costs(passes.forward, passes.input + passes.again, passes.weight)
+    return schedule, simulate(schedule, [costs] * schedule.num_stages)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    layout = plan.layout
+    yield f"{plan.parameters / 1e9:,.3f}B parameters on {layout.ranks} {plan.machine.name}: " + (
+        f"tensor {layout.tensor}, pipeline {layout.pipeline} ({layout.schedule}), data {layout.data}, "
+        f"ZeRO stage {layout.stage}, {layout.micro_batches} micro-batches of {layout.micro_batch}"
+    )
+    room, need = usable(plan.machine), plan.fullest.peak
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    yield f"{verdict}: {need / 1e9:,.2f} GB of {room / 1e9:,.2f} on the fullest rank" + (
+        f", {plan.fullest.host / 1e9:,.2f} GB of {plan.machine.host_memory_bytes / 1e9:,.2f} on the host"
+        if plan.fullest.host
+        else ""
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    categories = list(dict.fromkeys(category for rank in plan.ranks for category in rank.held))
+    for first in range(0, len(plan.ranks), _BESIDE):
+        some = plan.ranks[first : first + _BESIDE]
+        yield f"{'GB, pipeline rank':<18}" + "".join(f"{first + place:>10}" for place in range(len(some)))
+        for category in categories:
+            cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
+            yield f"  {category.replace('_', ' '):<16}{cells}"
+        yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
+        yield f"  {'most is in':<16}" + "".join(f"{rank.cause:>10}" for rank in some)
+    yield "logits of a micro-batch, in the last rank's"
+    yield f"activations: {plan.logits / 1e9:,.3f} GB"
+
+
+def _settings(plan: Plan) -> Iterator[str]:
+    yield "GB, recompute  activations    inputs  on device"
+    for words, rank in plan.settings:
+        sizes = (rank.held.get("activations", 0), rank.held.get("inputs", 0), rank.peak)
+        first, second, last = (size / 1e9 for size in sizes)
+        yield f"{words:<14}{first:>12,.3f}{second:>10,.3f}{last:>11,.3f}" + (
+            "" if rank.peak <= usable(plan.machine) else "  too much"
+        )
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    yield "GB sent in a step by the rank that sends most"
+    for axis, purposes in plan.traffic.items():
+        crossing = plan.by_node.get(axis, {})
+        where = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.3f}" for name, size in crossing.items() if size)
+        for purpose, size in purposes.items():
+            if size:
+                yield f"  {axis:<9} {purpose:<18} {size / 1e9:>10,.4f}"
+        if where:
+            yield f"  {axis:<9} in all: {where}"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    yield f"a step: {time.step_s:,.3f} s; bubble {time.bubble:.1%} of the work"
+    for name, part in time.parts.items():
+        if part > 0:
+            yield f"  {name:<17}{part:>10,.3f} s  {part / time.step_s:>6.1%}"
+    for name, part in time.hidden.items():
+        if part > 0:
+            yield f"  {name + ' traffic':<17}{part:>10,.3f} s  beside the computation"
+    yield f"{time.tokens_per_second_per_device:,.0f} tokens/s and {time.tflops_per_device:,.1f} TFLOP/s a device"
+    yield f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"
+    cost = "" if plan.dollars is None else f", {plan.dollars:,.0f} dollars"
+    yield f"{plan.tokens:.3g} tokens: {plan.days:,.1f} days{cost}"
+
+
+def _spelt(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""Train: the loop, validation, and when to stop."""

@@ -1,0 +1,121 @@
+"""Why a run ends before its last step, agreed by all ranks.
+
+One rank may have got a signal, or find its disk full, that others know nothing of; a rank that ended alone would leave
+the others waiting. So once a step, when it has been issued, every rank says what it knows, and all add it up. The
+answer is read with the step's other numbers, when the next step is under way: a run ends at most one step after the
+one in which it was told to.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import all_reduce
+from megazero.comm.grid import Axis
+from megazero.launch.signals import NOTED, REQUEUE, Signals, stopped_by
+
+
+@dataclass(frozen=True)
+class Reason:
+    """
+    Attributes:
+        text: as one says it: "stopped by SIGTERM".
+        exit_code: of the run.
+    """
+
+    text: str
+    exit_code: int = REQUEUE
+
+
+FAILED = Reason("a checkpoint could not be written", 1)
+FILE = Reason("stopped by the file STOP", 0)
+TIME = Reason("stopped by run.time_limit")
+BY_SIGNAL = {number: Reason(stopped_by(number)) for number in NOTED}
+REASONS = (FAILED, *BY_SIGNAL.values(), TIME, FILE)  # the first one that any rank has is everybody's
+
+
+class Stopping:
+    """
+    Args:
+        world: all ranks.
+        signals: that have come to this one.
+        file: that ends the run when it exists; looked for by rank 0.
+        time_limit: seconds from now on, for rank 0's clock; None: none.
+        clock: seconds that only go forward.
+        first_step: called on rank 0 when the first step is complete.
+        look: called on rank 0 once a step.
+    """
+
+    def __init__(
+        self,
+        world: Axis,
+        device: torch.device,
+        signals: Signals,
+        file: Path,
+        time_limit: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        first_step: Callable[[], None] = lambda: None,
+        look: Callable[[], object] = lambda: None,
+    ):
+        self._world, self._device, self._signals, self._file, self._clock = world, device, signals, file, clock
+        self._look = look
+        self._end = None if time_limit is None else clock() + time_limit
+        self._last: float | None = None
+        self._longest = 0.0
+        self._said: Tensor | None = None  # by all ranks, on the device
+        self._first_step, self._answers = first_step, 0
+
+    def ask(self, *, failed: bool, saving: float) -> None:
+        """A step has been issued: says what this rank knows.
+
+        Args:
+            failed: something that was written in the background has failed.
+            saving: seconds that a checkpoint takes.
+        """
+        said = torch.zeros(len(REASONS), dtype=torch.int64)
+        for reason in self._own(failed, saving):
+            said[REASONS.index(reason)] = 1
+        self._said = all_reduce(said.to(self._device), self._world, "agree")
+
+    def answer(self) -> Reason | None:
+        """What all ranks said when they were last asked; None: go on."""
+        if self._said is None:
+            return None
+        said, self._said = self._said.tolist(), None
+        self._answers += 1
+        if self._answers == 2 and self._world.rank == 0:  # the first one comes before the first step
+            self._first_step()
+        return next((reason for reason, count in zip(REASONS, said, strict=True) if count), None)
+
+    def check(self, saving: float) -> Reason | None:
+        """Ask and answer at once, in the middle of something long that is no step. Every rank calls it.
+
+        Args:
+            saving: seconds that a checkpoint takes.
+        """
+        answers = self._answers
+        self.ask(failed=False, saving=saving)
+        reason = self.answer()
+        self._answers = answers
+        return reason
+
+    def _own(self, failed: bool, saving: float) -> Iterator[Reason]:
+        now = self._clock()
+        self._longest = max(self._longest, now - (now if self._last is None else self._last))
+        self._last = now
+        if failed:
+            yield FAILED
+        if self._signals.first is not None:
+            yield BY_SIGNAL[self._signals.first]
+        if self._world.rank == 0:
+            self._look()
+            # One more step is issued before this is acted upon.
+            if self._end is not None and now + 2 * self._longest + 1.5 * saving >= self._end:
+                yield TIME
+            if os.path.lexists(self._file):  # False too where the disk does not answer
+                yield FILE

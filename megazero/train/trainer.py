@@ -1,0 +1,337 @@
+"""The loop: batch, forward and backward, clip, update, observe, validate.
+
+The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
+batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
+
+The host does not wait for the device inside a step. What a step computed is read before the first backward of the
+*next* step (or when the step is logged): by then the device has enough to do, so reading costs nothing, the exact
+learning rate of the next update is known, and a loss that is not finite is noticed before a second update could have
+happened (the device suppresses the first one by itself). It is acted upon when the passes are done, which is the same
+moment on all ranks of a pipeline.
+
+A step that was not finite has changed nothing. Before the run ends, every rank computes it once more without the
+others, so that the error names the rank and the parameter with which it began.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.manifest import Progress
+from megazero.data.loader import BatchLoader, MicroBatch
+from megazero.observe.jsonl import finite
+from megazero.observe.metrics import Value
+from megazero.observe.recorder import Numbers, Recorder
+from megazero.optim.learning_rate import LearningRate
+from megazero.pipeline.executor import Pipeline
+from megazero.pipeline.stage import Feed
+from megazero.schedules.actions import Kind
+from megazero.train.stopping import FAILED, Reason, Stopping
+from megazero.train.validation import Score, Validation
+from megazero.zero.engine import Engine, StepResult
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long, how fast, and how often.
+
+    Attributes:
+        steps: of the run.
+        learning_rate: by updates done.
+        log_every: steps between rows.
+        valid_every: steps between validations; None: only after the last step.
+    """
+
+    steps: int
+    learning_rate: LearningRate
+    log_every: int
+    valid_every: int | None
+
+    def validates(self, step: int) -> bool:
+        done = step + 1
+        return done == self.steps or (self.valid_every is not None and done % self.valid_every == 0)
+
+    def logs(self, step: int) -> bool:
+        done = step + 1
+        return done == self.steps or done % self.log_every == 0
+
+
+TIDY_SECONDS = 5.0  # that a run which was told to stop gives to deleting old checkpoints
+OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
+
+# Where in the flow of a step's data (first forwards, then backwards, from the loss on) something is wrong, and what.
+Fault = tuple[int, str]
+Blame = Callable[[Fault | None, Callable[[int, str | None], UserError]], UserError]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that has been issued and whose numbers the host has not read."""
+
+    step: int
+    lr: float
+    result: StepResult
+
+
+class Trainer:
+    """Trains for `pace.steps` steps.
+
+    Args:
+        engine: update.
+        pipeline: forward and backward passes.
+        feed: (micro-batch, step) -> what the passes need to know of it.
+        loader: the micro-batches of each step.
+        validation: None for none.
+        recorder: observes.
+        pace: when to do what.
+        checkpoints: saves, the last step before the last validation or anything else can fail.
+        stopping: whether to end before that.
+        summarise: writes what is known of the whole run; called by all ranks before the last step is saved, so that a
+            kill behind that loses nothing.
+        now: told the step (from 1) and what is being done.
+        blame: finds the rank whose own part of a step was at fault first; given what is wrong with this rank's, and
+            how to say it, returns the error to raise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pipeline: Pipeline,
+        feed: Callable[[MicroBatch, int], Feed],
+        loader: BatchLoader,
+        validation: Validation | None,
+        recorder: Recorder,
+        pace: Pace,
+        checkpoints: Checkpoints,
+        stopping: Stopping,
+        summarise: Callable[[], object],
+        now: Callable[[int, str], object],
+        blame: Blame,
+    ):
+        self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
+        self.validation, self.recorder, self.pace, self.now = validation, recorder, pace, now
+        self.checkpoints, self.stopping, self.summarise = checkpoints, stopping, summarise
+        self.blame = blame
+        self.first = self.skipped = self.overflows = self.carried = 0
+        self.reason: Reason | None = None
+        self.score: Score | None = None
+        self.owes = False  # a validation was broken off
+        self._pending: _Pending | None = None
+        self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
+        self._owed: Mapping[str, Value] | None = None
+
+    def begin_with(self, carried: int) -> None:
+        """Begin at the first step with tensors that have been loaded.
+
+        Args:
+            carried: updates that the moments among them have seen; 0 where the weights alone were loaded.
+        """
+        self.carried = carried
+        self.engine.restore(carried, None, 0)
+
+    def go_on(self, step: int, progress: Progress, *, own: bool, owed: Mapping[str, Value] | None = None) -> None:
+        """Begin with the step behind this one, whose tensors have been loaded.
+
+        Args:
+            own: it lies in the run's own folder.
+            owed: its row of metrics, which an earlier job did not come to write; with its validation if it has one.
+        """
+        self.first = step
+        self.checkpoints.saved = step if own else None
+        self.skipped, self.overflows, self.carried = progress.skipped, progress.overflows, progress.carried
+        self.engine.restore(progress.moments_age, progress.loss_scale, progress.good_steps)
+        self._owed = owed
+
+    def run(self) -> int:
+        """Trains; returns the number of steps done. The last validation's result is `score`; why it ended before the
+        last step, if it did, is `reason`. Whatever was to be saved is committed.
+
+        Raises:
+            UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
+                could not be written.
+        """
+        self.stopping.ask(failed=False, saving=0.0)
+        self.reason, done = self.stopping.answer(), self.first
+        if self._owed is not None or done < self.pace.steps:
+            self.recorder.start()
+        if self._owed is not None and self.reason is not None:
+            self.owes = True  # whoever goes on from here writes it
+        elif self._owed is not None:
+            self._write(self._owed, done, validates=self.validates(done))
+        while self.reason is None and done < self.pace.steps:
+            with self.recorder.step(done + 1):
+                self._step(done)
+            if self.reason or self.pace.logs(done) or self.pace.validates(done) or self.checkpoints.due(done + 1):
+                self._settle(complete=True)
+            done += 1
+        if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
+            self._save(done)
+        self.checkpoints.finish()
+        self.checkpoints.tidy(math.inf if self.reason is None else TIDY_SECONDS)
+        return done
+
+    def close(self) -> None:
+        """Ends background work and writes out what is left."""
+        try:
+            self.loader.close()
+            self.checkpoints.close()
+        finally:
+            self.recorder.close()
+
+    def _step(self, step: int) -> None:
+        self.now(step + 1, "data")
+        batches = self.loader.step(step)
+        self.engine.begin_step()
+
+        def now(phase: str) -> None:
+            self.now(step + 1, phase)
+
+        self.pipeline.train(batches, lambda batch: self.feed(batch, step), now=now, between=self._read)
+        self._settle(complete=False)
+        self.now(step + 1, "update")
+        self.checkpoints.settle()
+        lr = self.pace.learning_rate.at(step - self.skipped)
+        self._pending = _Pending(step, lr, self.engine.finish_step(lr))
+        self.stopping.ask(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
+
+    def _read(self) -> None:
+        """Reads how the step issued last went: the host waits for it here, and nowhere else."""
+        if self._pending is not None and self._flags is None:
+            result = self._pending.result
+            self._flags = bool(result.finite.item()), bool(result.skipped.item())
+
+    def _settle(self, *, complete: bool) -> None:
+        """Acts on how the step issued last went, once.
+
+        Args:
+            complete: no later one has begun; only then can its state be saved.
+        """
+        self._read()
+        (pending, self._pending), (flags, self._flags) = (self._pending, None), (self._flags, None)
+        if pending is None or flags is None:
+            return
+        is_finite, skipped = flags
+        self.overflows = 0 if is_finite else self.overflows + 1
+        if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
+            raise self._not_finite(pending)
+        self.skipped += skipped
+        done = pending.step + 1
+        self.reason = self.reason or self.stopping.answer()
+        if self.reason is FAILED:
+            self.checkpoints.finish()  # raises
+        last = complete and (done == self.pace.steps or self.reason is not None)
+        row = self._row(pending) if last or self.validates(done) or self.pace.logs(pending.step) else None
+        if last or (complete and self.checkpoints.due(done)):
+            if last:
+                self.summarise()
+            self._save(done, row)
+        stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
+        if row is not None:
+            self._write(row, done, validates=self.validates(done) and not stops)
+        if self.owes and self.checkpoints.saved != done:  # whoever goes on from here validates the step
+            self.summarise()
+            self._save(done, row)
+
+    def validates(self, done: int) -> bool:
+        """Return whether there is a validation behind step `done`, counted from 1."""
+        return self.validation is not None and self.pace.validates(done - 1)
+
+    def _row(self, pending: _Pending) -> dict[str, Value]:
+        """Return the row of a step, without a validation."""
+        result, done = pending.result, pending.step + 1
+        norm = result.grad_norm.item()
+        numbers = Numbers(
+            loss=result.loss.item(),
+            grad_norm=norm,
+            clipped=int(0 < self.engine.clip < norm < math.inf),
+            lr=pending.lr,
+            loss_scale=result.loss_scale.item(),
+            skipped=self.skipped,
+            samples=self.loader.samples(done),
+            epoch=self.loader.epoch(done),
+        )
+        return self.recorder.row(done, numbers)
+
+    def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
+        score = self._validate(done) if validates else None
+        if score is None:
+            self.recorder.write(row)
+        else:
+            self.recorder.write(row, score.loss, score.bits_per_byte)
+
+    def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
+        self.now(done, "save")
+        self.engine.catch_up()
+        scale, samples = self.engine.loss_scale, self.loader.samples(done)
+        with self.recorder.aside():
+            self.checkpoints.save(
+                done,
+                Progress(
+                    updates=done - self.skipped,
+                    skipped=self.skipped,
+                    overflows=self.overflows,
+                    next_sample=samples,
+                    loss_scale=scale.scale.item() if scale.dynamic else None,
+                    good_steps=int(scale.good.item()) if scale.dynamic else 0,
+                    carried=self.carried,
+                    row=None if row is None else finite(row),
+                ),
+            )
+
+    def _validate(self, done: int) -> Score | None:
+        """Return the score behind a step; None: it was broken off, and `reason` says why."""
+        assert self.validation is not None, "see `validates`"
+        self.now(done, "validation")
+        with self.recorder.aside(), torch.no_grad():
+            score = self.validation.score(self._ends)
+        self.owes = score is None
+        self.score = score or self.score
+        return score
+
+    def _ends(self) -> bool:
+        self.reason = self.reason or self.stopping.check(self.checkpoints.seconds)
+        return self.reason is not None
+
+    def _not_finite(self, pending: _Pending) -> UserError:
+        self.now(pending.step + 1, "examination")
+        own = self._own_fault(pending)
+
+        def say(rank: int, fault: str | None) -> UserError:
+            result = pending.result
+            what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}"
+            if self.overflows > 1:
+                what += f", skipped {self.overflows} steps in a row, loss scale {result.loss_scale.item():g}"
+            again = "not again when computed anew: a fault of the machine?"
+            if self.engine.delays:
+                again = "not again with the parameters of the update after"
+            what += f"; first not finite: {fault}" if fault else f"; {again}"
+            what += "; this step did not update"
+            return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=pending.step + 1)
+
+        return self.blame(own, say)
+
+    def _own_fault(self, pending: _Pending) -> Fault | None:
+        """What is first not finite in this rank's part of a step, computed once more."""
+        batches, step, last = self.loader.step(pending.step), pending.step, self.pipeline.num_stages - 1
+        seen: list[Fault] = []
+
+        def look(kind: Kind, stage: int, micro_batch: int, made: Tensor) -> None:
+            if torch.isfinite(made).all():
+                return
+            what, place = f"gradient of the input of stage {stage}", 2 * last + 1 - stage
+            if kind is Kind.FORWARD:
+                what, place = "loss" if stage == last else f"output of stage {stage}", stage
+            seen.append((place, f"{what} of micro-batch {micro_batch}"))
+
+        found = self.engine.examine(
+            lambda: self.pipeline.train(batches, lambda batch: self.feed(batch, step), look=look),
+            pending.result.loss_scale,
+        )
+        stages = list(self.pipeline.stages)
+        parameters = [(2 * last + 1 - stages[number], what) for number, what in found]
+        return min([*parameters, *seen], key=lambda fault: fault[0], default=None)

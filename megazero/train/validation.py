@@ -1,0 +1,97 @@
+"""Validation: the mean loss over held-out windows, and what it means per byte of text.
+
+Nats per token depend on the tokenizer: a larger vocabulary has longer tokens. Bits per byte do not:
+total nats / (ln 2 x bytes of text that the scored tokens stand for).
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.base.heartbeat import doing
+from megazero.comm.collectives import all_reduce
+from megazero.comm.grid import Axis
+from megazero.data.loader import MicroBatch
+
+_AT_ONCE = 8  # batches for each of several stages of a pipeline: enough to fill it, few enough to hold
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss in nats per valid token; bits per byte where the tokenizer is known."""
+
+    loss: float
+    bits_per_byte: float | None
+
+
+class Validation:
+    """Scores a model on the same batches every time.
+
+    Args:
+        batches: gives this rank's, from the first; as many on every rank.
+        losses: token losses [S, B] of some of them, without gradients or dropout; of none where the last stage is not.
+        token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
+        data: the axis whose ranks share the batches out among themselves.
+        pipeline: the axis on one rank of which the last stage is.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        batches: Callable[[], Iterable[MicroBatch]],
+        losses: Callable[[list[MicroBatch]], list[Tensor]],
+        token_bytes: np.ndarray | None,
+        data: Axis,
+        pipeline: Axis,
+        device: torch.device,
+    ):
+        self._batches, self._losses, self._data, self._device = batches, losses, data, device
+        self._pipeline = pipeline
+        self._count = 0  # of the batches, once they have been checked
+        self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
+
+    def check(self, where: str) -> None:
+        """Reads every batch once, so that what is wrong with the data is known before the training, not after it.
+
+        Raises:
+            UserError: 205, an id outside the vocabulary; 112, one that the tokenizer does not have.
+        """
+        self._count = 0
+        with doing("checking the validation data"):
+            for batch in self._batches():
+                self._count += 1
+                largest = int(batch.targets_SB.max())
+                if self._token_bytes is not None and largest >= len(self._token_bytes):
+                    what = f"token {largest} is not one of the tokenizer's {len(self._token_bytes)} pieces"
+                    raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
+
+    def score(self, stop: Callable[[], bool] = lambda: False) -> Score | None:
+        """One pass over the batches. The loss is nan where no token counts.
+
+        Args:
+            stop: asked now and then, as often on every rank; True, on all of them: break off, and return None.
+        """
+        sums = [0.0, 0.0, 0.0]
+        batches = iter(self._batches())
+        at_once = _AT_ONCE * self._pipeline.size if self._pipeline.size > 1 else 1
+        with doing("validating", self._count) as progress:
+            while some := list(islice(batches, at_once)):
+                if stop():
+                    return None
+                for batch, losses_SB in zip(some, self._losses(some), strict=False):  # of none, or of all
+                    sums[0] += losses_SB.sum(dtype=torch.float64).item()
+                    sums[1] += int(batch.valid_SB.sum())
+                    if self._token_bytes is not None:
+                        sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+                progress.advance(len(some))
+        everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
+        all_reduce(all_reduce(everyone, self._data, "validation"), self._pipeline, "validation")
+        nats, tokens, size = everyone.tolist()
+        loss = nats / tokens if tokens else math.nan
+        return Score(loss, nats / (math.log(2) * size) if size else None)

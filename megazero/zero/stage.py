@@ -1,0 +1,80 @@
+"""Forward and backward passes of one stage of the model, as its units see them.
+
+Backward can be split in two (Qi et al. 2023, arXiv 2401.10241, section 2): the input's part computes what the stage
+before waits for; every gradient that is delivered meanwhile, a matrix product or a sum, is noted instead of computed
+(`gradients.py`) and done in the weights' part, in the same order, so the sums are the same bit for bit.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from megazero.zero.gather import Presence
+from megazero.zero.reduce import Reduction
+from megazero.zero.unit import Unit
+
+
+class Passes:
+    """
+    Args:
+        units: that the stage uses.
+        reduction: of those whose gradients are complete when this stage's are.
+    """
+
+    def __init__(self, units: list[Unit], reduction: Reduction, presence: Presence):
+        self.units, self.reduction, self._presence = units, reduction, presence
+        self._noted: dict[int, deque[Callable[[], None]]] = {}
+
+    def clear(self) -> None:
+        """Nothing is under way."""
+        self._noted.clear()
+        self.reduction.clear()
+
+    def forward(self, micro_batch: int) -> None:
+        """What is computed from here on, until the next call, belongs to this micro-batch (counted from 0)."""
+        self._enter(micro_batch)
+
+    def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool) -> None:
+        """Gradients of the units are computed; where they have gathered enough, they begin to be reduced.
+
+        Args:
+            begin: runs autograd.
+            reduce: they have.
+        """
+        self._deliver(micro_batch, reduce)
+        begin()
+        self.reduction.end_backward()
+        self._presence.release_all(self.units)
+
+    def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None:
+        """Gradients of the units are only noted."""
+        noted = self._noted[micro_batch] = deque()
+        self._enter(micro_batch)
+        for unit in self.units:
+            unit.visits.noted = noted
+        begin()
+        for unit in self.units:
+            unit.visits.noted = None
+        self._presence.release_all(self.units)
+
+    def backward_weight(self, micro_batch: int, *, reduce: bool) -> None:
+        """What was noted is computed."""
+        self._deliver(micro_batch, reduce)
+        noted = self._noted.pop(micro_batch)
+        with torch.no_grad():
+            while noted:
+                noted.popleft()()  # what it held on to is free then
+        self.reduction.end_backward()
+
+    def finish_reduction(self) -> None:
+        """Reduced gradients are where the optimizer state is."""
+        self.reduction.finish()
+
+    def _enter(self, micro_batch: int) -> None:
+        for unit in self.units:
+            unit.visits.micro_batch = micro_batch
+
+    def _deliver(self, micro_batch: int, reduce: bool) -> None:
+        self._enter(micro_batch)
+        self.reduction.begin_backward(reduce=reduce)

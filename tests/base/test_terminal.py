@@ -1,0 +1,81 @@
+"""What the verbs print fits a terminal of 60 columns, and is whole in a pipe."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from megazero.base import terminal
+from megazero.config.file import load
+from megazero.tools.certify.certify import Layout, Row, narrow_table
+from megazero.tools.doctor.doctor import Diagnosis, as_text
+from megazero.tools.doctor.finding import Finding
+from tests.tiny_run import ROOT
+
+COLUMNS = 60
+
+
+def on_terminal(*words: str) -> list[str]:
+    """Lines that a verb prints on a terminal of COLUMNS columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    line = [sys.executable, "-m", "megazero", *words]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    parts = []
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # the other side is closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(ours)
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(120) == 0, said
+    return b"".join(parts).decode().splitlines()
+
+
+TINY = ("--config", "tiny", "batch.micro=1")
+VERBS = [
+    ("plan", "--config", "gpt170b", "--gpus", "400", "--hardware", "v100-32gb"),
+    ("plan", "--config", "gpt13b", "--gpus", "64", "--hardware", "a100-80gb", "parallel.pipeline=8"),
+    ("plan", "--config", "gpt13b", "--gpus", "8", "--hardware", "a100-80gb", "--search"),
+    ("explain", "--config", "tiny"),
+    ("schedule", *TINY, "parallel.pipeline=4", "pipeline.schedule=zb-v", "model.layers=14", "zero.stage=3"),
+    ("simulate", *TINY, "--gpus", "4", "parallel.tensor=2", "zero.stage=3", "--device", "cpu"),
+]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: f"{words[0]}-{words[2]}")
+def test_a_terminal_of_60_columns_is_enough(words: tuple[str, ...]) -> None:
+    lines = on_terminal(*words)
+    assert len(lines) > 10 and [line for line in lines if len(line) > COLUMNS] == []
+
+
+def test_tables_of_certify_and_doctor_fit_too() -> None:
+    layout = Layout(2, 2, 2, 3, True, "interleaved", 2)
+    numbers = dict.fromkeys(("loss", "norm", "gradients", "weights", "moments", "update", "size"), 1.2e-13)
+    row = Row(layout=layout, bitwise=False, times={"loss": 0.5}, **numbers)
+    fine = Row(layout=Layout(), bitwise=True, times={"loss": 0.0}, **dict.fromkeys(numbers, 0.0))
+    lines = narrow_table([row, fine], load("tiny"), 4).splitlines()
+    assert max(map(len, lines)) <= COLUMNS and "1e-13" in lines[-3]
+    found = Diagnosis({"machine": [Finding("load", "many words " * 20, "absent", "do " * 40)]}, "not measured")
+    lines = as_text(found, COLUMNS).splitlines()
+    assert max(map(len, lines)) <= COLUMNS and len(lines) > 5
+
+
+def test_a_pipe_gets_whole_lines() -> None:
+    assert terminal.wrapped("word " * 100, None) == ["word " * 100]
+    line = [sys.executable, "-m", "megazero", "explain", "model.norm"]
+    said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert max(map(len, said)) > 80

@@ -1,0 +1,116 @@
+"""The tables: every row names real options, and for each row there is a config that breaks it and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from megazero.base.errors import FaultList, UserError
+from megazero.config.file import flatten, load, option_keys, refuse_unbuilt
+from megazero.config.rules import EXCLUSIONS, LIMITS, RELATIONS, VERBS, beyond_limits
+from megazero.config.schema import Config, resolved
+
+# The options that break exactly this equation (others at their defaults), and a nearby value that holds.
+BREAKS: dict[str, tuple[list[str], str]] = {
+    "model.hidden % model.heads == 0": (["model.hidden=100", "model.heads=3"], "model.hidden=102"),
+    "model.heads % model.kv_heads == 0": (["model.kv_heads=5"], "model.kv_heads=4"),
+    "model.kv_heads % parallel.tensor == 0": (["parallel.tensor=8", "model.kv_heads=4"], "parallel.tensor=4"),
+    "model.ffn % parallel.tensor == 0": (["parallel.tensor=2", "model.ffn=3073"], "model.ffn=3074"),
+    "batch.global % batch.micro == 0": (["batch.micro=3"], "batch.global=9"),
+    "(model.hidden / model.heads) % 2 == 0 with model.position rotary": (
+        ["model.position=rotary", "model.hidden=36"],
+        "model.position=learned",
+    ),
+    "model.seq_len % parallel.tensor == 0 with parallel.sequence": (
+        ["parallel.tensor=2", "parallel.sequence=true", "model.seq_len=1023"],
+        "parallel.sequence=false",
+    ),
+    "model.layers >= parallel.pipeline * pipeline.chunks": (
+        ["parallel.pipeline=4", "model.layers=7", "pipeline.schedule=interleaved"],
+        "model.layers=8",
+    ),
+    "pipeline.chunks >= 2 with pipeline.schedule interleaved": (
+        ["pipeline.schedule=interleaved", "pipeline.chunks=1"],
+        "pipeline.chunks=2",
+    ),
+    "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
+    "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
+    "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
+}
+# The same for exclusions: one config for each (option, value that needs something).
+EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
+    **{
+        ("pipeline.schedule", schedule): ([f"pipeline.schedule={schedule}", "pipeline.chunks=2"], "pipeline.chunks=1")
+        for schedule in ("gpipe", "1f1b", "zb-h1")
+    },
+    ("pipeline.schedule", "zb-v"): (["pipeline.schedule=zb-v", "pipeline.chunks=3"], "pipeline.chunks=2"),
+    **{
+        ("zero.offload.optimizer", place): ([f"zero.offload.optimizer={place}", "zero.stage=0"], "zero.stage=1")
+        for place in ("cpu", "nvme")
+    },
+    **{
+        ("zero.offload.parameters", place): ([f"zero.offload.parameters={place}", "zero.stage=2"], "zero.stage=3")
+        for place in ("cpu", "nvme")
+    },
+    ("zero.offload.delayed", True): (["zero.offload.delayed=true"], "zero.offload.optimizer=cpu"),
+    ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
+    ("memory.offload", True): (["memory.offload=true", "memory.recompute=full"], "memory.partition=true"),
+}
+CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
+CONTRACT_VERBS |= {"report", "doctor"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "c.yaml").touch()
+    return str(tmp_path / "c.yaml")
+
+
+def test_tables_name_real_options_and_values():
+    known = set(option_keys())
+    assert {option for relation in RELATIONS for option in relation.options} <= known
+    assert {option for row in EXCLUSIONS for option in (row.option, row.other)} <= known
+    assert {limit.option for limit in LIMITS} <= known
+    assert len({limit.option for limit in LIMITS}) == len(LIMITS)
+    for row in (*RELATIONS, *EXCLUSIONS):
+        assert row.do if hasattr(row, "do") else row.reason
+
+
+def test_cases_below_cover_the_tables():
+    assert set(BREAKS) == {relation.equation for relation in RELATIONS}
+    assert set(EXCLUDED) == {(row.option, value) for row in EXCLUSIONS for value in row.values}
+
+
+@pytest.mark.parametrize("equation", BREAKS)
+def test_relation_is_broken_alone(file: str, equation: str):
+    breaking, mended = BREAKS[equation]
+    with pytest.raises(FaultList) as caught:
+        load(file, breaking)
+    (error,) = caught.value.errors
+    assert error.code == 106 and f"{equation} is broken: " in str(error)
+    load(file, [*breaking, mended])
+
+
+@pytest.mark.parametrize(("option", "value"), EXCLUDED)
+def test_exclusion_is_broken_alone(file: str, option: str, value: object):
+    breaking, mended = EXCLUDED[option, value]
+    with pytest.raises(FaultList) as caught:
+        load(file, breaking)
+    (error,) = caught.value.errors
+    assert error.code == 107 and f"command line: {option} {str(value).lower()} with " in str(error)
+    load(file, [*breaking, mended])
+
+
+def test_limits_hold_for_the_defaults_and_are_reported_together(file: str):
+    assert beyond_limits(flatten(resolved(Config()))) == []
+    config = load(file, ["zero.offload.optimizer=nvme", "zero.offload.path=here", "run.steps=7"])
+    with pytest.raises(FaultList) as caught:
+        refuse_unbuilt(config)
+    assert str(caught.value).split("\n") == [
+        "MZ-109: zero.offload.optimizer = nvme is not built yet; today it must be none or cpu",
+        "MZ-109: zero.offload.path = here is not built yet; today it must be null",
+    ]
+    assert isinstance(caught.value, UserError) and caught.value.exit_code == 2
+
+
+def test_verbs_are_the_contracts():
+    assert set(VERBS) == CONTRACT_VERBS

@@ -1,0 +1,61 @@
+"""The configs in configs/: their names, and that each describes the model whose name it bears."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from megazero.build.assemble import build_model
+from megazero.build.pipeline import model_shape
+from megazero.config.file import CONFIGS, flatten, load, refuse_unbuilt
+
+# layers, hidden, vocabulary, sequence; sources in each file. The count is 12 L h^2 + 13 L h + (V + s) h + 2 h.
+GPT: Mapping[str, tuple[int, int, int, int]] = {
+    "tiny": (6, 320, 8192, 256),
+    "gpt2_124m": (12, 768, 50257, 1024),
+    "gpt2_1.5b": (48, 1600, 50257, 1024),
+    "gpt13b": (62, 4096, 50257, 1024),
+    "turing_nlg_17b": (78, 4256, 50257, 1024),
+    "gpt100b": (125, 8192, 50257, 1024),
+    "gpt170b": (212, 8192, 50257, 1024),
+    "gpt1t": (128, 25600, 51200, 2048),
+}
+PUBLISHED = {"gpt2_124m": 124_439_808, "gpt2_1.5b": 1_557_611_200, "llama8b": 8_030_261_248}
+NAMES = [*GPT, "llama8b"]
+
+
+def closed_count(name: str) -> int:
+    L, h, V, s = GPT[name]
+    return 12 * L * h**2 + 13 * L * h + (V + s) * h + 2 * h
+
+
+def test_exactly_these_are_shipped():
+    assert sorted(path.name for path in CONFIGS.glob("*.yaml")) == sorted(f"{name}.yaml" for name in NAMES)
+    assert sorted(path.name for path in (CONFIGS / "over").iterdir()) == [f"c{i}.yaml" for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_model_on_meta_has_the_published_size(name: str):
+    config = load(name)
+    parameters = list(build_model(config).parameters())
+    assert all(parameter.is_meta for parameter in parameters)
+    count = sum(parameter.numel() for parameter in parameters)
+    assert count == PUBLISHED.get(name, closed_count(name) if name in GPT else None)
+    assert count == model_shape(config).parameters()
+    if name in GPT:
+        assert count == closed_count(name)
+        m = config.model
+        assert (m.layers, m.hidden, m.vocab, m.seq_len) == GPT[name]
+
+
+@pytest.mark.parametrize("name", list(GPT))
+def test_gpt_configs_leave_kv_heads_and_ffn_to_the_default(name: str):
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    assert "kv_heads" not in text and "ffn" not in text
+    values = flatten(load(name))
+    assert values["model.kv_heads"] == values["model.heads"]
+    assert values["model.ffn"] == 4 * values["model.hidden"]
+
+
+def test_all_of_them_start_today():
+    for name in NAMES:
+        refuse_unbuilt(load(name))

@@ -1,0 +1,129 @@
+"""A rank that is stopped before the first step is named, with its process, host and phase, whichever it is."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_faults import ROOT, TIMEOUT, pids_of
+from tests.launch.test_rendezvous import STEP, free_port
+from tests.processes import until_gone
+
+
+def start(case: str, rank: int, *more: object, **environment: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "tests.launch.held_up", case, str(rank), str(TIMEOUT), "2", *map(str, more)]
+    env = os.environ | environment
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def start_step(case: str, rank: int, *more: object) -> tuple[list[subprocess.Popen[str]], list[int]]:
+    """Start two tasks as srun does, rank 0 first, and let them meet when both are there; with their process ids."""
+    step = STEP | {"MASTER_PORT": free_port()}
+    tasks = [start(case, rank, *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in (0, 1)]
+    pids = [pids_of(task, 1)[0] for task in tasks]
+    for task in tasks:
+        assert task.stdin is not None
+        task.stdin.write("\n")
+        task.stdin.flush()
+    return tasks, pids
+
+
+PHASES = {"start": "start", "memory": "start", "group": "start", "axes": "start", "build": "build", "inside": "build"}
+SLOW = {("memory", 1), ("group", 0), ("axes", 1), ("start", 0)}
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        pytest.param(case, rank, marks=pytest.mark.full if (case, rank) in SLOW else ())
+        for case in PHASES
+        for rank in (0, 1)
+    ],
+)
+def test_a_local_rank_that_is_stopped_is_named(case: str, rank: int):
+    process = start(case, rank)
+    pids = pids_of(process, 2)
+    _, err = process.communicate()
+    until_gone(pids)
+    named = re.fullmatch(rf"MZ-311 rank={rank}: did not .* in {PHASES[case]} on \S+ \(pid (\d+)\).* waited .*\n", err)
+    named = named or re.fullmatch(rf"MZ-311 rank={rank}: did not .*on \S+ \(pid (\d+)\).* waited.*\n", err)
+    assert named is not None and int(named[1]) in pids and f" in {PHASES[case]} " in err, err
+    assert "it is stopped (SIGSTOP" in err and process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        ("memory", 0),
+        ("axes", 1),
+        *(pytest.param(c, r, marks=pytest.mark.full) for c, r in (("group", 0), ("group", 1))),
+    ],
+)
+def test_a_task_of_srun_that_is_stopped_is_named(case: str, rank: int):
+    """By the others, which have no parent to look; rank 0 takes the store with it."""
+    tasks, pids = start_step(case, rank)
+    try:
+        _, err = tasks[1 - rank].communicate()
+    finally:
+        tasks[rank].kill()
+        tasks[rank].communicate()
+    line = rf"MZ-311 rank={rank}: did not answer in the meeting \(.*\) in start on \S+ \(pid {pids[rank]}\); "
+    assert re.search(line + rf"rank {1 - rank} waited[^;]*; it is stopped \(SIGSTOP", err), err
+    assert tasks[1 - rank].returncode == 1 and err.count("MZ-") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("case", "where"), [("spin", "in spin"), ("lock", "in hold_the_lock")])
+def test_on_a_hang_every_live_rank_writes_its_stacks(tmp_path: Path, case: str, where: str):
+    """Also one that holds the interpreter's lock; the one that gave up says where."""
+    process = start(case, 1, tmp_path)
+    pids = pids_of(process, 2)
+    _, err = process.communicate()
+    until_gone(pids)
+    assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
+    assert where in (tmp_path / "rank_01.log").read_text()
+    gave_up = (tmp_path / "rank_00.log").read_text()
+    assert "gave up here:" in gave_up and "in agree" in gave_up and "most recent call first" in gave_up
+
+
+def test_tasks_of_srun_ask_each_other_for_their_stacks(tmp_path: Path):
+    """The first one that gave up asks those of its host that go on."""
+    tasks, _ = start_step("lock", 1, tmp_path)
+    try:
+        _, err = tasks[0].communicate()
+        assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
+        assert "in hold_the_lock" in (tmp_path / "rank_01.log").read_text()
+    finally:
+        for task in tasks:
+            task.kill()
+            task.communicate()
+
+
+def test_a_stopped_rank_has_no_stacks_to_show_and_is_not_waited_for(tmp_path: Path):
+    process = start("build", 1, tmp_path)
+    pids = pids_of(process, 2)
+    _, err = process.communicate()
+    until_gone(pids)
+    assert "MZ-311 rank=1" in err and (tmp_path / "rank_01.log").read_text() == ""
+    assert "in agree" in (tmp_path / "rank_00.log").read_text()
+
+
+def test_nobody_is_signalled_who_has_no_handler_for_it():
+    """A process whose number was told, and that is not what it was told to be, goes on unharmed."""
+    from megazero.comm.processes import Process, _stat
+    from megazero.launch.stacks import ASK
+
+    assert ASK is not None
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        started = int(_stat(bystander.pid)[19])
+        assert not Process(bystander.pid, started).send(ASK)
+        assert not Process(bystander.pid, started + 1).send(signal.SIGTERM)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()

@@ -1,0 +1,202 @@
+"""A signal before the first step ends a run at once, whatever it is doing: one line, nobody left, and it is counted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megazero.observe.jsonl import read_rows
+from megazero.run.folder import RunFolder
+from tests.kernels.test_compiler import SLOW, lives
+from tests.quiet import without_heartbeat
+from tests.tiny_run import ROOT, TinyData, command
+
+SAID = "stopped by SIGTERM before the first step, nothing to save\n"
+FULL = pytest.mark.full
+# Nothing here ends by itself; it ends within a second where there is a processor, and a busy machine may take a few.
+AT_ONCE = 10.0
+
+# What runs instead of train.py: every rank says that it has come to a phase, and which process it is, and stays there,
+# `where` in Python, in a call into a library that no handler of Python's interrupts, or in another process' lock.
+DRIVER = """
+import ctypes, fcntl, os, sys, time
+from megazero.build.assemble import run as build_run
+from megazero.run.session import session as run
+from megazero.launch import rendezvous
+from megazero.__main__ import main
+
+def here():
+    with open({log!r}, "a") as log:
+        log.write(f"{{os.getpid()}}\\n")
+
+def stay(*arguments, **options):
+    here()
+    if {where!r} == "library":
+        libc = ctypes.PyDLL(None)
+        while True:
+            libc.sleep(3600)
+    while True:
+        time.sleep(0.01)
+
+{plant}
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+PLANTS = {
+    "rendezvous": "rendezvous._roll_call = stay",
+    "folder": "run.find_job = stay",
+    "building": "build_run.build = stay",
+    "loading": "run.resume = stay",
+}
+
+
+@contextmanager
+def started(line: list[object], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, *map(str, line)]
+    env = os.environ | environment
+    with subprocess.Popen(
+        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(path: Path, lines: int, process: subprocess.Popen[str]) -> list[int]:
+    """The processes that say in a file that they have come to where they stay."""
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return [int(word) for word in path.read_text().split()]
+
+
+def end(process: subprocess.Popen[str], pid: int, ranks: list[int]) -> None:
+    """A signal to one process ends all of them, with the right code and line."""
+    began = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    out, err = process.communicate()
+    assert time.monotonic() - began < AT_ONCE
+    assert (process.returncode, without_heartbeat(out), without_heartbeat(err)) == (75, SAID, "")
+    assert not any(lives(rank) for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("phase", "size", "whom", "where"),
+    [
+        ("building", 1, "parent", "python"),
+        ("building", 2, "rank 1", "python"),
+        ("folder", 2, "parent", "library"),
+        ("rendezvous", 2, "rank 0", "python"),
+        pytest.param("building", 2, "parent", "library", marks=FULL),
+        pytest.param("building", 2, "rank 0", "python", marks=FULL),
+        pytest.param("rendezvous", 2, "parent", "library", marks=FULL),
+        pytest.param("loading", 1, "parent", "python", marks=FULL),
+        pytest.param("loading", 2, "rank 1", "python", marks=FULL),
+    ],
+)
+def test_a_signal_before_the_first_step(
+    tiny_data: TinyData, tmp_path: Path, phase: str, size: int, whom: str, where: str
+) -> None:
+    folder, log = RunFolder(tmp_path / "run"), tmp_path / "here"
+    driver = DRIVER.format(log=str(log), where=where, plant=PLANTS[phase])
+    line = ["-c", driver, "--config", tiny_data.config, f"run.dir={folder.path}", f"parallel.tensor={size}"]
+    with started([*line, "checkpoint.resume=auto", "data.valid=null"]) as process:
+        ranks = wait_for(log, 1 if phase == "folder" else size, process)
+        end(process, ranks[int(whom[-1])] if whom != "parent" else process.pid, ranks)
+    assert not folder.lock.exists() and not list(folder.checkpoints.glob("step_*"))
+    counted = folder.path / "early_stops"
+    if phase == "rendezvous":
+        assert not folder.path.exists(), "there is no folder yet to count in"
+    else:
+        assert (
+            counted.read_text() == "1 start in a row stopped before the first step, the last one stopped by SIGTERM\n"
+        )
+
+
+IMPORTING = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            open({log!r}, "w").write("0\\n")
+            sys.stdin.read()
+sys.meta_path.insert(0, Finder())
+from megazero.__main__ import main
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_signal_while_torch_is_imported(tiny_data: TinyData, tmp_path: Path) -> None:
+    line = [sys.executable, "-c", IMPORTING.format(log=str(tmp_path / "here")), "--config", str(tiny_data.config)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, cwd=ROOT, text=True, **pipes) as process:
+        wait_for(tmp_path / "here", 1, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None and process.stderr is not None
+        assert process.wait() == 75, "it does not wait for the import, which waits for us"
+        assert (process.stdout.read(), process.stderr.read()) == (SAID, "")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_while_kernels_are_compiled(tiny_data: TinyData, tmp_path: Path, size: int) -> None:
+    """The compiler ends, and leaves no half library; with two ranks one of them waits for the other's."""
+    (tmp_path / "bin").mkdir()
+    compiler, begun = tmp_path / "bin/g++", tmp_path / "begun"
+    compiler.write_text(SLOW.format(started=begun))
+    compiler.chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    run = ["train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", f"parallel.tensor={size}"]
+    with started(run, **environment) as process:
+        while not begun.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        pids = [int(word) for word in begun.read_text().split()]
+        end(process, process.pid, [])
+    deadline = time.monotonic() + 30  # the guard of a rank that was killed is not waited for
+    while any(lives(pid) for pid in pids) or list((tmp_path / "cache/megazero").glob("*.tmp")):
+        assert time.monotonic() < deadline, "something is left"
+        time.sleep(0.01)
+
+
+def test_three_in_a_row_are_too_many_here_too(tiny_data: TinyData, tmp_path: Path) -> None:
+    folder, log = RunFolder(tmp_path / "run"), tmp_path / "here"
+    driver = DRIVER.format(log=str(log), where="python", plant=PLANTS["building"])
+    line = ["-c", driver, "--config", tiny_data.config, f"run.dir={folder.path}", "data.valid=null"]
+    folder.path.mkdir()
+    for _ in range(2):
+        folder.early_stops.add("stopped by SIGTERM")
+    with started([*line, "checkpoint.resume=auto"]) as process:
+        wait_for(log, 1, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == 1 and err.count("\n") == 1 and err.startswith("MZ-422")
+    assert "stopped by SIGTERM before the first step, 3 times in a row: not started again" in err
+
+
+def test_a_signal_in_the_last_validation_breaks_it_off_and_the_next_job_does_it(
+    tiny_data: TinyData, tmp_path: Path
+) -> None:
+    """The step is saved before it; who goes on from there owes the validation alone, and has the same row."""
+    options = ("run.steps=2", "data.valid=0.9", "data.valid_samples=null", "model.layers=32", "batch.micro=1")
+    run = tmp_path / "run"
+    line = ["train.py", "--config", tiny_data.config, *options]
+    with started([*line, f"run.dir={run}"]) as process:
+        while not (run / "checkpoints/step_00000002").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, without_heartbeat(err)) == (75, "")
+    assert out.splitlines()[-1].startswith("stopped by SIGTERM after step 2 of 2, saved in ")
+    again = command(*line, f"run.dir={run}", "checkpoint.resume=auto")
+    assert (again.returncode, again.stderr) == (0, "") and "finished what an earlier job left" in again.stdout
+    assert "validation loss" in again.stdout
+    assert command(*line, f"run.dir={tmp_path / 'whole'}").returncode == 0
+    losses = [read_rows(tmp_path / name / "metrics.jsonl")[-1]["valid_loss"] for name in ("run", "whole")]
+    assert losses[0] == losses[1]

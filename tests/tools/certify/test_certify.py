@@ -1,0 +1,156 @@
+"""The certificate: every layout is certified, and one that computes something else is found and named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megazero.__main__ import main
+from megazero.config.schema import Config
+from megazero.tools.certify.certify import Layout, certify, layouts_of, sample_of
+from megazero.zero.unit import Unit
+from tests.tiny_run import TinyData
+
+SHAPE = ("model.hidden=32", "model.heads=8", "model.seq_len=16", "model.dropout=0.1", "data.valid=null")
+SMALL = (*SHAPE, "model.layers=4", "batch.global=8", "batch.micro=1")
+LARGE = (*SHAPE, "model.layers=8", "batch.global=8", "batch.micro=1", "data.mask_eod=true")
+FLAVOURS = {
+    "gpt": (),
+    "llama": ("model.tie_embeddings=false", "model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu"),
+}
+
+
+def config_of(tiny_data: TinyData, tmp_path: Path, *options: str) -> Config:
+    return tiny_data.load(tmp_path, *options)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
+    """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
+    config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
+    layouts = sample_of(layouts_of(config, ranks), 1)
+    assert len(layouts) >= 5 and {layout.size for layout in layouts} == set(range(2, ranks + 1))
+    assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 2) if row.fault] == []
+
+
+FEW = [
+    Layout(tensor=2, sequence=True, recompute="full"),
+    Layout(data=2, stage=2, offload="optimizer"),
+    Layout(pipeline=2, schedule="zb-v", chunks=2, offload="optimizer", delayed=True),
+    Layout(data=2, stage=3, recompute="selective", offload="both", delayed=True),
+    Layout(tensor=2, recompute="full", partition=True, inputs_away=True, offload="optimizer"),
+]
+
+
+FULL = [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("fp64", "fp32", "fp16")]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", *FULL])
+def test_a_few_layouts_are_certified_in_every_precision(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
+    """With what is offloaded and updated late; and not one is compared with nothing."""
+    config = config_of(tiny_data, tmp_path, *SMALL, "batch.global=4", f"precision.dtype={dtype}")
+    rows = list(certify(config, FEW, 2))
+    assert [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+    measures = {"initial weights", "loss", "gradient norm", "later norms", "first gradients", "weights", "samples"}
+    measures |= {"held once", "replicas", "first moment", "second moment", "update", "size of updates"}
+    assert all(set(row.times) == measures and max(row.times.values()) < 1 for row in rows)
+
+
+GROUPS = 8
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_layouts_of_eight_ranks_are_certified(tiny_data: TinyData, tmp_path: Path, group: int, flavour: str) -> None:
+    """160 of them in both flavours together, in fp32."""
+    config = config_of(tiny_data, tmp_path, *LARGE, *FLAVOURS[flavour])
+    layouts = sample_of(layouts_of(config, 8), 160)
+    assert len(layouts) >= 150
+    half = layouts[list(FLAVOURS).index(flavour) :: len(FLAVOURS)]
+    rows = list(certify(config, half[group::GROUPS], 3))
+    assert rows and [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+
+
+BITWISE = [
+    Layout(pipeline=2),
+    Layout(pipeline=4, schedule="gpipe"),
+    Layout(pipeline=2, schedule="interleaved", chunks=2),
+    Layout(pipeline=3, schedule="zb-h1"),
+    Layout(pipeline=2, schedule="zb-v", chunks=2),
+]
+
+
+def test_a_pipeline_alone_changes_no_bit(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Of an untied model. A tied one adds the two uses of its weight in another order."""
+    config = config_of(tiny_data, tmp_path, *SMALL, *FLAVOURS["llama"])
+    assert all(row.bitwise for row in certify(config, BITWISE, 3))
+
+
+@pytest.mark.full
+def test_a_doubled_gradient_is_found_and_named(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the second stage, of one data rank, in layouts that have several."""
+    name, close = "blocks.3.mlp.down.weight", Unit.close_gradients
+
+    def close_and_double(unit: Unit) -> None:
+        close(unit)
+        if name in unit.views and unit.numel > len(unit.masters) and unit.shard.start > 0:
+            unit.views[name].view.mul_(2)
+
+    monkeypatch.setattr(Unit, "close_gradients", close_and_double)
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    good, bad = certify(config, [Layout(pipeline=2), Layout(pipeline=2, data=2)], 2)
+    assert good.fault is None and bad.fault is not None
+    assert bad.fault.startswith(f"step 1: gradient of {name} of rank 2, ")  # the second stage's first rank
+    code = main(
+        [
+            "certify",
+            "--config",
+            str(tiny_data.config),
+            "--max-ranks",
+            "2",
+            "--layouts",
+            "1",
+            "--steps",
+            "2",
+            *SMALL,
+            "--json",
+        ]
+    )
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = {" ".join(row["name"].split()[:2]) for row in rows if row["fault"]}
+    assert code == 1 and found == {f"dp2 zero{stage}" for stage in (1, 2, 3)}
+
+
+def test_a_layout_that_fails_is_a_fault(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(unit: Unit) -> None:
+        raise RuntimeError("a fault of this test")
+
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    monkeypatch.setattr(Unit, "borrow", fail)
+    (row,) = certify(config, [Layout(data=2, stage=3)], 1)
+    assert row.fault is not None and "MZ-390" in row.fault
+
+
+def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path: Path) -> None:
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    layouts = layouts_of(config, 8)
+    assert len(layouts) == len(set(layouts)) > 150
+    assert max(layout.size for layout in layouts) == 8
+    assert all(layout.pipeline * layout.chunks <= 4 and layout.tensor in (1, 2, 4, 8) for layout in layouts)
+    cover = sample_of(layouts, 1)
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
+        assert {layout.stage for layout in cover if layout.schedule == schedule} == {0, 1, 2, 3}
+    assert sample_of(layouts, 100)[: len(cover)] == cover and len(sample_of(layouts, 100)) == 100
+
+
+def test_nothing_to_compare_is_no_certificate(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--config", str(tiny_data.config), "--max-ranks", "1"]) == 2
+    assert capsys.readouterr().err.startswith("MZ-106 certify: no layout of up to 1 ranks to compare")

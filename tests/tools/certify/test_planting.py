@@ -1,0 +1,70 @@
+"""Planted faults are found, each ten times beyond its tolerance, in the precisions of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megazero.__main__ import main
+from megazero.tools.certify import planting
+from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault
+from megazero.tools.certify.planting import DTYPES, NOTHING, SCALES, names, plant, table
+from tests.tiny_run import TinyData
+
+SHAPE = ("model.hidden=32", "model.heads=4", "model.seq_len=16", "model.layers=2", "data.valid=null")
+# What a certificate missed when it trained with the config's decay and a small learning rate.
+MISSED = ("no-decay", "misplaced-decay", "loose-clip", "frozen-norms", "wrong-lr")
+
+
+def check(found: list[planting.Planted]) -> None:
+    assert [each for each in found if not each.right] == []
+    assert all(each.times >= 10 for each in found if each.fault in MISSED)
+    assert all(each.times > 1 for each in found if each.fault != NOTHING)
+    assert all(each.times < 1 for each in found if each.fault == NOTHING)
+
+
+@pytest.mark.parametrize("dtypes", [("fp32", "bf16"), pytest.param(("fp64", "fp16"), marks=pytest.mark.full)], ids=str)
+def test_what_was_missed_is_found(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtypes: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(planting, "DTYPES", dtypes)
+    found = list(plant(tiny_data.load(tmp_path, *SHAPE), MISSED, 4))
+    assert [(each.fault, each.dtype) for each in found] == [(name, dtype) for dtype in dtypes for name in MISSED]
+    check(found)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_every_fault_is_found_in_every_precision(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--config", str(tiny_data.config), "--plant", "--json", *SHAPE]) == 0
+    rows = [row | {"times": row["times"] or float("inf")} for row in json.loads(capsys.readouterr().out)["planted"]]
+    found = [planting.Planted(**row) for row in rows]
+    check(found)
+    assert {(each.fault, each.dtype) for each in found} == {(name, dtype) for name in names() for dtype in DTYPES}
+    scales = {(each.fault, each.dtype): each.scale for each in found if each.scale is not None}
+    assert all(scales[name, "fp64"] <= 1e-12 and scales[name, "fp32"] <= 1e-4 for name in SCALES)
+    assert all(1e-4 < scales[name, dtype] <= 2**-5 for name in SCALES for dtype in ("bf16", "fp16"))
+
+
+def test_what_is_not_found_is_a_failure(
+    tiny_data: TinyData, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a fault that changes nothing."""
+    monkeypatch.setattr(planting, "FAULTS", (Fault("none", "nothing is wrong", DATA, lambda rig: None),))
+    monkeypatch.setattr(planting, "DTYPES", ("fp32",))
+    assert main(["certify", "--config", str(tiny_data.config), "--fault", "none", "--steps", "1", *SHAPE]) == 1
+    assert "| nothing is wrong | dp2 zero1 | MISSED: " in capsys.readouterr().out
+
+
+def test_what_cannot_be_planted_is_refused(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["certify", "--config", str(tiny_data.config), *SHAPE]
+    assert main([*line, "--fault", "no-such"]) == 2
+    assert capsys.readouterr().err.startswith("MZ-100 certify: --fault no-such: expected one of nothing, no-decay")
+    assert main([*line, "--fault", "no-decay", "model.heads=1"]) == 2
+    assert "the config cannot be trained as tp2 sequence" in capsys.readouterr().err
+
+
+def test_names_are_distinct_and_in_the_table() -> None:
+    assert len(set(names())) == len(names()) == len(FAULTS) + 3
+    rows = [planting.Planted(fault.name, fault.what, str(fault.layout), "fp32", "update", 20, True) for fault in FAULTS]
+    assert all(f"| {fault.what} | {fault.layout} |  | update, 20 |" in table(rows, 4) for fault in FAULTS)

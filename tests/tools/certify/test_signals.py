@@ -1,0 +1,116 @@
+"""A signal ends a certificate at once: with 128 + its number and one line, and without anything left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.launch.interruption import Interrupted, Interruption
+from megazero.tools.certify.certify import Certificate, Layout
+from tests.tiny_run import ROOT, TinyData
+
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
+# What runs instead of `python -m megazero`: it says that it has come to a phase, and stays there.
+DRIVERS = {
+    "importing": """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("here", flush=True)
+            sys.stdin.read()
+sys.meta_path.insert(0, Finder())
+""",
+    "training": """
+import os, signal, sys
+from megazero.tools.certify import certify
+def train_rank(place, *job):
+    if place.world.size > 1:
+        os.write(1, b"here %d\\n" % os.getpid())  # in one piece
+        signal.pause()
+    return honest(place, *job)
+honest, certify.train_rank = certify.train_rank, train_rank
+""",
+    "comparing": """
+import signal
+from megazero.tools.certify import certify
+def compare_all(*arguments):
+    print("here", flush=True)
+    signal.pause()
+certify.compare_all = compare_all
+""",
+}
+MAIN = "\nfrom megazero.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("importing", signal.SIGTERM),
+        ("training", signal.SIGINT),
+        ("training", signal.SIGTERM),
+        ("comparing", signal.SIGTERM),
+        pytest.param("importing", signal.SIGINT, marks=FULL),
+        pytest.param("training", signal.SIGHUP, marks=FULL),
+        pytest.param("comparing", signal.SIGINT, marks=FULL),
+    ],
+)
+def test_a_signal_ends_it_and_blames_no_layout(
+    phase: str, number: signal.Signals, tiny_data: TinyData, tmp_path: Path
+) -> None:
+    options = ["certify", "--config", str(tiny_data.config), "--max-ranks", "2", "--steps", "1", "batch.micro=1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys" + DRIVERS[phase] + MAIN, *options],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline().split() for _ in range(2 if phase == "training" else 1)]
+    assert all(line[0] == "here" for line in lines)
+    process.send_signal(number)
+    out, err = process.communicate()
+    said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, out, err) == (128 + number, "", f"{said}\n")
+    assert list(tmp_path.iterdir()) == []
+    for _, *pid in lines:
+        for rank in pid:
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(rank), 0)
+
+
+def test_a_signal_that_the_ranks_did_not_mind_ends_it_too(tiny_data: TinyData, tmp_path: Path) -> None:
+    """It came when they were about to end: they are as they should be, and nothing goes on."""
+
+    def signal_parent(rig: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGTERM)
+
+    certificate = Certificate(tiny_data.load(tmp_path, "data.valid=null"), 1)
+    with pytest.raises(Interrupted, match="ended by SIGTERM") as caught:
+        certificate.row(Layout(), signal_parent)
+    assert caught.value.exit_code == 143
+
+
+def test_what_is_held_is_put_away_before_a_signal_ends_it() -> None:
+    interruption, done = Interruption(), []
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="ended by SIGTERM"), interruption.watched():
+        with interruption.held():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("put away")
+        done.append("went on")
+    assert done == ["put away"] and signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(Interrupted, match="ended by SIGTERM"):
+        interruption.check()
+    with pytest.raises(Interrupted, match="interrupted"), Interruption().watched():
+        signal.raise_signal(signal.SIGINT)
+    Interruption().check()

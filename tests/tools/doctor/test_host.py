@@ -1,0 +1,87 @@
+"""Shares of a machine, from made-up control groups; speeds of a real disk."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from megazero.tools.doctor.finding import amount, duration
+from megazero.tools.doctor.host import cgroup_limits, disk, free_memory, limits, share
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("listing", "files", "expected"),
+    [
+        ("0::/\n", {}, (None, None)),
+        ("0::/\n", {"memory.max": "1000\n", "cpu.max": "150000 100000\n"}, (1.5, 1000)),
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "500", "a/b/cpu.max": "max 100000\n"}, (None, 500)),
+        ("0::/a/b\n", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"}, (2.0, None)),
+        (
+            "4:memory:/job\n1:cpu,cpuacct:/job\n0::/\n",
+            {
+                "memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/memory.limit_in_bytes": "4096\n",
+                "cpu/job/cpu.cfs_quota_us": "50000\n",
+                "cpu/job/cpu.cfs_period_us": "100000\n",
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+            },
+            (0.5, 4096),
+        ),
+    ],
+    ids=["none", "container", "parent", "the-least", "version-1"],
+)
+def test_limits_of_cgroups(tmp_path: Path, listing: str, files: dict[str, str], expected):
+    root = tree(tmp_path, {"proc/self/cgroup": listing, "proc/meminfo": "MemTotal: 8 kB\nMemFree: 1 kB\n"} | files)
+    assert cgroup_limits(tmp_path / "proc/self/cgroup", root) == expected
+    whole = share(tmp_path / "proc", root)
+    assert whole.memory == min(8192, expected[1] or 8192)
+    assert whole.cores == min(share().cores, expected[0] or share().cores)
+
+
+def test_no_listing_is_no_limit(tmp_path: Path):
+    assert cgroup_limits(tmp_path / "none", tmp_path) == (None, None)
+    assert 0 < free_memory() <= share().memory
+
+
+def test_limit_of_a_process_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (4_000_000_000, resource.RLIM_INFINITY))
+    (finding,) = limits()
+    assert finding.text.endswith("4 GB of address space for each process (ulimit -v)")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    (finding,) = limits()
+    assert "address_space_bytes" not in finding.values and finding.text
+
+
+def test_disk_of_a_folder_to_come(tmp_path: Path):
+    room, speed = disk(tmp_path / "a/b")
+    assert room.values["free_bytes"] > 0 and speed.values["write_bandwidth"] > 0 and speed.state == "there"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_cannot_be_written():
+    _, speed = disk(Path("/proc/self"))
+    assert speed.state == "missing" and speed.text.startswith("cannot be written") and "--run" in speed.do
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (amount(0, "B"), "0 B"),
+        (amount(999, "B"), "999 B"),
+        (amount(999.7e6, "B/s"), "1000 MB/s"),
+        (amount(12.345e9, "FLOP/s"), "12.3 GFLOP/s"),
+        (amount(2.5e18, "FLOP/s"), "2500 PFLOP/s"),
+        (duration(3.5e-5), "35 us"),
+        (duration(0.0123), "12.3 ms"),
+    ],
+)
+def test_units(shown: str, text: str):
+    assert shown == text

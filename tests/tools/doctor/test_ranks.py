@@ -1,0 +1,124 @@
+"""Real ranks that measure; what they have is kept whatever happens to one of them."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from megazero.comm.transport.shared_memory import supported
+from megazero.tools.doctor import ranks, speed
+from megazero.tools.doctor.hardware import Hardware, Link, hardware_of, link_of
+from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured, measure_host
+
+ROOM = 1 << 28  # bytes
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much is measured as shows that it is."""
+    monkeypatch.setattr(ranks, "DTYPES", {"fp32": torch.float32})
+    monkeypatch.setattr(ranks, "_MANY", 20)
+    monkeypatch.setattr(ranks, "_MESSAGE", 1 << 20)
+    monkeypatch.setattr(speed, "_LARGEST", {"cpu": 256})
+    monkeypatch.setattr(speed, "_SECONDS", 0.02)
+
+
+def test_all_roads_are_measured():
+    found = measure_host(2, ROOM, computes=True)
+    assert (found.size, found.broken) == (2, "") and min(found.values.values()) > 0
+    roads = (SHARED, SOCKETS) if supported() else (SOCKETS,)
+    wanted = {f"{road} {op} {what}" for road in roads for op in ranks._OPERATIONS for what in ("latency", "bandwidth")}
+    assert set(found.values) == wanted | {f"{r} bandwidth" for r in roads} | {"threads", "matmul fp32", "memory copy"}
+    for road in roads:
+        both = [found.values[f"{road} {operation} bandwidth"] for operation in ranks._OPERATIONS]
+        assert min(both) * 0.5 <= found.values[f"{road} bandwidth"] <= max(both) * 2
+
+
+def test_one_rank_computes_and_two_talk():
+    messages, devices = ranks.measure(1, ROOM, on_gpus=False)
+    assert set(devices.values) == {"threads", "matmul fp32", "memory copy"} and devices.size == 1
+    assert f"{SOCKETS} bandwidth" in messages.values and "matmul fp32" not in messages.values
+
+
+def test_what_one_device_cannot_do_is_a_reason(monkeypatch: pytest.MonkeyPatch):
+    def refuse(dtype: torch.dtype, device: torch.device) -> float:
+        raise RuntimeError(f'"addmm" not implemented for {dtype}')
+
+    monkeypatch.setattr(ranks, "matmul_flops", refuse)
+    found = measure_host(2, ROOM, computes=True)
+    assert found.faults == {"matmul fp32": 'RuntimeError: "addmm" not implemented for torch.float32'}
+    assert "memory copy" in found.values and f"{SOCKETS} bandwidth" in found.values
+
+
+def test_rank_that_is_killed_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch, capfd):
+    parent = os.getpid()
+
+    def die(size: int, device: torch.device) -> float:
+        assert os.getpid() != parent
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
+
+    monkeypatch.setattr(ranks, "copy_bandwidth", die)
+    found = measure_host(2, ROOM, computes=True)
+    assert "matmul fp32" in found.values and f"{SOCKETS} bandwidth" not in found.values
+    assert found.broken.startswith("MZ-310") and "SIGKILL" in found.broken
+    assert capfd.readouterr().err == found.broken + "\n"
+
+
+def test_rank_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch, capfd):
+    def nowhere(*_: object, **__: object) -> None:
+        raise StopIteration("no loopback")
+
+    monkeypatch.setattr(ranks, "connect", nowhere)
+    found = measure_host(2, ROOM, computes=True)
+    assert found.values == {} and found.broken.startswith("MZ-340") and "no loopback" in found.broken
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_the_slowest_rank_counts():
+    first = [("memory copy", 3.0, ""), ("a latency", 1.0, ""), ("matmul fp16", None, "why"), ("late", 1.0, "")]
+    second = [("memory copy", 2.0, ""), ("a latency", 4.0, ""), ("matmul fp16", 5.0, "")]
+    found = ranks._slowest(2, [first, second], "gone")
+    assert found.values == {"memory copy": 2.0, "a latency": 4.0}
+    assert found.faults == {"matmul fp16": "why", "late": "gone"}
+
+
+HOST = {f"{SHARED} bandwidth": 4e9, f"{SHARED} all-reduce latency": 1e-5, f"{SHARED} all-gather latency": 2e-5}
+HOST |= {f"{SOCKETS} bandwidth": 1e9, f"{SOCKETS} all-reduce latency": 1e-4}
+CPU = Measured(2, HOST | {"matmul fp32": 1e10, "memory copy": 2e10}, {})
+GPU = {"matmul bf16": 8e14, "memory copy": 4e12, "host copy": 5e10, "memory": 8e10}
+PAIR = {f"{NCCL} bandwidth": 3e11, f"{NCCL} all-reduce latency": 3e-5}
+FAST, SLOW = Link(4e9, 2e-5), Link(1e9, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "network", "on_gpus", "expected"),
+    [
+        (CPU, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500)),
+        (CPU, 1e9, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, Link(5e8, 1e-4), 2e10, 500)),
+        (CPU, 1e12, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500)),
+        (
+            Measured(1, GPU, {}),
+            None,
+            True,
+            Hardware("m", 80_000_000_000, {"bf16": 8e14}, 4e12, 1, FAST, SLOW, 5e10, 1000),
+        ),
+        (
+            Measured(2, GPU | PAIR, {}),
+            5e10,
+            True,
+            Hardware("m", 80_000_000_000, {"bf16": 8e14}, 4e12, 2, Link(3e11, 3e-5), Link(2.5e10, 1e-4), 5e10, 500),
+        ),
+    ],
+    ids=["cpu", "slow-network", "fast-network", "one-gpu", "two-gpus"],
+)
+def test_hardware_of_what_was_measured(devices: Measured, network, on_gpus: bool, expected: Hardware):
+    assert hardware_of("m", CPU, devices, 1000, network, on_gpus=on_gpus) == expected
+
+
+def test_what_lacks_is_named():
+    assert hardware_of("m", CPU, Measured(1, {}, {}), 1000, None, on_gpus=True) == (
+        "not measured: matmul, memory copy, host copy"
+    )
+    assert link_of(CPU, NCCL) is None

@@ -1,0 +1,478 @@
+"""transformers' models in and out: equal logits both ways, equal bits round the circle."""
+
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from megazero.__main__ import main
+from megazero.build.assemble import build_model
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.store import Store
+from megazero.config.file import dump, load
+from megazero.data.tokenizer import Tokenizer
+from megazero.model.batch_context import Step
+from megazero.observe.jsonl import read_rows
+from megazero.run.folder import RunFolder
+from megazero.tools.generate import load_newest_weights
+from megazero.zero.placement import Precision
+from tests.checkpoint.grids import save_after
+from tests.layouts import SHAPES, Layout
+from tests.ranks import run_ranks
+from tests.tiny_run import TinyData, command
+
+LOGITS = 2e-5  # fp32 through a few layers, in two orders of addition; logits are of the order of 1
+
+
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    options = {"n_layer": 2, "n_embd": 40, "n_head": 4, "vocab_size": 400, "n_positions": 32} | changes
+    return _random(GPT2LMHeadModel(GPT2Config(**options)))
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    options = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+    options |= {"intermediate_size": 100, "vocab_size": 400, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
+    return _random(LlamaForCausalLM(LlamaConfig(**(options | changes))))
+
+
+def _random(model: Any) -> Any:
+    """Also what transformers initialises with constants: biases and norms."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.dim() == 1) * 0.5)
+    return model.eval()
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2-untied-wide": lambda: gpt2(tie_word_embeddings=False, n_inner=96, layer_norm_epsilon=1e-3),
+    "llama": llama,
+    "llama-tied-theta": lambda: llama(tie_word_embeddings=True, rope_theta=500.0),
+    "llama-mha": lambda: llama(num_key_value_heads=6),
+}
+TOKENS_BS = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
+
+
+def ours(run: RunFolder, tokens_BS: Tensor) -> Tensor:
+    """Logits [B, S, V] of a run's newest weights."""
+    model = build_model(load(str(run.config)))
+    load_newest_weights(model, Store(run.checkpoints), torch.float32)
+    with torch.no_grad():
+        return model(tokens_BS.T, Step(0, torch.zeros(len(tokens_BS), dtype=torch.int64), training=False)).transpose(
+            0, 1
+        )
+
+
+def theirs(folder: Path, tokens_BS: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return model(tokens_BS).logits
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("shards", ["1GB", "20KB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out_again(tmp_path: Path, name: str, shards: str, capsys) -> None:
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > (shards == "20KB")
+    run = RunFolder(tmp_path / "run")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    with torch.no_grad():
+        expected = model(TOKENS_BS).logits
+    assert (ours(run, TOKENS_BS) - expected).abs().max() <= LOGITS
+    again = tmp_path / "again"
+    part = ("--part-mb", "1") if shards == "20KB" else ()
+    assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(again), *part]) == 0
+    assert torch.equal(theirs(again, TOKENS_BS), expected)
+    before, after = tensors(tmp_path / "theirs"), tensors(again)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert "step 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(accumulation=4), Layout(tensor=2, pipeline=2, data=2, accumulation=4, stage=3)]
+)
+@pytest.mark.parametrize("flavour", ["deep", "deep-untied"])
+def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Layout, capsys) -> None:
+    """Trained weights, from one rank or eight."""
+    run = RunFolder(tmp_path / "run")
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    run_ranks(layout.size, save_after, layout, flavour, Precision(), run.path, 2, **axes)
+    dump(layout.config(SHAPES[flavour], Precision()), run.config)
+    assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(tmp_path / "out")]) == 0
+    tokens_BS = TOKENS_BS[:, : SHAPES[flavour].seq_len] % SHAPES[flavour].vocab
+    assert (theirs(tmp_path / "out", tokens_BS) - ours(run, tokens_BS)).abs().max() <= LOGITS
+
+
+def test_parts_of_a_large_model(tmp_path: Path, capsys) -> None:
+    model = gpt2(n_embd=160, n_layer=4)
+    model.save_pretrained(tmp_path / "theirs")
+    main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")])
+    line = ["export", "--to", "hf", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--part-mb", "1"]
+    assert main(line) == 0
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
+    assert torch.equal(theirs(tmp_path / "out", TOKENS_BS), theirs(tmp_path / "theirs", TOKENS_BS))
+
+
+def test_published_gpt2_has_no_prefix_and_a_mask(tmp_path: Path, capsys) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    plain = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    save_file(plain | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, path)
+    assert main(["import", "--from", "hf", "--model", str(path.parent), "--out", str(tmp_path / "run")]) == 0
+    assert (ours(RunFolder(tmp_path / "run"), TOKENS_BS) - gpt2()(TOKENS_BS).logits).abs().max() <= LOGITS
+
+
+def test_training_goes_on_from_what_was_imported(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    """On any grid, from its weights, with fresh moments, and in either folder."""
+    gpt2().save_pretrained(tmp_path / "theirs")
+    run = tmp_path / "imported"
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run)]) == 0
+    options = (f"data.train={tiny_data.train}", "run.steps=3", "batch.global=4", "model.dropout=0.0", "observe.every=1")
+    options += ("schedule.warmup=1",)
+    line = ("train.py", "--config", run / "config.yaml", *options, f"checkpoint.resume={run}")
+    losses = {}
+    for name, grid in (("one", ()), ("four", ("parallel.tensor=2", "parallel.pipeline=2", "zero.stage=3"))):
+        done = command(*line, f"run.dir={tmp_path / name}", *grid)
+        assert (done.returncode, done.stderr) == (
+            0,
+            "",
+        ) and f"going on from {run}/checkpoints/step_00000000" in done.stdout
+        losses[name] = [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
+    assert losses["one"] == pytest.approx(losses["four"], rel=2e-6)
+    fresh = command(*line[:-1], f"run.dir={tmp_path / 'fresh'}")
+    assert fresh.returncode == 0
+    assert read_rows(tmp_path / "fresh/metrics.jsonl")[0]["loss"] != losses["one"][0]
+    own = command(*line[:-1], f"run.dir={run}", "checkpoint.resume=auto")
+    assert own.returncode == 0 and [row["loss"] for row in read_rows(run / "metrics.jsonl")] == losses["one"]
+
+
+def refused(capsys, code: int, *line: object) -> str:
+    capsys.readouterr()  # what transformers has said
+    assert main([str(word) for word in line]) != 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"MZ-{code}") and err.count("\n") == 1 and len(err) <= 301
+    return err
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert'"),
+        ({"model_type": ["gpt2"]}, "model_type ['gpt2']"),
+        ({"activation_function": "relu"}, "activation_function relu: our models have gelu_new"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ({"n_layer": None}, "n_layer: Field required"),
+        ({"n_layer": 0}, "n_layer: Input should be greater than or equal to 1, got 0"),
+        ({"n_layer": 2.0}, "n_layer: Input should be a valid integer, got 2.0"),
+        ({"n_layer": 10**30}, "n_layer: Input should be less than 2147483648"),
+        ({"n_layer": True}, "n_layer: Input should be a valid integer, got True"),
+        ({"n_embd": "40"}, "n_embd: Input should be a valid integer, got '40'"),
+        ({"n_head": [4]}, "n_head: Input should be a valid integer, got [4]"),
+        ({"n_head": 3}, "model.hidden % model.heads == 0 is broken"),
+        ({"n_inner": -1}, "n_inner: Input should be greater than or equal to 1"),
+        ({"resid_pdrop": 1.0}, "resid_pdrop: Input should be less than 1"),
+        ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon: Input should be greater than 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: Input should be a valid boolean"),
+        ({"add_cross_attention": {}}, "add_cross_attention {}: our models have False"),
+        ({"activation_function": "relu"}, "import a gpt2 model with activation_function gelu_new"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+    ],
+)
+def test_a_model_that_is_none_of_ours(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert what in refused(capsys, 415, *line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path, capsys) -> None:
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert "config.json: cannot be read" in refused(capsys, 414, *line)
+    gpt2(n_layer=1).save_pretrained(tmp_path / "theirs")
+    config = tmp_path / "theirs/config.json"
+    config.write_text(config.read_text().replace('"n_layer": 1', '"n_layer": 2'))
+    assert "transformer.h.1." in refused(capsys, 414, *line)
+    path = tmp_path / "theirs/model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    assert "cannot be read" in refused(capsys, 414, *line)
+    path.unlink()
+    (tmp_path / "theirs/model.safetensors.index.json").write_text('{"weight_map": {"a": "../../secret"}}')
+    assert "names a file elsewhere" in refused(capsys, 414, *line)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "what"),
+    [
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.full((40,), math.nan)}, 414, "is not finite in fp32"),
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.full((40,), math.inf)}, 414, "is not finite in fp32"),
+        (
+            lambda t: t | {"transformer.h.0.ln_1.weight": torch.full((40,), 1e300, dtype=torch.float64)},
+            414,
+            "is not finite",
+        ),
+        (lambda t: t | {"transformer.wpe.weight": torch.ones(40, 32)}, 414, "expected shape (32, 40), got (40, 32)"),
+        (lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(120, 40)}, 414, "expected shape (40, 120)"),
+        (lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(4800)}, 414, "got (4800,)"),
+        (lambda t: t | {"transformer.wte.weight": torch.ones(401, 40)}, 414, "config.json describes 56,800 parameters"),
+        (lambda t: t | {"transformer.h.0.adapter.weight": torch.ones(4)}, 414, "adapter.weight is in the files, and"),
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.ones(40, dtype=torch.int8)}, 415, "quantised weights"),
+        (lambda t: t | {"transformer.h.0.ln_1.weight": torch.ones(40).to(torch.float8_e4m3fn)}, 415, "quantised"),
+        (lambda t: {k: v for k, v in t.items() if "ln_f.bias" not in k}, 414, "transformer.ln_f.bias is not there"),
+        (lambda t: {}, 414, "config.json has 2 layers, the files have 0 tensors"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model(tmp_path: Path, capsys, change: Any, code: int, what: str) -> None:
+    """Refused before anything is written, or taken away again, with the folders above that were made for it."""
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    save_file({name: value.contiguous() for name, value in change(load_file(path)).items()}, path)
+    out = tmp_path / "new/deep/run"
+    found = refused(capsys, code, "import", "--from", "hf", "--model", tmp_path / "theirs", "--out", out)
+    assert what in found, found
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("config.json", b"", "not JSON"),
+        ("config.json", b"[]", "expected a JSON object, got list"),
+        ("config.json", b"\xff\xfe", "not JSON"),
+        ("config.json", b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        ("config.json", b'{"model_type": "gpt2", "n_layer": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
+        ("config.json", b'{"model_type": "gpt2", "resid_pdrop": NaN}', "NaN is not a number of JSON"),
+        ("config.json", b" " * (1 << 20) + b"{}", "expected at most 1,048,576 bytes"),
+        ("model.safetensors", b"", "cannot be read"),
+        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "expected a header of at most 1,048,576 bytes"),
+        ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "cannot be read"),
+        ("model.safetensors.index.json", b"{}", "has no weight_map of file names"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "has no weight_map of file names"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": ".."}}', "names a file elsewhere|cannot be read"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "model.safetensors"}}',
+            "a is not in model.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_none_of_theirs(tmp_path: Path, capsys, file: str, content: bytes, what: str) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / file).write_bytes(content)
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert re.search(what, refused(capsys, 414, *line))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_fifo_or_a_folder_in_the_place_of_a_file(tmp_path: Path, capsys, file: str) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs" / file
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    for make, kind in ((os.mkfifo, "a FIFO"), (Path.mkdir, "a folder")):
+        path.unlink()
+        make(path)
+        assert f"expected a regular file, got {kind}" in refused(capsys, 414, *line)
+        path.rmdir() if path.is_dir() else None
+        path.touch()
+
+
+def test_absurd_numbers_of_layers_are_refused_at_once(tmp_path: Path, capsys) -> None:
+    llama().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    for layers, code, what in (
+        (10**9, 415, "model.layers: Input should be less than or equal to 4096, got 1000000000"),
+        (4096, 414, "config.json has 4,096 layers, the files have 21 tensors"),
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": layers}))
+        assert what in refused(capsys, code, *line)
+
+
+def test_a_folder_that_is_there_is_not_imported_into(tmp_path: Path, capsys) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes").write_text("mine")
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert "exists already" in refused(capsys, 110, *line)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
+
+
+def older_step(run: RunFolder, into: RunFolder) -> Path:
+    """The step of another run as an older one of this run: whole, and under its own number."""
+    source = Store(run.checkpoints).path(4)
+    manifest = read_manifest(source)
+    assert manifest.progress is not None
+    progress = manifest.progress.model_copy(update={"updates": 3, "next_sample": 12, "row": None})
+    target = Store(into.checkpoints).path(3)
+    shutil.copytree(source, target)
+    changed = manifest.model_copy(update={"step": 3, "progress": progress})
+    (target / "manifest.json").write_bytes(changed.to_bytes())
+    return target
+
+
+def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_path: Path, capsys) -> None:
+    run = RunFolder(shutil.copytree(finished.path, tmp_path / "run"))
+    line = ("export", "--to", "hf", "--run", run.path, "--out", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    assert "exists already" in refused(capsys, 403, *line)
+    (tmp_path / "out").rmdir()
+    text = run.config.read_text()
+    run.config.write_text(text.replace("norm: layernorm", "norm: rmsnorm"))
+    assert "transformers has no model with position learned, norm rmsnorm" in refused(capsys, 415, *line)
+    run.config.write_text(text)
+    shard = Store(run.checkpoints).path(4) / "shard_00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "expected" in refused(capsys, 410, *line)
+    older = older_step(finished, run)
+    assert main([str(word) for word in line]) == 0
+    said = capsys.readouterr()
+    assert "; taking an older step" in said.err and str(older) in said.out
+    written = tmp_path / "out/model.safetensors"
+    assert written.stat().st_mode == (tmp_path / "out/config.json").stat().st_mode
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(run.checkpoints)
+    assert "no checkpoint" in refused(capsys, 402, *line)
+    assert "not a run's folder" in refused(
+        capsys, 113, "export", "--to", "hf", "--run", tmp_path, "--out", tmp_path / "o"
+    )
+    assert "invalid choice" in refused(
+        capsys, 100, "export", "--to", "onnx", "--run", run.path, "--out", tmp_path / "o"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def exported(run: RunFolder, out: Path) -> dict[str, Any]:
+    """The config.json of an export."""
+    assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(out)]) == 0
+    return json.loads((out / "config.json").read_text())
+
+
+def with_tokenizer(run: RunFolder, tokenizer: Path | None) -> RunFolder:
+    """The same run, with another tokenizer in its config."""
+    config = load(str(run.config))
+    run.config.unlink()
+    dump(
+        config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer and str(tokenizer)})}),
+        run.config,
+    )
+    return run
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation_stops_at_the_tokenizers_end(tiny_data: TinyData, tmp_path: Path, name: str, capsys) -> None:
+    """transformers' own defaults are ids of other vocabularies: GPT-2's is 50256, of 400."""
+    model = MODELS[name]()
+    ends = Tokenizer(tiny_data.tokenizer)
+    model.save_pretrained(tmp_path / "theirs")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    run = with_tokenizer(RunFolder(tmp_path / "run"), tiny_data.tokenizer)
+    config = exported(run, tmp_path / "out")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ends.bos, ends.eod)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, local_files_only=True).eval()
+    assert (again.generation_config.bos_token_id, again.generation_config.eos_token_id) == (ends.bos, ends.eod)
+
+    def generated() -> list[int]:
+        prompt = torch.tensor([[17, 18, 19]])
+        mask = torch.ones_like(prompt)
+        made = again.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return made[0, 3:].tolist()
+
+    assert len(generated()) == 8
+    head = again.get_output_embeddings()  # from now on the end is by far the likeliest token
+    head.register_forward_hook(lambda _module, _inputs, y: y.index_fill(-1, torch.tensor(ends.eod), 1e3))
+    assert generated() == [ends.eod]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
+    """Neither an id outside the vocabulary nor one that means something else in it."""
+    MODELS[name]().save_pretrained(tmp_path / "theirs")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    run = with_tokenizer(RunFolder(tmp_path / "run"), None)
+    capsys.readouterr()  # what transformers has said
+    config = exported(run, tmp_path / "out")
+    assert capsys.readouterr().err == ""
+    assert {"bos_token_id", "eos_token_id"} <= config.keys()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    for part in (again.config, again.generation_config):
+        assert part.bos_token_id is None and part.eos_token_id is None
+    capsys.readouterr()
+    run = with_tokenizer(run, tmp_path / "gone.model")
+    config = exported(run, tmp_path / "again")
+    assert config["bos_token_id"] is config["eos_token_id"] is None
+    assert "no tokenizer" in (said := capsys.readouterr().err) and "no eos and no bos" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters.type: Input should be 'default'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.rope_type: Input should be"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "our models have None"),
+        ({"rope_parameters": 3}, "rope_parameters: "),
+    ],
+)
+def test_other_angles_are_refused(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:
+    llama().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert what in refused(capsys, 415, *line)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 10_000.0},
+        {"rope_parameters": {"rope_type": None, "rope_theta": 500.0}},
+        {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_the_angles_of_a_llama(tmp_path: Path, capsys, changes: dict[str, Any]) -> None:
+    """As transformers reads them: what is in rope_parameters goes before what stands beside it."""
+    llama().save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert main([str(word) for word in line]) == 0
+    assert load(str(tmp_path / "run/config.yaml")).model.rope_theta == 500.0
+
+
+def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path, capsys) -> None:
+    """A file that comes later by its name may hold another of that name."""
+    model = gpt2()
+    model.save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = load_file(path)
+    first = dict.fromkeys(tensors, path.name)
+    second = first | {"transformer.h.0.ln_1.bias": "z.safetensors"}
+    save_file(
+        {name: tensors[name] + 9 * ("ln_f" in name) for name in ("transformer.ln_f.bias", "transformer.h.0.ln_1.bias")},
+        tmp_path / "theirs/z.safetensors",
+    )
+    (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps({"weight_map": second}))
+    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    assert main([str(word) for word in line]) == 0
+    assert (ours(RunFolder(tmp_path / "run"), TOKENS_BS) - model(TOKENS_BS).logits).abs().max() <= LOGITS

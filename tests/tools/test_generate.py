@@ -1,0 +1,157 @@
+"""Samples: the same call gives the same text, from the run's own config, weights and tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.__main__ import main
+from megazero.base.errors import UserError
+from megazero.build.assemble import build_model
+from megazero.checkpoint.store import Store
+from megazero.config.file import load
+from megazero.data.tokenizer import Tokenizer
+from megazero.model.batch_context import Step
+from megazero.model.transformer import Transformer
+from megazero.run.folder import RunFolder
+from megazero.tools.generate import Sampling, generate, load_newest_weights, sample
+from tests.tiny_run import VOCAB, command
+
+
+@pytest.fixture(scope="module")
+def model(finished: RunFolder) -> Transformer:
+    built = build_model(load(str(finished.config)))
+    load_newest_weights(built, Store(finished.checkpoints), torch.float32)
+    return built
+
+
+@pytest.fixture
+def copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
+    """A finished run that may be damaged."""
+    return RunFolder(shutil.copytree(finished.path, tmp_path / "copy"))
+
+
+def draw(model: Transformer, ids: list[int], sampling: Sampling, vocab: int = VOCAB) -> list[int]:
+    return sample(model, ids, sampling, window=32, vocab=vocab, stop=-1)
+
+
+def test_same_seed_same_text(finished: RunFolder):
+    texts = [generate(finished, "def ", Sampling(tokens=20, seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2] and all(text.startswith("def ") for text in texts)
+
+
+def test_torchs_own_generator_is_left_alone(finished: RunFolder):
+    before = torch.get_rng_state()
+    generate(finished, "def ", Sampling(tokens=3))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_temperature_zero_takes_the_likeliest(model: Transformer):
+    ids = [5, 6, 7]
+    greedy = draw(model, ids, Sampling(tokens=6, temperature=0, seed=1))
+    context = list(ids)
+    for token in greedy:
+        logits_SBV = model(torch.tensor(context)[:, None], Step(0, torch.zeros(1, dtype=torch.int64), training=False))
+        assert token == int(logits_SBV[-1, 0].argmax())
+        context.append(token)
+    assert greedy == draw(model, ids, Sampling(tokens=6, temperature=0.8, top_k=1))
+    assert greedy == draw(model, ids, Sampling(tokens=6, temperature=1e-300))
+
+
+def test_draws_follow_the_softmax_of_the_top_k(model: Transformer):
+    logits_V = model(torch.tensor([[5]]), Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0].detach()
+    top, indices = logits_V.topk(3)
+    counts = torch.zeros(VOCAB)
+    for seed in range(600):
+        counts[draw(model, [5], Sampling(tokens=1, temperature=0.5, top_k=3, seed=seed))] += 1
+    assert counts.sum() == counts[indices].sum() == 600
+    expected = 600 * (top / 0.5).softmax(0)
+    chi_square = ((counts[indices] - expected) ** 2 / expected).sum()
+    assert chi_square < 13.8  # 2 degrees of freedom, one in a thousand
+
+
+def test_only_ids_of_the_tokenizer_are_drawn(model: Transformer):
+    """A model may have more rows than the tokenizer has pieces; there is no text for those."""
+    assert max(draw(model, [5], Sampling(tokens=40, temperature=50.0, top_k=VOCAB), vocab=20)) < 20
+
+
+def test_prompts_of_any_length(finished: RunFolder, model: Transformer):
+    assert isinstance(generate(finished, "", Sampling(tokens=3)), str)
+    long = "x = 1  # é 中\n" * 40
+    assert generate(finished, long, Sampling(tokens=3)).startswith(long)
+    ids = list(range(5, 105))
+    assert draw(model, ids, Sampling(tokens=4)) == draw(model, ids[-32:], Sampling(tokens=4))
+
+
+def test_stops_before_the_end_of_a_document(model: Transformer):
+    new = draw(model, [5], Sampling(tokens=30))
+    stop = new[10]
+    stopped = sample(model, [5], Sampling(tokens=30), window=32, vocab=VOCAB, stop=stop)
+    assert stopped == new[: new.index(stop)]
+
+
+def refused(capsys, code: int, exit_code: int, folder: RunFolder, *arguments: str) -> str:
+    assert main(["generate", "--run", str(folder.path), "--prompt", "a", *arguments]) == exit_code
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"MZ-{code}") and err.count("\n") == 1 and len(err) <= 301
+    return err
+
+
+def test_folders_without_a_run(copy: RunFolder, tmp_path: Path, capsys):
+    assert "no config.yaml" in refused(capsys, 113, 2, RunFolder(tmp_path / "nowhere"))
+    tokenizer = load(str(copy.config)).data.tokenizer
+    text = copy.config.read_text()
+    copy.config.write_text(text.replace(f"tokenizer: {tokenizer}", "tokenizer:"))
+    assert "no data.tokenizer" in refused(capsys, 113, 2, copy)
+    copy.config.write_text(text.replace(f"tokenizer: {tokenizer}", f"tokenizer: {tmp_path}/gone.model"))
+    assert "gone.model" in refused(capsys, 209, 1, copy)
+    copy.config.write_text(text.replace("vocab: 400", "vocab: 300"))
+    assert "400 pieces" in refused(capsys, 112, 2, copy)
+    copy.config.write_text(text.replace("hidden: 40", "hidden: 48"))
+    assert "expected" in refused(capsys, 404, 1, copy)
+    copy.config.write_text(text.replace("layers: 2", "layers: 3"))
+    assert "blocks.2.attention.out.bias: expected (40,), got None" in refused(capsys, 404, 1, copy)
+
+
+def test_folders_without_weights(copy: RunFolder, capsys):
+    step = Store(copy.checkpoints).path(4)
+    path = step / "shard_00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert "expected" in refused(capsys, 410, 1, copy)
+    path.unlink()
+    assert "cannot be opened" in refused(capsys, 410, 1, copy)
+    shutil.rmtree(step)
+    (copy.checkpoints / ".step_00000009.x.tmp").mkdir()  # what a kill in the middle of a save leaves
+    assert "has the run saved one?" in refused(capsys, 402, 1, copy)
+
+
+def test_newest_whole_one_of_several_checkpoints(finished: RunFolder, copy: RunFolder, capsys):
+    """Larger numbers are newer, also with more digits; what is damaged is said, and passed over."""
+    for name in ("step_00000003", "step_99999999", "step_100000000", "step_12", "step_00000999.old"):
+        (copy.checkpoints / name).mkdir()
+    assert Store(copy.checkpoints).steps() == [100000000, 99999999, 4, 3]
+    assert generate(copy, "def ", Sampling(tokens=5)) == generate(finished, "def ", Sampling(tokens=5))
+    first, second = capsys.readouterr().err.splitlines()
+    assert "step_100000000/manifest.json: cannot be read" in first and "step_99999999/" in second
+    assert first.endswith("; taking an older step")
+
+
+def test_command_line(finished: RunFolder):
+    line = ["-m", "megazero", "generate", "--run", finished.path, "--prompt", "def ", "--tokens", "5", "--seed", "3"]
+    result = command(*line, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    text = generate(finished, "def ", Sampling(tokens=5, seed=3))
+    assert json.loads(result.stdout) == {"prompt": "def ", "text": text}
+
+
+def test_eod_begins_a_text_without_a_prompt(finished: RunFolder, model: Transformer):
+    tokenizer = Tokenizer(str(load(str(finished.config)).data.tokenizer))
+    new = sample(model, [tokenizer.eod], Sampling(tokens=5), window=32, vocab=VOCAB, stop=tokenizer.eod)
+    assert generate(finished, "", Sampling(tokens=5)) == tokenizer.decode(new)
+
+
+def test_sampling_error_is_a_user_error(finished: RunFolder):
+    with pytest.raises(UserError, match="MZ-212"):
+        generate(finished, "half a pair \ud800", Sampling(tokens=1))

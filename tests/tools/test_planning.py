@@ -1,0 +1,148 @@
+"""`megazero plan`: the contract's object, its faults, hardware files, pictures, what a run says beside its plan."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megazero.__main__ import main
+from megazero.base.errors import UserError
+from megazero.build.pipeline import layout_of
+from megazero.config.file import load
+from megazero.plan.machines import MACHINES
+from megazero.plan.time import step_time
+from megazero.tools.doctor.hardware import Hardware, Link
+from megazero.tools.planning.job import find, options, plan
+from megazero.tools.planning.machine_file import machine_of
+from tests.tiny_run import ROOT, TinyData, command
+
+MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
+TIME = ("step_s", "tokens_per_second_per_device", "tflops_per_device", "mfu", "hfu")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    assert main(["plan", *line]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(answer(capsys, "--config", "gpt170b", "--gpus", "400", "--hardware", "v100-32gb", "--json"))
+    assert found["parameters"] == 171_167_916_032 or found["parameters"] // 10**9 == 171
+    assert {f"{name}_bytes" for name in MEMORY} <= found["memory"].keys()
+    assert len(found["memory"]["ranks"]) == 1 and found["fits"] is True
+    assert set(TIME) <= found["time"].keys() and found["bubble"] == 0
+    assert found["traffic"]["data"]["gradients"] > 0 and found["time"]["hfu"] > found["time"]["mfu"]
+    assert found["memory"]["settings"].keys() == {"none", "selective", "full", "full, Pa", "full, Pa+cpu"}
+    sums = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "buffers_bytes")
+    assert sum(found["memory"][name] for name in sums) == found["memory"]["peak_bytes"]
+    assert sum(found["time"]["parts"].values()) == pytest.approx(found["time"]["step_s"])
+
+
+def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
+    text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))
+    for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble"):
+        assert part in text, part
+    assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_a_search_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--config", "gpt13b", "--gpus", "8", "--hardware", "a100-80gb", "--search", "batch.micro=1")
+    text = answer(capsys, *line)
+    assert "layouts tried" in text and "parallel.tensor=" in text and "TFLOP/s" in text
+    found = json.loads(answer(capsys, *line, "--json"))
+    assert len(found["best"]) == 10 and found["best"][0]["step_s"] <= found["best"][-1]["step_s"]
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("gpt13b", 16), ("llama8b", 8), ("gpt170b", 400)])
+def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
+    """Every layout is a config that validation takes, and its plan is the one that was found."""
+    config = load(name, ["batch.micro=1", "batch.global=400"])
+    for found in find(config, gpus, MACHINES["v100-32gb"] if gpus == 400 else MACHINES["a100-80gb"]).best:
+        given = [f"{option}={str(value).lower()}" for option, value in options(found.layout)]
+        again = plan(load(name, ["batch.global=400", *given]), gpus, MACHINES["a100-80gb"])
+        assert again.layout == found.layout and again.fullest.peak >= found.fullest.peak
+
+
+FAULTS = [
+    (
+        [],
+        "MZ-100 plan: --hardware is missing; known are v100-32gb, a100-80gb, h100-80gb, h200, b200; or give a file of",
+    ),
+    (["--hardware", "v1000"], "MZ-116 v1000"),
+    (["--hardware", "a100-80gb", "--draw", "plan.pdf"], "MZ-100 plan"),
+    (["--hardware", "v100-32gb", "precision.dtype=fp64", "--gpus", "0"], "MZ-100"),
+    (["--hardware", "a100-80gb", "--gpus", "3", "parallel.tensor=2"], "MZ-106"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), FAULTS)
+def test_faults(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = [] if "--gpus" in line else ["--gpus", "4"]
+    assert main(["plan", "--config", "tiny", *gpus, *line]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_machine_without_a_peak() -> None:
+    machine = replace(MACHINES["a100-80gb"], peaks={"bf16": 1e14})
+    with pytest.raises(UserError, match="MZ-118"):
+        plan(load("tiny", ["precision.dtype=fp64"]), 1, machine)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(UserError, match=r"MZ-341 .*the least is .* GB of 32\.\d and of the host .*; more devices"):
+        find(load("gpt1t", ["batch.micro=1", "precision.dtype=fp16"]), 8, MACHINES["v100-32gb"])
+    with pytest.raises(UserError, match=r"MZ-341 .*batch\.global 256 cannot be spread over 257 ranks evenly"):
+        find(load("gpt13b"), 257, MACHINES["a100-80gb"])
+
+
+def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
+    found = find(load("gpt1t"), 1024, MACHINES["a100-80gb"])
+    assert len(found.best) == 10
+    times = [round(one.time.step_s, 9) for one in found.best]
+    twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
+    assert not any(one.layout.offload_optimizer or one.layout.offload_parameters for one in twins)
+    ways = [(one.layout.tensor, one.layout.pipeline, one.layout.schedule, one.layout.chunks) for one in found.excluded]
+    assert len(set(ways)) == len(ways) > 1
+
+
+def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: Path) -> None:
+    """Nothing is then faster than the device."""
+    path = tmp_path / "measured.yaml"
+    text = (ROOT / "docs/planning.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    path.write_text(text[: text.index("reached:")])
+    layout = layout_of(load("llama8b"), 8)
+    layout = replace(layout, shape=replace(layout.shape, seq_len=65_536), recompute="full")
+    assert step_time(layout, machine_of(str(path))).hfu < 1
+
+
+def test_what_doctor_writes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
+    path.write_text(Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33).as_yaml(), encoding="utf-8")
+    machine = machine_of(str(path))
+    assert (machine.memory_bytes, machine.peaks, machine.devices_per_node) == (2**34, {"fp32": 1e11}, 2)
+    assert machine.in_node_bandwidth == 1e9 and machine.cross_node_latency == 1e-4 and machine.host_bandwidth == 5e9
+    assert plan(load("tiny"), 1, machine).time.step_s > 0
+
+
+@pytest.mark.parametrize("text", ["name: [", "name: mine\n", "- 1\n", "name: 1\nmemory_bytes: -1\n"])
+def test_a_file_that_is_wrong(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"MZ-117 mine\.yaml"):
+        machine_of(str(path))
+
+
+def test_a_run_says_what_it_holds_beside_its_plan(tiny_data: TinyData, tmp_path: Path) -> None:
+    done = command(
+        "-m", "megazero", "train", "--config", str(tiny_data.config), "run.steps=2", f"run.dir={tmp_path / 'run'}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "memory of rank 0: " in done.stdout and "warning" not in done.stderr
+    written = json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))
+    held = written["pipeline_ranks"][0]["memory"]["held"]
+    ledger = json.loads((tmp_path / "run" / "ledger.json").read_text(encoding="utf-8"))[0]["bytes"]
+    for category in ("parameters", "gradients", "optimizer"):
+        assert held[category] == ledger[category]["peak"]
