@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from megazero.plan.compute import SYSTEMS, Software
 from megazero.plan.layout import Layout
-from megazero.plan.machines import MACHINES, Machine, Reached
+from megazero.plan.machines import MACHINES, Efficiency, Machine
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
 from megazero.plan.time import StepTime, step_time
@@ -106,7 +106,7 @@ def fit(chosen: Sequence[Row], machine: Machine) -> Machine:
     """The machine with the shares under which these rows come closest."""
     tables = [[row for row in chosen if row.table == table] for table in dict.fromkeys(row.table for row in chosen)]
 
-    def loss(reached: Reached) -> float:
+    def loss(reached: Efficiency) -> float:
         tried = replace(machine, reached=reached)
         return sum(statistics.fmean(_log(row, tried) ** 2 for row in of_table) for of_table in tables)
 
@@ -180,7 +180,7 @@ def summary(machines: dict[str, Machine]) -> list[str]:
 
 def shares(machines: dict[str, Machine]) -> list[str]:
     """A line for each device."""
-    names = [field.name for field in fields(Reached)]
+    names = [field.name for field in fields(Efficiency)]
     lines = [f"| device | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for machine in machines.values():
         values = (getattr(machine.reached, name) for name in names)
@@ -188,7 +188,7 @@ def shares(machines: dict[str, Machine]) -> list[str]:
     return lines
 
 
-def unseen() -> list[str]:
+def skip_output() -> list[str]:
     """A line for each table that is left out of a fit."""
     lines = ["| left out | device | median | worst |", "|---|---|---|---|"]
     for device, table, found in left_out(rows()):
@@ -203,7 +203,7 @@ def main() -> None:
     machines = dict(MACHINES)
     if parser.parse_args().fit:
         machines |= {name: fit(of_machine(rows(), name), MACHINES[name]) for name in FITTED}
-    for lines in (shares(machines), summary(machines), unseen(), each_row(machines)):
+    for lines in (shares(machines), summary(machines), skip_output(), each_row(machines)):
         print("\n".join(lines), end="\n\n")
 
 

@@ -48,7 +48,7 @@ class Silence:
 
 
 @dataclass
-class Watched:
+class ShardedLayer:
     """What was seen of a command.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Queue:
         return max((seconds - self.before.get(one, 0.0) for one, seconds in self.now.items()), default=0.0)
 
 
-def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> Watched:
+def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> ShardedLayer:
     """Run a command to its end.
 
     Args:
@@ -119,7 +119,7 @@ def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None)
             process.send_signal(signal.SIGINT)
             raise
     longest = max(silences, key=lambda silence: silence.own)
-    return Watched(process.returncode, silences[0], longest, time.monotonic() - began, output)
+    return ShardedLayer(process.returncode, silences[0], longest, time.monotonic() - began, output)
 
 
 def _end_of(output: bytes) -> str:
@@ -170,7 +170,7 @@ def main() -> int:
     return int(seen.longest.own > options.limit or seen.first.own > options.first)
 
 
-def report(seen: Watched) -> str:
+def report(seen: ShardedLayer) -> str:
     """Return one line about what was seen."""
     longest, first = seen.longest, seen.first
     after = f"after {longest.after!r}" if longest.after else "at the beginning"

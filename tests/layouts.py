@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import DTYPES, Feed, build
+from megazero.build.assemble import DTYPES, StageInputs, build
 from megazero.comm.context import BUCKET
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config, resolved
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape, Transformer
 from megazero.pipeline.stage import Stage
@@ -138,7 +138,7 @@ class Rank:
         self.grid = rewired(grid, layout)
         self.data, self.tensor = self.grid.data, self.grid.tensor
         self.layout, self.shape = layout, shape
-        self.host = Host(CPU, grid.data.wire.ledger, apart=True)
+        self.host = Host(CPU, grid.data.comm.ledger, apart=True)
         self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE, self.host)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
@@ -147,13 +147,13 @@ class Rank:
         """The stage that has the loss, if it is here."""
         return self.pipeline.stages[self.pipeline.num_stages - 1]
 
-    def feed(self, step: int, m: int) -> Feed:
+    def feed(self, step: int, m: int) -> StageInputs:
         """A micro-batch of a step."""
         data, shape, micro = self.data, self.shape, self.layout.micro
         rows = [index_of(data.rank, m, row, data.size, micro) for row in range(micro)]
         tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
         offset = self.tensor.rank * shape.seq_len // self.tensor.size if self.layout.sequence else 0
-        return Feed(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
+        return StageInputs(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
 
     def passes(self, step: int, **options: Any) -> None:
         feeds = [self.feed(step, m) for m in range(self.layout.accumulation)]
@@ -170,9 +170,9 @@ class Rank:
 
 def rewired(grid: Grid, layout: Layout) -> Grid:
     """The grid with the layout's way to talk."""
-    wire = replace(grid.data.wire, bucket=layout.bucket)
-    wire = replace(wire, mail=None) if layout.sockets else wire
-    return Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
+    comm = replace(grid.data.comm, bucket=layout.bucket)
+    comm = replace(comm, shared_memory=None) if layout.sockets else comm
+    return Grid(*(replace(getattr(grid, axis.name), comm=comm) for axis in fields(grid)))
 
 
 def train_rank(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> Trained:
@@ -193,7 +193,7 @@ def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
     return result
 
 
-def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Tensor, Step]:
+def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Tensor, BatchContext]:
     """Tokens, targets and uneven valid tokens of samples, each a function of its id; two documents in each."""
     windows, valids, cuts = [], [], []
     for sample in ids:
@@ -205,7 +205,7 @@ def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Te
     positions = torch.arange(shape.seq_len)[:, None].expand(-1, len(ids))
     documents_SB = (positions >= torch.tensor(cuts)).long()
     positions_SB = positions - documents_SB * torch.tensor(cuts)
-    now = Step(step, torch.tensor(ids)).within_documents(positions_SB, documents_SB)
+    now = BatchContext(step, torch.tensor(ids)).within_documents(positions_SB, documents_SB)
     return window[:-1].clone(), window[1:].clone(), torch.stack(valids, dim=1), now
 
 

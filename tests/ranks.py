@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.grid import Grid, make_grid, single
-from megazero.comm.status_board import Board
-from megazero.launch.environment import Place, World
+from megazero.comm.status_board import StatusBoard
+from megazero.launch.environment import RankContext, World
 from megazero.launch.rendezvous import connect
 
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
@@ -82,9 +82,9 @@ def _be(
 ) -> None:
     try:
         torch.set_num_threads(1)
-        place = Place(World(rank, size, rank, "local"), Board.private().seat(0), store)
-        wire = connect(place, timeout=TIMEOUT, fingerprint="test")
-        grid: Grid = make_grid(tensor=axes[0], pipeline=axes[1], wire=wire, device_type="cpu")
+        place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), store)
+        comm = connect(place, timeout=TIMEOUT, fingerprint="test")
+        grid: Grid = make_grid(tensor=axes[0], pipeline=axes[1], comm=comm, device_type="cpu")
         end.send_bytes(pickle.dumps((True, function(grid, *arguments))))  # send would share tensors' memory
         dist.barrier()  # nobody leaves while others still talk
     except BaseException:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megazero.__main__ import main
-from megazero.comm.context import Wire
+from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, single
-from megazero.comm.transport.host_staging import bounce_pool
+from megazero.comm.transport.host_staging import staging_pool
 from megazero.config import rules
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -156,9 +156,9 @@ def test_ranks_of_a_launcher_learn_that_they_share_gpus(
 
 
 def test_ranks_that_share_gpus_say_so():
-    wire = Wire()
-    grid = single(replace(wire, bounce=bounce_pool(torch.device("cpu"), wire.ledger)))
-    said = sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, wire=grid.world.wire)))
+    comm = CommContext()
+    grid = single(replace(comm, host_staging=staging_pool(torch.device("cpu"), comm.ledger)))
+    said = sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, comm=grid.world.comm)))
     assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and talk by gloo through pinned")
 
 

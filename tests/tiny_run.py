@@ -16,7 +16,7 @@ from megazero.build.assemble import bucket_of
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
-from megazero.comm.context import Wire
+from megazero.comm.context import CommContext
 from megazero.comm.grid import single
 from megazero.config.file import load
 from megazero.config.schema import Config
@@ -25,10 +25,10 @@ from megazero.launch.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.observe.metrics import TIMING_KEYS
 from megazero.run.build import build_trainer
-from megazero.run.checkpointing import Site
+from megazero.run.checkpointing import RunContext
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
-from megazero.run.resume import Job
+from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 from tests.quiet import without_heartbeat
 
@@ -78,10 +78,10 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     folder = RunFolder(config.run.dir)
     lock = RunLock(folder.lock)
     folder.create(lock, resume=False)
-    job = Job(lock.word, lock.word, False, str(folder.checkpoints), [], True)
-    site = Site(folder, lock, job, Signals())
-    wire = Wire(bucket=bucket_of(config))
-    return build_trainer(config, single(wire), torch.device("cpu"), site).trainer, folder
+    job = ResumePoint(lock.word, lock.word, False, str(folder.checkpoints), [], True)
+    site = RunContext(folder, lock, job, Signals())
+    comm = CommContext(bucket=bucket_of(config))
+    return build_trainer(config, single(comm), torch.device("cpu"), site).trainer, folder
 
 
 def all_tokens(prefix: Path) -> np.ndarray:

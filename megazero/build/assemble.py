@@ -18,7 +18,7 @@ from megazero.base.errors import UserError
 from megazero.base.heartbeat import doing
 from megazero.build.pipeline import layers_of, lowered
 from megazero.build.recompute import recompute
-from megazero.comm.context import Wire
+from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, data_size, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
@@ -26,9 +26,9 @@ from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import for_host
 from megazero.launch.environment import World
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import Declaration, declaration_of
-from megazero.model.transformer import TIED, Part, Shape, Transformer
+from megazero.model.transformer import TIED, Layer, Shape, Transformer
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
@@ -37,7 +37,7 @@ from megazero.schedules.layers import Layers
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, UnitLayout, lay_out
 from megazero.zero.offload import Offload
-from megazero.zero.placement import STAGES, Placement, Precision, Spread
+from megazero.zero.placement import STAGES, ParallelAxes, Placement, Precision
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Feed:
+class StageInputs:
     """What the stages of a model need to know of one micro-batch."""
 
     tokens_SB: Tensor
     targets_SB: Tensor
     valid_SB: Tensor
-    now: Step
+    now: BatchContext
 
 
 _LOG = logging.getLogger("megazero")
@@ -81,13 +81,13 @@ def check_world(config: Config, size: int) -> None:
         raise UserError(106, what, "raise batch.micro or the number of data ranks")
 
 
-def grid_of(config: Config, wire: Wire, world: World) -> Grid:
+def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
     """This rank's axes; every rank calls it, once it has met the others."""
     if world.size == 1:
-        return single(wire)
+        return single(comm)
     # What talks through the host's memory has groups for tensors of the host, whatever computes.
-    parallel, device_type = config.parallel, "cuda" if wire.backend == "nccl" else "cpu"
-    return make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, wire=wire, device_type=device_type)
+    parallel, device_type = config.parallel, "cuda" if comm.backend == "nccl" else "cpu"
+    return make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, comm=comm, device_type=device_type)
 
 
 def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
@@ -124,10 +124,10 @@ def precision_of(config: Config) -> Precision:
     return Precision(dtype, torch.float32 if wide else dtype)
 
 
-def spread_of(config: Config, grid: Grid) -> Spread:
+def axes_of(config: Config, grid: Grid) -> ParallelAxes:
     assert config.zero.stage is not None, "a resolved config"
     stage = STAGES[config.zero.stage]
-    return Spread(grid.data, grid.tensor, config.parallel.sequence, stage, grid.pipeline, grid.ends)
+    return ParallelAxes(grid.data, grid.tensor, config.parallel.sequence, stage, grid.pipeline, grid.embedding_group)
 
 
 def offload_of(config: Config, host: Host) -> Offload | None:
@@ -147,7 +147,7 @@ def build_units(
     names: Collection[str],
     *,
     seed: int | None,
-    spread: Spread,
+    axes: ParallelAxes,
     precision: Precision,
     device: torch.device,
     offload: Offload | None = None,
@@ -161,7 +161,7 @@ def build_units(
         seed: of the initial values; None: nobody looks at them, and they are left as they are.
         ops: the kernels to use, where gradients are delivered.
     """
-    ledger = spread.data.wire.ledger
+    ledger = axes.data.comm.ledger
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
     units = []
     with doing("making parameters", len(names)) as progress:
@@ -169,18 +169,18 @@ def build_units(
             if name not in names:
                 continue
             declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
-            shared = name == TIED and spread.ends.size > 1
-            layout = layout_of(name, declarations)
-            unit = Unit(layout, spread, precision, device, (whole, partial), offload, shared=shared, ops=ops)
+            shared = name == TIED and axes.embedding_group.size > 1
+            layout = unit_layout_of(name, declarations)
+            unit = Unit(layout, axes, precision, device, (whole, partial), offload, shared=shared, ops=ops)
             if seed is not None:
                 unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
-            model.take(unit.show())
+            model.materialise(unit.make_parameters())
             units.append(unit)
             progress.advance()
     return units
 
 
-def layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
+def unit_layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
     """Where the parameters of a unit lie."""
     return lay_out(unit, [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()])
 
@@ -190,14 +190,14 @@ def build_engine(
     stages: Sequence[range],
     *,
     seed: int | None,
-    spread: Spread,
+    axes: ParallelAxes,
     precision: Precision,
     device: torch.device,
     optimizer: Optimizer,
     tokens_per_step: int,
     ops: Operations,
     update_ops: Operations,
-    replayed: Container[Part] = (),
+    recomputed: Container[Layer] = (),
     offload: Offload | None = None,
 ) -> Engine:
     """Units, optimizer state, and the events of a step around the parts of the model that this rank has.
@@ -210,17 +210,17 @@ def build_engine(
         replayed: parts that run again in their backward.
         offload: what rests on the host; None: nothing.
     """
-    on_path = model.units_on_path()
+    on_path = model.units_of_layers()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
     units = build_units(
-        model, names, seed=seed, spread=spread, precision=precision, device=device, offload=offload, ops=ops
+        model, names, seed=seed, axes=axes, precision=precision, device=device, offload=offload, ops=ops
     )
     there = "host_" if offload is not None and offload.optimizer else ""
-    o, wire = optimizer, spread.data.wire
-    wire.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments
-    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=wire.bucket, ops=update_ops)
-    wire.ledger.hold(f"{there}staging", adam.staging_bytes)
+    o, comm = optimizer, axes.data.comm
+    comm.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments
+    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=comm.bucket, ops=update_ops)
+    comm.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
         used,
         units,
@@ -228,16 +228,16 @@ def build_engine(
         adam,
         clip=o.clip,
         tokens_per_step=tokens_per_step,
-        spread=spread,
+        axes=axes,
         scaling=precision.parameters == torch.float16,
         ops=update_ops,
         offload=offload,
     )
     for parts in stages:
-        last = parts.stop == len(model.path)
-        own = [model.path[i] for i in parts]
-        watched = engine.watch(own, [on_path[i] for i in parts], keep_last=last, replayed=replayed)
-        model.path[parts.start : parts.stop] = watched
+        last = parts.stop == len(model.layers)
+        own = [model.layers[i] for i in parts]
+        watched = engine.watch(own, [on_path[i] for i in parts], keep_last=last, recomputed=recomputed)
+        model.layers[parts.start : parts.stop] = watched
     return engine
 
 
@@ -261,37 +261,37 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations, hos
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
     """
-    return assemble(config, grid, device, ops, host or Host(device, grid.world.wire.ledger), config.run.seed)
+    return assemble(config, grid, device, ops, host or Host(device, grid.world.comm.ledger), config.run.seed)
 
 
 def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host, seed: int | None) -> Built:
     """The same with initial values of another seed; None: with anything in its memory."""
-    layers, precision, spread = layers_of(config), precision_of(config), spread_of(config, grid)
+    layers, precision, axes = layers_of(config), precision_of(config), axes_of(config, grid)
     stages = layers.of_rank(grid.pipeline.rank)
     model = build_model(config, ops, grid.tensor)
     offload = offload_of(config, host)
     updates_there = offload is not None and offload.optimizer
-    replayed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
+    recomputed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,
         list(stages.values()),
         seed=seed,
-        spread=spread,
+        axes=axes,
         precision=precision,
         device=device,
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
         ops=ops,
         update_ops=for_host(config.precision.kernels, precision.masters) if updates_there else ops,
-        replayed=replayed,
+        recomputed=recomputed,
         offload=offload,
     )
-    each = spread.stage.gradients is Placement.SHARD
+    each = axes.stage.gradients is Placement.SHARD
     tied = config.model.tie_embeddings
     local = config.model.seq_len // (grid.tensor.size if config.parallel.sequence else 1)
     chunks = {}
     for (index, parts), passes in zip(stages.items(), engine.passes, strict=True):
-        last = parts.stop == len(model.path)
+        last = parts.stop == len(model.layers)
         loss = (lambda losses_SB, feed: engine.loss(losses_SB, feed.valid_SB)) if last else None
         chunks[index] = Stage(index, _run_of(model, parts, last), passes, loss)
     pipeline = Pipeline(
@@ -301,30 +301,30 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
         lambda m: lowered(layers, m, each=each, tied=tied),
         Transport(grid.pipeline, layers.rank_of, precision.parameters, device),
         lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
-        engine.tie,
+        engine.reduce_tied,
     )
     return Built(model, engine, pipeline, layers)
 
 
-def _run_of(model: Transformer, parts: range, last: bool) -> Callable[[Tensor | None, Feed], Tensor]:
+def _run_of(model: Transformer, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:
     """What one stage computes: from tokens in the first, token losses [S, B] in the last."""
 
-    def run(x: Tensor | None, feed: Feed) -> Tensor:
-        y = model.through(parts, feed.tokens_SB if x is None else x, feed.now)
+    def run(x: Tensor | None, feed: StageInputs) -> Tensor:
+        y = model.forward_layers(parts, feed.tokens_SB if x is None else x, feed.now)
         return model.score(y, feed.targets_SB, feed.valid_SB) if last else y
 
     return run
 
 
-def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], Feed]:
+def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], StageInputs]:
     """(micro-batch, step, training) -> what the stages need to know of it."""
 
-    def feed(batch: MicroBatch, step: int, training: bool) -> Feed:
+    def feed(batch: MicroBatch, step: int, training: bool) -> StageInputs:
         tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))
         part = len(tokens) // tensor.size if sequence else 0
-        now = Step(step, batch.sample_ids_B.to(device), tensor.rank * part, training=training)
+        now = BatchContext(step, batch.sample_ids_B.to(device), tensor.rank * part, training=training)
         if batch.positions_SB is not None and batch.documents_SB is not None:
             now = now.within_documents(batch.positions_SB.to(device), batch.documents_SB.to(device))
-        return Feed(tokens, targets, valid, now)
+        return StageInputs(tokens, targets, valid, now)
 
     return feed

@@ -13,11 +13,11 @@ import torch
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
-from megazero.memory.activation_store import Arena, Whole
-from megazero.memory.partition import Parts
-from megazero.memory.recompute import Here, Recomputed
+from megazero.memory.activation_store import Arena, ArenaStore
+from megazero.memory.partition import PartitionedStore
+from megazero.memory.recompute import PlainStore, Recomputed
 from megazero.model.block import Block
-from megazero.model.transformer import Part, Transformer
+from megazero.model.transformer import Layer, Transformer
 from megazero.schedules.layers import Layers
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def recompute(
     dtype: torch.dtype,
     device: torch.device,
     host: Host,
-) -> set[Part]:
+) -> set[Layer]:
     """Puts recomputed parts in the place of blocks, or of their attention's core.
 
     Args:
@@ -46,36 +46,36 @@ def recompute(
     Returns:
         The parts of the path that run again in their backward.
     """
-    blocks = {i: part for parts in stages.values() for i in parts if isinstance(part := model.path[i], Block)}
+    blocks = {i: part for parts in stages.values() for i in parts if isinstance(part := model.layers[i], Block)}
     if config.memory.recompute == "selective":
         for block in blocks.values():
-            block.attention.core = Recomputed(block.attention.core, Here)
+            block.attention.core = Recomputed(block.attention.core, PlainStore)
     if config.memory.recompute != "full":
         return set()
     axis = _axis(config, grid.tensor)
     host_of = host if config.memory.offload and host.apart else None
     for line in _no_ops(config, axis, host):
         _LOG.info(line)
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     numel = config.model.seq_len * config.batch.micro * config.model.hidden
     numel //= grid.tensor.size if config.parallel.sequence else 1
     micro_batches = config.batch.global_ // (config.batch.micro * grid.data.size)
     kept = layers.kept_inputs(micro_batches)
     pool = Pool(dtype, device, ledger, "inputs")
-    replayed: set[Part] = set()
+    recomputed: set[Layer] = set()
     for stage, parts in stages.items():
         own = [i for i in parts if i in blocks]
         arena = Arena(len(own) * kept[stage], numel // axis.size, dtype, device, ledger, host_of)
-        shelf = Whole(arena) if axis.size == 1 and host_of is None else Parts(arena, axis, pool, device)
+        store = ArenaStore(arena) if axis.size == 1 and host_of is None else PartitionedStore(arena, axis, pool, device)
         for i in own:
-            model.path[i] = Recomputed(blocks[i], shelf)
-            replayed.add(model.path[i])
-    return replayed
+            model.layers[i] = Recomputed(blocks[i], store)
+            recomputed.add(model.layers[i])
+    return recomputed
 
 
 def _axis(config: Config, tensor: Axis) -> Axis:
     """Whose ranks each keep a part of an input that all of them have; of size 1 where there is nothing to share."""
-    return tensor if config.memory.partition and not config.parallel.sequence else Axis("tensor", wire=tensor.wire)
+    return tensor if config.memory.partition and not config.parallel.sequence else Axis("tensor", comm=tensor.comm)
 
 
 def _no_ops(config: Config, axis: Axis, host: Host) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.base.terminal import wrapped
-from megazero.build.assemble import DTYPES, build_model, layout_of, precision_of
+from megazero.build.assemble import DTYPES, build_model, precision_of, unit_layout_of
 from megazero.build.pipeline import layers_of, lowered, model_shape
 from megazero.comm.grid import Axis
 from megazero.config.schema import Config
@@ -18,7 +18,7 @@ from megazero.model.parameter import declaration_of
 from megazero.model.transformer import TIED
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.layers import Layers
-from megazero.schedules.lower import Bill, add_bill
+from megazero.schedules.lower import TrafficBill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 from megazero.zero.placement import STAGES, Placement
 
@@ -99,15 +99,15 @@ def costs_of(config: Config, layers: Layers) -> list[Costs]:
     return [Costs(cost, cost, cost) for cost in blocks]
 
 
-def bill_of(config: Config, layers: Layers, data: int) -> Bill:
+def bill_of(config: Config, layers: Layers, data: int) -> TrafficBill:
     """What each action sends or gathers."""
     tensor, precision, stage = config.parallel.tensor, precision_of(config), STAGES[config.zero.stage or 0]
     model = build_model(config, tensor=Axis("tensor", tensor))
     sizes = {
-        name: layout_of(name, {n: declaration_of(p) for n, p in members}).padded(data)
+        name: unit_layout_of(name, {n: declaration_of(p) for n, p in members}).padded(data)
         for name, members in model.units()
     }
-    on_path, last = model.units_on_path(), len(model.path) - 1
+    on_path, last = model.units_of_layers(), len(model.layers) - 1
     parameter, gradient = precision.parameters.itemsize, precision.gradients.itemsize
     share = (data - 1) / data
 
@@ -125,7 +125,7 @@ def bill_of(config: Config, layers: Layers, data: int) -> Bill:
     stages = range(len(layers.parts))
     sequence = config.model.seq_len // (tensor if config.parallel.sequence else 1)
     tie = sizes.get(TIED, 0) // (1 if stage.optimizer is Placement.REPLICATE else data)
-    return Bill(
+    return TrafficBill(
         sequence * config.batch.micro * config.model.hidden * DTYPES[config.precision.dtype].itemsize,
         [round(times * share * own(k)) * gradient for k in stages],
         [round(share * of(layers.parts[k])) * parameter if gathers else 0 for k in stages],

@@ -16,7 +16,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import Manifest, read_manifest
-from megazero.checkpoint.save import Holding
+from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree, until_all
 from megazero.comm.collectives import gather_bytes
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def load_newest(
     store: Store,
     steps: Sequence[int],
-    holdings: Sequence[Holding],
+    holdings: Sequence[ShardState],
     *,
     check: Callable[[Manifest, Path], None],
     world: Axis,

@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.base.heartbeat import doing
 from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.save import Holding
+from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.shard import ShardReader, key_of
 
 
@@ -33,7 +33,7 @@ class _Copy:
 def load_tensors(
     folder: Path,
     manifest: Manifest,
-    holdings: Sequence[Holding],
+    holdings: Sequence[ShardState],
     *,
     rank: int,
     size: int,
@@ -75,7 +75,7 @@ def load_tensors(
     return read
 
 
-def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Sequence[Holding]) -> Iterator[_Copy]:
+def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Sequence[ShardState]) -> Iterator[_Copy]:
     size = DTYPES[manifest.dtype].itemsize
     for holding in holdings:
         for wanted in holding.pieces:

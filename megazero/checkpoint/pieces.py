@@ -41,7 +41,7 @@ def pieces_of(
         once: leave out what another rank of the tensor axis has too, and will not leave out.
     """
     for interval in layout.intervals:
-        split = interval.start < layout.tail
+        split = interval.start < layout.tp_replicated
         if once and not split and tensor.rank > 0:
             continue
         # from positions in the whole flat buffer to elements of the parameter

@@ -39,7 +39,7 @@ _PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenShard:
     """What one rank has written.
 
     Attributes:
@@ -52,7 +52,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class ShardState:
     """What a rank has of one unit's state.
 
     Attributes:
@@ -89,12 +89,12 @@ class Saver:
     def __init__(
         self,
         store: Store,
-        holdings: Sequence[Holding],
+        holdings: Sequence[ShardState],
         *,
         rank: int,
         size: int,
         snapshot: bool,
-        conclude: Callable[[int, Progress, list[Part]], None] | None,
+        conclude: Callable[[int, Progress, list[WrittenShard]], None] | None,
         tidy: Callable[[Callable[[], bool]], None] | None,
     ):
         self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
@@ -190,7 +190,7 @@ class Saver:
         finally:
             self._copied.set()
 
-    def _write_shard(self, step: int, staging: Path) -> Part:
+    def _write_shard(self, step: int, staging: Path) -> WrittenShard:
         entries = self._entries
         if bad := next((e for e in entries if not _is_finite(e.values)), None):
             what = f"not saved: {bad.kind} of {bad.piece.name} is not finite after the last update; earlier are intact"
@@ -206,7 +206,7 @@ class Saver:
         tensors: dict[str, list[list[int]]] = {}
         for piece, row in rows.items():
             tensors.setdefault(piece.name, []).append(row)
-        return Part(shard, tensors)
+        return WrittenShard(shard, tensors)
 
     def _not_saved(self, why: str | None, step: int) -> UserError:
         code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
@@ -235,18 +235,18 @@ class Saver:
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
 
-    def _part(self, path: Path, step: int) -> Part:
+    def _part(self, path: Path, step: int) -> WrittenShard:
         try:
             return _read_part(path)
         except ValueError as error:
             raise self._not_saved(f"{path.name} is damaged: {error}", step) from None
 
 
-def _read_part(path: Path) -> Part:
+def _read_part(path: Path) -> WrittenShard:
     """Return what a rank says that it has written. Raises OSError; ValueError: another program wrote that file."""
     found = PartFile.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     shard = Shard(found.shard.name, found.shard.size, tuple(found.shard.blocks))
-    return Part(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})
+    return WrittenShard(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})
 
 
 def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
@@ -254,7 +254,7 @@ def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         copy.copy_(source)
 
 
-def _entries(holdings: Sequence[Holding], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
+def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
     """In the order of the file: unit by unit, kind by kind, as they lie in memory."""
     for holding in holdings:
         for kind in KINDS if holding.pieces else ():

@@ -19,7 +19,7 @@ class NoPresence(ValueError):  # noqa: N818 - as ValueError
 
 
 @dataclass(frozen=True)
-class Presence:
+class Gather:
     """Describes one rank, as it said.
 
     Attributes:
@@ -44,7 +44,7 @@ class Presence:
         return json.dumps([*mine, *astuple(self.handle)])
 
     @classmethod
-    def heard(cls, raw: bytes) -> "Presence":
+    def heard(cls, raw: bytes) -> "Gather":
         """Return who sent a message. Raises NoPresence."""
         if len(raw) > _LONGEST:
             raise NoPresence(f"{len(raw)} bytes, expected at most {_LONGEST}")

@@ -31,14 +31,14 @@ from torch import Tensor
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
 from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange, others
-from megazero.comm.transport.host_staging import Bounce
+from megazero.comm.transport.host_staging import HostStaging
 from megazero.comm.transport.shared_memory import SLOTS
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
 # the bytes. Two ranks always exchange: the bytes are the same.
 _FEW = 1 << 14
 
-MOST_LYING = SLOTS
+MOST_UNREAD = SLOTS
 
 # Names differ between torch versions: *_single since 2.13, *_tensor before and deprecated since.
 _nccl_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -53,11 +53,11 @@ class Pending:
         purpose: as profiles name it.
         finish: waits, and gives the result.
         lying: messages of this rank that lie in shared memory until the others wait for the operation. There is room
-            for `MOST_LYING`; a rank that sends more is held up until the others come.
+            for `MOST_UNREAD`; a rank that sends more is held up until the others come.
     """
 
-    def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], lying: int = 0):
-        self._axis, self._purpose, self._finish, self.lying = axis, purpose, finish, lying
+    def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], unread: int = 0):
+        self._axis, self._purpose, self._finish, self.unread = axis, purpose, finish, unread
 
     def wait(self) -> Tensor:
         """The result; to be called once.
@@ -69,7 +69,7 @@ class Pending:
             return self._finish()
         with torch.profiler.record_function(f"wait for {self._axis.name} axis: {self._purpose}"):
             result = self._finish()
-        self._axis.wire.seat.end(self._axis.name)
+        self._axis.comm.status_slot.end(self._axis.name)
         return result
 
     def then(self, last: Callable[[], Tensor]) -> "Pending":
@@ -79,7 +79,7 @@ class Pending:
             self._finish()
             return last()
 
-        return Pending(self._axis, self._purpose, finish, self.lying)
+        return Pending(self._axis, self._purpose, finish, self.unread)
 
 
 def done(x: Tensor) -> Pending:
@@ -92,12 +92,12 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     if axis.size == 1:
         return done(x)
     tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
-    if axis.wire.backend == "nccl":
+    if axis.comm.backend == "nccl":
         return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
-    if (pool := axis.wire.bounce) is not None:
-        bounce = Bounce(x, pool)
-        bounce.fetch(x)
-        return _landing(_reduced(bounce.host, axis, tag, purpose), bounce, lambda: bounce.land(x), x)
+    if (pool := axis.comm.host_staging) is not None:
+        staging = HostStaging(x, pool)
+        staging.fetch(x)
+        return _landing(_reduced(staging.host, axis, tag, purpose), staging, lambda: staging.land(x), x)
     return _reduced(x, axis, tag, purpose)
 
 
@@ -144,31 +144,39 @@ def start_reduce_scatter(
     parts = x.chunk(axis.size)
     own = parts[axis.rank]
     result = torch.empty_like(own) if out is None else out
-    if axis.wire.backend == "nccl":
+    if axis.comm.backend == "nccl":
         return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
-    if (pool := axis.wire.bounce) is not None:
-        return _scattered_on_host(x, axis, tag, purpose, own, result, Bounce(x, pool), accumulate=accumulate)
+    if (pool := axis.comm.host_staging) is not None:
+        return _scattered_on_host(x, axis, tag, purpose, own, result, HostStaging(x, pool), accumulate=accumulate)
     flat_parts = [part.view(-1) for part in parts]
     scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
     return _exchanged(axis, purpose, scatter.start(), result)
 
 
 def _scattered_on_host(
-    x: Tensor, axis: Axis, tag: int, purpose: str, own: Tensor, result: Tensor, bounce: Bounce, *, accumulate: bool
+    x: Tensor,
+    axis: Axis,
+    tag: int,
+    purpose: str,
+    own: Tensor,
+    result: Tensor,
+    staging: HostStaging,
+    *,
+    accumulate: bool,
 ) -> Pending:
     """The sum of this rank's part is taken in the part's own place on the host."""
-    bounce.fetch(x)
-    parts, place = bounce.host.chunk(axis.size), _own(bounce.host, axis)
+    staging.fetch(x)
+    parts, place = staging.host.chunk(axis.size), _own(staging.host, axis)
     scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
 
     def land() -> None:
         if accumulate:
-            bounce.land(own, place)  # which may hold anything at the end
+            staging.land(own, place)  # which may hold anything at the end
             result.add_(own)
         else:
-            bounce.land(result, place)
+            staging.land(result, place)
 
-    return _landing(_exchanged(axis, purpose, scatter.start(), result), bounce, land, result)
+    return _landing(_exchanged(axis, purpose, scatter.start(), result), staging, land, result)
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
@@ -188,24 +196,24 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     parts = whole.chunk(axis.size)
     own = parts[axis.rank]
     tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
-    if axis.wire.backend == "nccl":
+    if axis.comm.backend == "nccl":
         return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
-    if (pool := axis.wire.bounce) is not None:
-        return _gathered_on_host(whole, axis, tag, purpose, Bounce(whole, pool))
+    if (pool := axis.comm.host_staging) is not None:
+        return _gathered_on_host(whole, axis, tag, purpose, HostStaging(whole, pool))
     return _exchanged(axis, purpose, _gather(axis, tag, [part.view(-1) for part in parts]).start(), whole)
 
 
-def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, bounce: Bounce) -> Pending:
+def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, staging: HostStaging) -> Pending:
     """Only this rank's part goes to the host, and only the others' come back."""
-    flat, own = whole.view(-1), _own(bounce.host, axis)
-    bounce.fetch(flat[own], own)
-    gather = _gather(axis, tag, bounce.host.chunk(axis.size))
+    flat, own = whole.view(-1), _own(staging.host, axis)
+    staging.fetch(flat[own], own)
+    gather = _gather(axis, tag, staging.host.chunk(axis.size))
 
     def land() -> None:
         for others_parts in (slice(0, own.start), slice(own.stop, len(flat))):
-            bounce.land(flat[others_parts], others_parts)
+            staging.land(flat[others_parts], others_parts)
 
-    return _landing(_exchanged(axis, purpose, gather.start(), whole), bounce, land, whole)
+    return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, land, whole)
 
 
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
@@ -233,10 +241,10 @@ def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int
     """Counts, shows and names an operation; returns the tag of its messages."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
-    wire = axis.wire
-    wire.ledger.add(axis.name, purpose, elements, x.element_size())
+    comm = axis.comm
+    comm.ledger.add(axis.name, purpose, elements, x.element_size())
     text = f"{kind} ({purpose}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
-    number = wire.seat.begin(axis.name, axis.ranks, text)
+    number = comm.status_slot.begin(axis.name, axis.ranks, text)
     return zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
 
 
@@ -275,7 +283,7 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
         exchange.wait()
         return result
 
-    return Pending(axis, purpose, finish, exchange.lying)
+    return Pending(axis, purpose, finish, exchange.unread)
 
 
 def _own(flat: Tensor, axis: Axis) -> slice:
@@ -284,12 +292,12 @@ def _own(flat: Tensor, axis: Axis) -> slice:
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
-def _landing(on_host: Pending, bounce: Bounce, land: Callable[[], None], result: Tensor) -> Pending:
+def _landing(on_host: Pending, staging: HostStaging, land: Callable[[], None], result: Tensor) -> Pending:
     """An operation under way on the host, whose result goes to the device at its end."""
 
     def last() -> Tensor:
         land()
-        bounce.release()
+        staging.release()
         return result
 
     return on_host.then(last)

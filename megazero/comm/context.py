@@ -1,4 +1,4 @@
-"""What all collectives of one rank have in common: the backend, how long to wait, the ledger, the seat on the board."""
+"""What all collectives of one rank have in common: the backend, how long to wait, the ledger, the status slot."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,25 +11,25 @@ import torch.distributed as dist
 from megazero.comm.ledger import Ledger
 from megazero.comm.lobby import Lobby
 from megazero.comm.pool import Pool
-from megazero.comm.status_board import Board, Seat
-from megazero.comm.transport.shared_memory import Mail
+from megazero.comm.status_board import StatusBoard, StatusSlot
+from megazero.comm.transport.shared_memory import SharedMemoryTransport
 
 BUCKET = 64 << 20  # bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Wire:
-    """How a rank talks to others.
+class CommContext:
+    """Hold what all communication of one rank has in common.
 
     Attributes:
         backend: "gloo" or "nccl"; algorithms are picked by it, never by where a tensor happens to lie.
         timeout: how long to wait for the others in one operation.
         bucket: most bytes of one operation that may lie between sender and receiver; longer ones go in pieces.
         ledger: what was sent, and the memory it took.
-        mail: shared memory with ranks of the same host, where there is any.
-        seat: where this rank shows which operation it is in.
+        shared_memory: shared memory with ranks of the same host, where there is any.
+        status_slot: where this rank shows which operation it is in.
         split_group: makes communicators of a few ranks each; all ranks of the world call it.
-        bounce: the host's memory that tensors of a device go through where the backend sends from there only
+        host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent from where they lie.
         lobby: where the ranks met; None: there is one rank.
         staging: for what comes through sockets.
@@ -39,10 +39,10 @@ class Wire:
     timeout: timedelta = timedelta(seconds=120)
     bucket: int = BUCKET
     ledger: Ledger = field(default_factory=Ledger)
-    mail: Mail | None = None
-    seat: Seat = field(default_factory=lambda: Board.private().seat(0))
+    shared_memory: SharedMemoryTransport | None = None
+    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
     split_group: Callable[..., dist.ProcessGroup | None] = dist.split_group
-    bounce: Pool | None = None
+    host_staging: Pool | None = None
     lobby: Lobby | None = None
     staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)

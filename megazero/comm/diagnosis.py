@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.comm.status_board import DONE, EMPTY, FAILED, P2P, RUNNING, STUCK, Operation, Standing
+from megazero.comm.status_board import DONE, EMPTY, FAILED, P2P, RUNNING, STUCK, Operation, RankStatus
 
 SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
 STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
 
-def death(standing: Standing, exit_code: int) -> UserError:
+def death(standing: RankStatus, exit_code: int) -> UserError:
     """A rank's process ended without a word. `exit_code` as of subprocess: minus the signal, or the code."""
     where = _where(standing)
     if exit_code < 0:
@@ -30,7 +30,7 @@ def death(standing: Standing, exit_code: int) -> UserError:
     )
 
 
-def disagreement(standings: Sequence[Standing]) -> UserError | None:
+def disagreement(standings: Sequence[RankStatus]) -> UserError | None:
     """The first pair of ranks that began different operations under the same number."""
     for standing in standings:
         for mine in standing.operations:
@@ -43,7 +43,7 @@ def disagreement(standings: Sequence[Standing]) -> UserError | None:
     return None
 
 
-def stuck(standings: Sequence[Standing], rank: int) -> UserError:
+def stuck(standings: Sequence[RankStatus], rank: int) -> UserError:
     """Why `rank`, which gave up in an operation, got no answer."""
     mine = _waits_in(standings[rank])
     assert mine is not None, "it gave up in an operation"
@@ -73,41 +73,41 @@ def stuck(standings: Sequence[Standing], rank: int) -> UserError:
     return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
 
 
-def held_up(standings: Sequence[Standing]) -> UserError | None:
+def held_up(standings: Sequence[RankStatus]) -> UserError | None:
     """Return why ranks did not meet, if one of them is stopped, which the others could not know."""
     stopped = _stopped(standings)
     return _halt(standings[stopped[0]], "the others waited for it") if stopped else None
 
 
-def waited_in_vain(failed: Sequence[Standing]) -> bool:
+def waited_in_vain(failed: Sequence[RankStatus]) -> bool:
     """Return whether all of these ranks ended because another did not come, none for a reason of its own."""
     said = [standing for standing in failed if standing.state == STUCK or standing.has_said]
     quiet = all(standing.state in (STUCK, FAILED) for standing in failed)
     return quiet and bool(said) and all(s.state == STUCK or s.message.startswith("MZ-320 ") for s in said)
 
 
-def _stopped(standings: Sequence[Standing]) -> list[int]:
+def _stopped(standings: Sequence[RankStatus]) -> list[int]:
     return [standing.rank for standing in standings if standing.state == RUNNING and standing.is_stopped]
 
 
-def _halt(standing: Standing, waiting: str) -> UserError:
+def _halt(standing: RankStatus, waiting: str) -> UserError:
     return UserError(311, f"did not go on {_where(standing)}, {_doing(standing)}; {waiting}", STOPPED, **_who(standing))
 
 
-def _waits_in(standing: Standing) -> Operation | None:
+def _waits_in(standing: RankStatus) -> Operation | None:
     if standing.state == STUCK:  # its message is the axis
         return standing.on(standing.message)
     return standing.open if standing.state == RUNNING else None
 
 
-def _missing(standings: Sequence[Standing], rank: int, operation: Operation) -> bool:
+def _missing(standings: Sequence[RankStatus], rank: int, operation: Operation) -> bool:
     """Whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
     return (
         operation.axis == P2P or rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
     )
 
 
-def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:
+def _mismatch(standings: Sequence[RankStatus], mine: Operation) -> UserError:
     """Names the rank in the minority; of two, the higher one."""
     called = {k: standings[k].on(mine.axis) for k in mine.ranks if standings[k].on(mine.axis).number == mine.number}
     texts = [operation.text for operation in called.values()]
@@ -117,7 +117,7 @@ def _mismatch(standings: Sequence[Standing], mine: Operation) -> UserError:
     return UserError(312, what, "all ranks must run the same config on the same code", **_who(standings[odd]))
 
 
-def _waiting(standings: Sequence[Standing], operation: Operation, waiter: int) -> str:
+def _waiting(standings: Sequence[RankStatus], operation: Operation, waiter: int) -> str:
     if operation.axis == P2P:
         return f"rank {waiter} waited {_where(standings[waiter])}"
     ranks = [k for k in operation.ranks if k < len(standings) and not _missing(standings, k, operation)]
@@ -125,16 +125,16 @@ def _waiting(standings: Sequence[Standing], operation: Operation, waiter: int) -
     return f"rank{'s' if len(ranks) > 1 else ''} {shown} waited"
 
 
-def _where(standing: Standing) -> str:
+def _where(standing: RankStatus) -> str:
     place = f"on {standing.host} (pid {standing.pid})" if standing.pid else ""
     return f"in {standing.phase} {place}" if standing.phase else place
 
 
-def _doing(standing: Standing) -> str:
+def _doing(standing: RankStatus) -> str:
     if standing.last is None:
         return "before any operation with others"
     return f"{'during' if standing.last.open else 'after'} {standing.last}"
 
 
-def _who(standing: Standing) -> dict[str, Any]:
+def _who(standing: RankStatus) -> dict[str, Any]:
     return {"rank": standing.rank, "step": standing.step or None}

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.context import Wire
+from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, joined, lay_out
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Box, Label, Letter, Mail
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport
 
 
 def alone(rank: int, world: int, *, tensor: int, pipeline: int, backend: str, bucket: int, ledger: Ledger) -> Grid:
@@ -29,13 +29,19 @@ def alone(rank: int, world: int, *, tensor: int, pipeline: int, backend: str, bu
     Raises:
         UserError: 106, see `data_size`.
     """
-    mail = NobodysMail(world) if backend == "gloo" and world > 1 else None
-    wire = Wire(backend, bucket=bucket, ledger=ledger, mail=mail, split_group=lambda **_: Nobody(0, 2))
-    if mail is not None:
-        ledger.hold("staging", Box.size(world))
-    grid = lay_out(rank, world, tensor=tensor, pipeline=pipeline, wire=wire)
-    axes = (grid.tensor, grid.data, grid.pipeline, grid.world, grid.ends)
-    return joined(grid, {axis.name: Nobody(axis.rank, axis.size) for axis in axes})
+    shared_memory = FakeSharedMemory(world) if backend == "gloo" and world > 1 else None
+    comm = CommContext(
+        backend,
+        bucket=bucket,
+        ledger=ledger,
+        shared_memory=shared_memory,
+        split_group=lambda **_: FakeProcessGroup(0, 2),
+    )
+    if shared_memory is not None:
+        ledger.hold("staging", Outbox.size(world))
+    grid = lay_out(rank, world, tensor=tensor, pipeline=pipeline, comm=comm)
+    axes = (grid.tensor, grid.data, grid.pipeline, grid.world, grid.embedding_group)
+    return joined(grid, {axis.name: FakeProcessGroup(axis.rank, axis.size) for axis in axes})
 
 
 class _Done(dist.Work):
@@ -53,7 +59,7 @@ class _Done(dist.Work):
         return True
 
 
-class Nobody(dist.ProcessGroup):
+class FakeProcessGroup(dist.ProcessGroup):
     """A process group in which nobody answers, and nobody has to: the methods in which torch's operations end."""
 
     def __init__(self, rank: int, size: int):
@@ -97,7 +103,7 @@ class _Idle(Executor):
         return future
 
 
-class NobodysMail(Mail):
+class FakeSharedMemory(SharedMemoryTransport):
     """Shared memory with nobody: what is posted is taken at once, and what is waited for is there."""
 
     def __init__(self, world: int):
@@ -108,13 +114,13 @@ class NobodysMail(Mail):
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
         pass
 
-    def wait_for(self, sender: int, axis: str, label: Label) -> Letter:
-        return Letter(sender, 0, 0)
+    def wait_for(self, sender: int, axis: str, label: Label) -> Message:
+        return Message(sender, 0, 0)
 
-    def look(self, letter: Letter, start: int, like: Tensor) -> Tensor:
+    def look(self, letter: Message, start: int, like: Tensor) -> Tensor:
         return self._slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
-    def acknowledge(self, letter: Letter) -> None:
+    def acknowledge(self, letter: Message) -> None:
         pass
 
     def hand_over(self, target: int, key: int, message: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazero.base.errors import UserError
-from megazero.comm.context import Wire
+from megazero.comm.context import CommContext
 from megazero.comm.lobby import together
 
 
@@ -42,7 +42,7 @@ class Axis:
     first: int = 0
     stride: int = 1
     group: dist.ProcessGroup | None = None
-    wire: Wire = field(default_factory=Wire)
+    comm: CommContext = field(default_factory=CommContext)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"{self.name}: rank {self.rank} outside an axis of {self.size}"
@@ -65,7 +65,7 @@ class Grid:
     data: Axis
     pipeline: Axis
     world: Axis
-    ends: Axis
+    embedding_group: Axis
 
 
 def data_size(world: int, tensor: int, pipeline: int) -> int:
@@ -81,25 +81,25 @@ def data_size(world: int, tensor: int, pipeline: int) -> int:
     return world // (tensor * pipeline)
 
 
-def single(wire: Wire | None = None) -> Grid:
+def single(comm: CommContext | None = None) -> Grid:
     """The grid of a run of one process."""
-    wire = wire or Wire()
-    return Grid(*(Axis(name, wire=wire) for name in ("tensor", "data", "pipeline", "world", "ends")))
+    comm = comm or CommContext()
+    return Grid(*(Axis(name, comm=comm) for name in ("tensor", "data", "pipeline", "world", "ends")))
 
 
-def lay_out(rank: int, world: int, *, tensor: int, pipeline: int, wire: Wire) -> Grid:
+def lay_out(rank: int, world: int, *, tensor: int, pipeline: int, comm: CommContext) -> Grid:
     """Where a rank stands on every axis; nobody can be reached along them yet.
 
     Raises:
         UserError: 106, see `data_size`.
     """
     sizes = {"pipeline": pipeline, "data": data_size(world, tensor, pipeline), "tensor": tensor}
-    axes, stride = {"world": Axis("world", world, rank, wire=wire)}, world
+    axes, stride = {"world": Axis("world", world, rank, comm=comm)}, world
     for name, size in sizes.items():
         stride //= size
         place = rank // stride % size
-        axes[name] = Axis(name, size, place, rank - place * stride, stride, wire=wire)
-    return Grid(**axes, ends=_ends(axes["pipeline"]))
+        axes[name] = Axis(name, size, place, rank - place * stride, stride, comm=comm)
+    return Grid(**axes, embedding_group=_ends(axes["pipeline"]))
 
 
 def joined(grid: Grid, groups: Mapping[str, dist.ProcessGroup | None]) -> Grid:
@@ -108,15 +108,15 @@ def joined(grid: Grid, groups: Mapping[str, dist.ProcessGroup | None]) -> Grid:
     return Grid(*(replace(axis, group=groups[axis.name]) if axis.size > 1 else axis for axis in axes))
 
 
-def make_grid(*, tensor: int, pipeline: int, wire: Wire, device_type: str) -> Grid:
+def make_grid(*, tensor: int, pipeline: int, comm: CommContext, device_type: str) -> Grid:
     """The grid over the default process group. Every rank calls it.
 
     Raises:
         UserError: 106, see `data_size`; 311, a rank did not come while the groups were made.
     """
-    grid = lay_out(dist.get_rank(), dist.get_world_size(), tensor=tensor, pipeline=pipeline, wire=wire)
-    with together(wire.lobby, "axes"):
-        groups = _groups_of_gloo(grid) if wire.backend == "gloo" else _groups_of_mesh(grid, device_type)
+    grid = lay_out(dist.get_rank(), dist.get_world_size(), tensor=tensor, pipeline=pipeline, comm=comm)
+    with together(comm.lobby, "axes"):
+        groups = _groups_of_gloo(grid) if comm.backend == "gloo" else _groups_of_mesh(grid, device_type)
         groups |= {"world": dist.group.WORLD, "ends": _group_of_ends(grid.pipeline, groups["pipeline"])}
     return joined(grid, groups)
 
@@ -128,7 +128,7 @@ def _groups_of_gloo(grid: Grid) -> dict[str, dist.ProcessGroup | None]:
         groups[axis.name] = None
         lines = world.view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size)
         for ranks in lines.tolist() if axis.size > 1 else []:
-            made = dist.new_group(ranks, timeout=axis.wire.timeout) if axis.size < len(world) else dist.group.WORLD
+            made = dist.new_group(ranks, timeout=axis.comm.timeout) if axis.size < len(world) else dist.group.WORLD
             if ranks == list(axis.ranks):
                 groups[axis.name] = made
     return groups
@@ -144,7 +144,7 @@ def _groups_of_mesh(grid: Grid, device_type: str) -> dict[str, dist.ProcessGroup
     groups = {name: mesh.get_group(name) if axis.size > 1 else None for name, axis in axes.items()}
     for name, group in groups.items():
         if group is not None:
-            _set_pg_timeout(axes[name].wire.timeout, group)  # the mesh gives its groups the backend's default
+            _set_pg_timeout(axes[name].comm.timeout, group)  # the mesh gives its groups the backend's default
     return groups
 
 
@@ -157,9 +157,9 @@ def _ends(pipeline: Axis) -> Axis:
     """The first and the last rank of a pipeline; for those between, nobody."""
     last = pipeline.size - 1
     if last == 0 or pipeline.rank not in (0, last):
-        return Axis("ends", wire=pipeline.wire)
+        return Axis("ends", comm=pipeline.comm)
     ranks = [pipeline.ranks[0], pipeline.ranks[last]]
-    return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], wire=pipeline.wire)
+    return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], comm=pipeline.comm)
 
 
 def _group_of_ends(pipeline: Axis, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -167,7 +167,7 @@ def _group_of_ends(pipeline: Axis, group: dist.ProcessGroup | None) -> dist.Proc
     last = pipeline.size - 1
     if last > 1:
         for ranks in parallel_axes(pipeline):
-            made = dist.new_group([ranks[0], ranks[last]], timeout=pipeline.wire.timeout)
+            made = dist.new_group([ranks[0], ranks[last]], timeout=pipeline.comm.timeout)
             if ranks.start == pipeline.first and pipeline.rank in (0, last):
                 assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
                 group = made

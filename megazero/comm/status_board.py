@@ -63,7 +63,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """What a seat says. `step` is 0 before the first; `last` is the operation begun last.
 
     Attributes:
@@ -100,19 +100,19 @@ class Standing:
         return next((operation for operation in self.operations if operation.open), None)
 
 
-class Board:
+class StatusBoard:
     """The seats of all ranks, over shared memory."""
 
     def __init__(self, memory: mmap.mmap, size: int):
         self._memory, self.size = memory, size
 
     @classmethod
-    def private(cls, size: int = 1) -> "Board":
+    def private(cls, size: int = 1) -> "StatusBoard":
         """Memory that this process shares with the processes it forks, and nobody else."""
         return cls(mmap.mmap(-1, size * SEAT_SIZE), size)
 
     @classmethod
-    def in_file(cls, path: Path, size: int) -> "Board":
+    def in_file(cls, path: Path, size: int) -> "StatusBoard":
         """A file that all ranks map; each may create it."""
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -121,11 +121,11 @@ class Board:
         finally:
             os.close(handle)
 
-    def seat(self, rank: int) -> "Seat":
+    def status_slot(self, rank: int) -> "StatusSlot":
         """The seat of a rank, for that rank to write."""
-        return Seat(self._memory, rank * SEAT_SIZE)
+        return StatusSlot(self._memory, rank * SEAT_SIZE)
 
-    def read(self, rank: int) -> Standing:
+    def read(self, rank: int) -> RankStatus:
         """What a rank last wrote."""
         at = rank * SEAT_SIZE
         state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
@@ -143,13 +143,13 @@ class Board:
         here = pid > 0 and started > 0 and near == _here()
         process = Process(pid, started) if here else None
         texts = _text(phase), _text(host)
-        return Standing(rank, state, pid, step, *texts, tuple(operations), last, _text(message), process)
+        return RankStatus(rank, state, pid, step, *texts, tuple(operations), last, _text(message), process)
 
-    def read_all(self) -> list[Standing]:
+    def read_all(self) -> list[RankStatus]:
         return [self.read(rank) for rank in range(self.size)]
 
 
-class Seat:
+class StatusSlot:
     """One rank's place on a board.
 
     Attributes:
@@ -158,7 +158,7 @@ class Seat:
 
     def __init__(self, memory: mmap.mmap, at: int):
         self._memory, self._at = memory, at
-        self.board: Board | None = None
+        self.board: StatusBoard | None = None
         self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
 
     def take(self, host: str) -> None:
@@ -167,7 +167,7 @@ class Seat:
         _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host.encode()[:64])
         _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
 
-    def move(self, board: Board, rank: int) -> None:
+    def move(self, board: StatusBoard, rank: int) -> None:
         """Goes on on another board, with what stands here."""
         here = self._memory[self._at : self._at + SEAT_SIZE]
         self.board, self._memory, self._at = board, board._memory, rank * SEAT_SIZE

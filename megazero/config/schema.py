@@ -127,7 +127,7 @@ class Memory(Section):
     offload: bool = Field(default=False, description="Pa+cpu: they rest in host memory.")
 
 
-class Pipeline(Section):
+class PipelineConfig(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
         default="1f1b", description="Pipeline schedule."
     )
@@ -158,7 +158,7 @@ class Optimizer(Section):
     )
 
 
-class Schedule(Section):
+class LrSchedule(Section):
     warmup: NonNegative = Field(default=100, description="Updates of linear warm-up.")
     decay: Literal["cosine", "linear", "wsd", "constant"] = Field(default="cosine", description="After the warm-up.")
     min_lr: Annotated[float, Field(ge=0)] = Field(default=3e-5, description="Learning rate at the end.")
@@ -220,10 +220,10 @@ class Config(Section):
     parallel: Parallel = Field(default_factory=Parallel)
     zero: Zero = Field(default_factory=Zero)
     memory: Memory = Field(default_factory=Memory)
-    pipeline: Pipeline = Field(default_factory=Pipeline)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     precision: Precision = Field(default_factory=Precision)
     optimizer: Optimizer = Field(default_factory=Optimizer)
-    schedule: Schedule = Field(default_factory=Schedule)
+    schedule: LrSchedule = Field(default_factory=LrSchedule)
     batch: Batch = Field(default_factory=Batch)
     data: Data = Field(default_factory=Data)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)

@@ -5,6 +5,6 @@ FusedAdam would add nothing to that: it wants gradients in the parameters' dtype
 the host.
 """
 
-from megazero.kernels.implementation import Candidate, fused
+from megazero.kernels.implementation import KernelImplementation, fused
 
-CANDIDATES = (fused("adamw_"), Candidate("reference", {"adamw_": None}))
+CANDIDATES = (fused("adamw_"), KernelImplementation("reference", {"adamw_": None}))

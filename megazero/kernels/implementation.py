@@ -12,7 +12,7 @@ KERNEL_DEVICES = ("cpu", "cuda")  # that there are libraries of ours for
 
 
 @dataclass(frozen=True)
-class Candidate:
+class KernelImplementation:
     """One implementation of a family.
 
     Attributes:
@@ -31,12 +31,14 @@ class Candidate:
         return (self.devices is None or device.type in self.devices) and (self.dtypes is None or dtype in self.dtypes)
 
 
-def fused(*names: str) -> Candidate:
+def fused(*names: str) -> KernelImplementation:
     """Ours, of a compiled library."""
     library = getattr(torch.ops, schema.NAMESPACE)
-    return Candidate("fused", {name: getattr(library, name) for name in names}, KERNEL_DEVICES, KERNEL_DTYPES)
+    return KernelImplementation(
+        "fused", {name: getattr(library, name) for name in names}, KERNEL_DEVICES, KERNEL_DTYPES
+    )
 
 
-def specified(*names: str) -> Candidate:
+def specified(*names: str) -> KernelImplementation:
     """The specification itself."""
-    return Candidate("reference", {name: getattr(reference, name) for name in names})
+    return KernelImplementation("reference", {name: getattr(reference, name) for name in names})

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.kernels.implementation import KERNEL_DTYPES, Candidate, fused, specified
+from megazero.kernels.implementation import KERNEL_DTYPES, KernelImplementation, fused, specified
 
 NAMES = ("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward")
 NAMES_WITH_SUM = ("add_layer_norm", "add_layer_norm_backward", "add_rms_norm", "add_rms_norm_backward")
@@ -53,7 +53,7 @@ _APEX = {
     "rms_norm": _apex_rms_norm,
     "rms_norm_backward": _apex_rms_norm_backward,
 }
-CANDIDATES = (fused(*NAMES), Candidate("apex", _APEX, ("cuda",), KERNEL_DTYPES), specified(*NAMES))
+CANDIDATES = (fused(*NAMES), KernelImplementation("apex", _APEX, ("cuda",), KERNEL_DTYPES), specified(*NAMES))
 CANDIDATES_WITH_SUM = (fused(*NAMES_WITH_SUM), specified(*NAMES_WITH_SUM))
 
 

@@ -16,7 +16,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.kernels import adamw, cpu, cross_entropy, cuda, dropout, flat, gelu, norm, rotary, softmax, swiglu
 from megazero.kernels.build import BuildError
-from megazero.kernels.implementation import KERNEL_DTYPES, Candidate
+from megazero.kernels.implementation import KERNEL_DTYPES, KernelImplementation
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 
 _LOG = logging.getLogger("megazero")
@@ -90,8 +90,12 @@ def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tupl
 
 
 def _first(
-    candidates: tuple[Candidate, ...], preference: str, available: set[str], device: torch.device, dtype: torch.dtype
-) -> Candidate:
+    candidates: tuple[KernelImplementation, ...],
+    preference: str,
+    available: set[str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> KernelImplementation:
     names = {each.name: each for each in candidates if each.name in available and each.takes(device, dtype)}
     return next(names[name] for name in _ORDER[preference] if name in names)
 

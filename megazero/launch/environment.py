@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
-from megazero.comm.status_board import Board, Seat
+from megazero.comm.status_board import StatusBoard, StatusSlot
 from megazero.launch.signals import Signals
 from megazero.launch.stacks import Stacks
 from megazero.store import addresses
@@ -63,21 +63,21 @@ class World:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class RankContext:
     """A process' place: in the world, on the board, and the file to meet the others at if a local parent gave one."""
 
     world: World
-    seat: Seat
+    status_slot: StatusSlot
     store: Path | None = None
     signals: Signals = field(default_factory=Signals)
     stacks: Stacks = field(default_factory=Stacks)
 
     @classmethod
-    def of(cls, world: World) -> "Place":
+    def of(cls, world: World) -> "RankContext":
         """The place of a process that no parent of ours started; its seat is its own for now."""
-        seat = Board.private().seat(0)
-        seat.take(host_name())
-        return cls(world, seat)
+        status_slot = StatusBoard.private().status_slot(0)
+        status_slot.take(host_name())
+        return cls(world, status_slot)
 
 
 @dataclass(frozen=True)

@@ -16,49 +16,49 @@ from megazero.base.heartbeat import HEART
 from megazero.comm.agreement import FailedElsewhere
 from megazero.comm.collectives import CollectiveError
 from megazero.comm.diagnosis import stuck
-from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, Board, Standing
-from megazero.launch.environment import Place
+from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard
+from megazero.launch.environment import RankContext
 from megazero.launch.signals import REQUEUE, StoppedEarly
 from megazero.launch.stacks import ask_for_stacks
 
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
 
 
-def outcome(main: Callable[[], int | None], place: Place) -> int:
+def outcome(main: Callable[[], int | None], place: RankContext) -> int:
     """Runs a rank's `main` and puts down how it ended; returns the exit code, main's own (None is 0) if it did."""
-    seat, rank = place.seat, place.world.rank
+    status_slot, rank = place.status_slot, place.world.rank
     try:
         code = main()
     except CollectiveError as error:
-        seat.set_state(STUCK, error.axis)
+        status_slot.set_state(STUCK, error.axis)
         place.stacks.write(error)
         return 1
     except FailedElsewhere as error:
-        seat.set_state(FAILED)
+        status_slot.set_state(FAILED)
         return error.exit_code
     except UserError as error:
-        seat.set_state(FAILED, str(error.located(rank, seat.step or None, seat.place)))
+        status_slot.set_state(FAILED, str(error.located(rank, status_slot.step or None, status_slot.place)))
         return error.exit_code
     except StoppedEarly as stop:
-        seat.set_state(STOPPED, str(int(stop.number)))
+        status_slot.set_state(STOPPED, str(int(stop.number)))
         return REQUEUE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
         what = "a fault of megazero's own, see the traceback above"
-        seat.set_state(FAILED, str(UserError(390, what, rank=rank, step=seat.step or None)))
+        status_slot.set_state(FAILED, str(UserError(390, what, rank=rank, step=status_slot.step or None)))
         return 1
-    seat.set_state(DONE)
+    status_slot.set_state(DONE)
     return code or 0
 
 
-def say_why(place: Place) -> None:
+def say_why(place: RankContext) -> None:
     """What went wrong, from the rank that failed, if no lower rank says the same. For ranks without a parent."""
     rank = place.world.rank
-    if place.seat.board is None:  # it did not come to a folder: this rank knows of no other
-        place.seat.move(Board.private(place.world.size), rank)
-    board = place.seat.board
+    if place.status_slot.board is None:  # it did not come to a folder: this rank knows of no other
+        place.status_slot.move(StatusBoard.private(place.world.size), rank)
+    board = place.status_slot.board
     assert board is not None
     time.sleep(_GRACE)
     standings = board.read_all()
@@ -71,12 +71,12 @@ def say_why(place: Place) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def first_here(standings: Sequence[Standing]) -> int | None:
+def first_here(standings: Sequence[RankStatus]) -> int | None:
     """Return the first rank of this host that gave up."""
     return next((s.rank for s in standings if s.state == STUCK and s.process is not None), None)
 
 
-def _line(standings: list[Standing], standing: Standing) -> str:
+def _line(standings: list[RankStatus], standing: RankStatus) -> str:
     if standing.state == FAILED:
         return standing.message
     if standing.state != STUCK or any(other.has_said for other in standings):

@@ -20,14 +20,14 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.base.errors import UserError
-from megazero.comm.attendance import NOWHERE, NoPresence, Presence
-from megazero.comm.context import BUCKET, Wire
+from megazero.comm.attendance import NOWHERE, Gather, NoPresence
+from megazero.comm.context import BUCKET, CommContext
 from megazero.comm.ledger import Ledger
 from megazero.comm.lobby import FailedElsewhere, Lobby, absent
 from megazero.comm.processes import Process, host_id
-from megazero.comm.transport.host_staging import bounce_pool
-from megazero.comm.transport.shared_memory import Box, Mail, supported
-from megazero.launch.environment import Meeting, Place, World, host_name, meeting_of_step, secret_of_step, stay_on
+from megazero.comm.transport.host_staging import staging_pool
+from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
+from megazero.launch.environment import Meeting, RankContext, World, host_name, meeting_of_step, secret_of_step, stay_on
 from megazero.store import addresses
 from megazero.store.channel import Refused
 from megazero.store.client import JobStore, NoAnswer
@@ -37,14 +37,14 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes each
 
 
-def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> Wire:
+def connect(place: RankContext, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> CommContext:
     """Meets the other ranks and makes the default process group; a single process meets nobody.
 
     Args:
         place: of this process.
         timeout: for the meeting, and for every operation afterwards.
         fingerprint: of code and config; must be the same on every rank.
-        bucket: see `Wire`.
+        bucket: see `CommContext`.
 
     Raises:
         UserError: 311, a rank stopped coming; 320, ranks do not come; 321, one runs something else; 322, the address
@@ -52,7 +52,7 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int =
     """
     world = place.world
     if world.size == 1:
-        return Wire(timeout=timeout, bucket=bucket, seat=place.seat)
+        return CommContext(timeout=timeout, bucket=bucket, status_slot=place.status_slot)
     if place.store is not None:
         stay_on(_loopback())
     try:
@@ -68,15 +68,15 @@ def connect(place: Place, *, timeout: timedelta, fingerprint: str, bucket: int =
         raise FailedElsewhere(0, 320) from None
 
 
-def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) -> Wire:
+def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket: int) -> CommContext:
     world, store = place.world, _store(place, timeout)
     device = world.device
     on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
-    mail = _mail(world, timeout) if backend == "gloo" and supported() else None
-    roll = _roll_call(store, world, timeout, _presence(fingerprint, mail))
+    shared_memory = _mail(world, timeout) if backend == "gloo" and supported() else None
+    roll = _roll_call(store, world, timeout, _presence(fingerprint, shared_memory))
     lobby = Lobby(store, world.rank, roll, timeout.total_seconds())
-    if mail is not None:
-        _open_boxes(mail, lobby)
+    if shared_memory is not None:
+        _open_boxes(shared_memory, lobby)
     if on_gpu:
         torch.cuda.set_device(device)
     with lobby.together("process group"):
@@ -89,11 +89,13 @@ def _connected(place: Place, timeout: timedelta, fingerprint: str, bucket: int) 
             device_id=device if backend == "nccl" else None,
         )
     ledger = Ledger()
-    bounce = bounce_pool(device, ledger) if on_gpu and backend == "gloo" else None
-    wire = Wire(backend, timeout, bucket, ledger, mail, place.seat, bounce=bounce, lobby=lobby)
-    if mail is not None:
-        wire.ledger.hold("staging", Box.size(world.size))
-    return wire
+    staging = staging_pool(device, ledger) if on_gpu and backend == "gloo" else None
+    comm = CommContext(
+        backend, timeout, bucket, ledger, shared_memory, place.status_slot, host_staging=staging, lobby=lobby
+    )
+    if shared_memory is not None:
+        comm.ledger.hold("staging", Outbox.size(world.size))
+    return comm
 
 
 def disconnect() -> None:
@@ -102,7 +104,7 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _store(place: Place, timeout: timedelta) -> Store:
+def _store(place: RankContext, timeout: timedelta) -> Store:
     world = place.world
     if place.store is not None:
         store: Store = FileStore(str(place.store), world.size)
@@ -165,10 +167,10 @@ def address_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
 
 
-def _mail(world: World, timeout: timedelta) -> Mail | None:
+def _mail(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
     try:
         host_id()
-        return Mail(world.rank, world.size, timeout)
+        return SharedMemoryTransport(world.rank, world.size, timeout)
     except OSError:  # a sandbox without /proc or memfd: sockets do as well
         return None
 
@@ -177,24 +179,24 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _presence(fingerprint: str, mail: Mail | None) -> Presence:
+def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Gather:
     """Return what this rank says of itself."""
     own = Process.own()
-    near, handle = ("", NOWHERE) if mail is None else (host_id(), mail.handle)
-    return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
+    near, handle = ("", NOWHERE) if shared_memory is None else (host_id(), shared_memory.handle)
+    return Gather(host_name(), fingerprint, own.pid, own.started, near, handle)
 
 
-def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -> dict[int, Presence]:
+def _roll_call(store: Store, world: World, timeout: timedelta, mine: Gather) -> dict[int, Gather]:
     """Waits until every rank has come, each with the same fingerprint; returns what each said."""
     store.set(f"here/{world.rank}", mine.said())
     _all_have(store, "here", world, timeout)
-    roll: dict[int, Presence] = {}
+    roll: dict[int, Gather] = {}
     odd: dict[int, str] = {}
     keys = [f"here/{rank}" for rank in range(world.size)]
     said = [raw for at in range(0, world.size, _AT_ONCE) for raw in store.multi_get(keys[at : at + _AT_ONCE])]
     for rank in range(world.size):
         try:
-            roll[rank] = Presence.heard(said[rank])
+            roll[rank] = Gather.heard(said[rank])
         except NoPresence as error:
             odd[rank] = f"said what is no presence at the roll call: {error}"
             continue
@@ -235,14 +237,14 @@ def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
     raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
 
 
-def _open_boxes(mail: Mail, lobby: Lobby) -> None:
+def _open_boxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
     """Maps the outboxes of this host's ranks; they are used where every one of them could open all."""
     store, roll, own = lobby.store, lobby.roll, lobby.rank
     here = [rank for rank, there in roll.items() if there.host_id == roll[own].host_id]
     try:
         for rank in here:
             if rank != own:
-                mail.open(rank, roll[rank].handle)
+                shared_memory.open(rank, roll[rank].handle)
         opened = True
     except OSError:  # a hardened kernel may forbid it, or it is not what was told; sockets do as well
         opened = False
@@ -250,4 +252,4 @@ def _open_boxes(mail: Mail, lobby: Lobby) -> None:
         store.set(f"opened/{own}", str(int(opened)))
         store.wait([f"opened/{rank}" for rank in here])
         if all(store.get(f"opened/{rank}") == b"1" for rank in here):
-            mail.reached = frozenset(here)
+            shared_memory.reached = frozenset(here)

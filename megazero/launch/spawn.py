@@ -21,8 +21,8 @@ import torch
 
 from megazero.base.heartbeat import HEART
 from megazero.comm.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
-from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, Board, Standing
-from megazero.launch.environment import Place, World, host_name, threads_for
+from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
+from megazero.launch.environment import RankContext, World, host_name, threads_for
 from megazero.launch.exit_status import outcome
 from megazero.launch.scratch import scratch_folder
 from megazero.launch.signals import NOTED, REQUEUE, TWICE, noted
@@ -70,10 +70,10 @@ class _Ranks:
 
 def run_local(
     size: int,
-    main: Callable[[Place], int | None],
-    clean_up: Callable[[Sequence[Standing], str], None],
+    main: Callable[[RankContext], int | None],
+    clean_up: Callable[[Sequence[RankStatus], str], None],
     *,
-    stopped: Callable[[int, Sequence[Standing]], int] | None = None,
+    stopped: Callable[[int, Sequence[RankStatus]], int] | None = None,
     shares_gpus: bool = False,
     signalled: Callable[[int], object] = lambda number: None,
 ) -> int:
@@ -93,7 +93,7 @@ def run_local(
     HEART.pause()
     sys.stdout.flush()
     sys.stderr.flush()
-    board = Board.private(size)
+    board = StatusBoard.private(size)
     with scratch_folder() as folder:
         store = folder / "store"
         ranks = _Ranks({})
@@ -105,7 +105,7 @@ def run_local(
             for rank in range(size):
                 pid = os.fork()
                 if not pid:
-                    place = Place(World(rank, size, rank, "local", shares_gpus), board.seat(rank), store)
+                    place = RankContext(World(rank, size, rank, "local", shares_gpus), board.status_slot(rank), store)
                     _be(place, main, parent, notes_signals=stopped is not None)
                 ranks.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
@@ -131,7 +131,7 @@ def run_local(
         return code
 
 
-def _be(place: Place, main: Callable[[Place], int | None], parent: int, *, notes_signals: bool) -> None:
+def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: int, *, notes_signals: bool) -> None:
     """The life of a rank's process; does not return."""
     code = 1
     try:
@@ -141,7 +141,7 @@ def _be(place: Place, main: Callable[[Place], int | None], parent: int, *, notes
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         if notes_signals:
             place.signals.note()
-        place.seat.take(host_name())
+        place.status_slot.take(host_name())
         threads = threads_for(place.world.size)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -154,7 +154,7 @@ def _be(place: Place, main: Callable[[Place], int | None], parent: int, *, notes
         os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
 
 
-def _unblocked(main: Callable[[Place], int | None], place: Place, *, speaks: bool) -> int | None:
+def _unblocked(main: Callable[[RankContext], int | None], place: RankContext, *, speaks: bool) -> int | None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)  # from here on one that comes is this rank's outcome
     if speaks:
         HEART.resume()
@@ -178,7 +178,7 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _watch(ranks: _Ranks, board: Board, *, early: bool) -> bool:
+def _watch(ranks: _Ranks, board: StatusBoard, *, early: bool) -> bool:
     """Wait for all ranks, or for the first failure and what the others have to say about it.
 
     Args:
@@ -203,7 +203,7 @@ def _watch(ranks: _Ranks, board: Board, *, early: bool) -> bool:
     return early and _ends_early(ranks, board)
 
 
-def _ends_early(ranks: _Ranks, board: Board) -> bool:
+def _ends_early(ranks: _Ranks, board: StatusBoard) -> bool:
     """Return whether a signal has come before the ranks train, to this process or to a rank, and they have had time.
 
     One rank may have got it, the others wait for that rank where no signal reaches them (in a library), or build
@@ -220,13 +220,13 @@ def _ends_early(ranks: _Ranks, board: Board) -> bool:
     return waited and (stopped or (builds and bool(ranks.pids)))
 
 
-def _signal_of(standings: Sequence[Standing]) -> int | None:
+def _signal_of(standings: Sequence[RankStatus]) -> int | None:
     """Return which signal a rank says that has stopped it."""
     said = next((standing.message for standing in standings if standing.state == STOPPED), "")
     return int(said) if said.isdecimal() else None
 
 
-def _verdict(ranks: _Ranks, board: Board) -> tuple[int, str]:
+def _verdict(ranks: _Ranks, board: StatusBoard) -> tuple[int, str]:
     """The exit code of the run, and in one line what went wrong, if anything did."""
     standings = board.read_all()
     failed = sorted(rank for rank in ranks.ended if standings[rank].state != DONE)

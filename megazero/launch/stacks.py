@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from megazero.comm.status_board import RUNNING, Standing
+from megazero.comm.status_board import RUNNING, RankStatus
 
 ASK = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else None  # nobody sends it by accident
 _LONGEST = 1.0  # seconds to wait for ranks to begin to write
@@ -50,7 +50,7 @@ class Stacks:
             self._log = None
 
 
-def ask_for_stacks(standings: Sequence[Standing]) -> None:
+def ask_for_stacks(standings: Sequence[RankStatus]) -> None:
     """Have the ranks that go on, as far as they are of this host and user, write their stacks; wait until they have."""
     if ASK is None:
         return

@@ -62,7 +62,7 @@ class Arena:
         self._free.append(slot)
 
 
-class Whole:
+class ArenaStore:
     """Keeps inputs as they are."""
 
     def __init__(self, arena: Arena):

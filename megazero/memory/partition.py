@@ -20,7 +20,7 @@ from megazero.comm.streams import SideStream
 from megazero.memory.activation_store import Arena
 
 
-class Parts:
+class PartitionedStore:
     """Keeps this rank's part of every input.
 
     Args:
@@ -44,28 +44,28 @@ class _Part:
     backward has been if micro-batches go through backward in their order.
     """
 
-    def __init__(self, shelf: Parts, slot: Tensor, shape: torch.Size, before: "_Part | None"):
-        self._shelf, self._slot, self._shape, self._before = shelf, slot, shape, before
+    def __init__(self, store: PartitionedStore, slot: Tensor, shape: torch.Size, before: "_Part | None"):
+        self._store, self._slot, self._shape, self._before = store, slot, shape, before
         self._coming: tuple[Tensor, Pending] | None = None
 
     def start(self) -> None:
         """It will be needed soon."""
-        shelf = self._shelf
+        store = self._store
         if self._slot is None:
             return
-        whole = shelf.pool.take(self._shape.numel())
-        with shelf.stream.aside():
-            shelf.arena.fetch(self._slot, whole.chunk(shelf.axis.size)[shelf.axis.rank])
-            self._coming = whole, start_all_gather_in_place(whole, shelf.axis, "inputs")
+        whole = store.pool.take(self._shape.numel())
+        with store.stream.aside():
+            store.arena.fetch(self._slot, whole.chunk(store.axis.size)[store.axis.rank])
+            self._coming = whole, start_all_gather_in_place(whole, store.axis, "inputs")
         self._slot = None
 
     def restore(self) -> Tensor:
         self.start()
         assert self._coming is not None
         whole, pending = self._coming
-        with self._shelf.stream.aside():
+        with self._store.stream.aside():
             pending.wait()
-        self._shelf.stream.join()
+        self._store.stream.join()
         if self._before is not None:
             self._before.start()
             self._before = None
@@ -73,5 +73,5 @@ class _Part:
 
     def free(self) -> None:
         assert self._coming is not None
-        self._shelf.pool.give(self._coming[0])
+        self._store.pool.give(self._coming[0])
         self._coming = None

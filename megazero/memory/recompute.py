@@ -1,8 +1,9 @@
 """Activations that are not kept but computed again when backward needs them (Chen et al. 2016, arXiv 1604.06174).
 
-A recomputed part of the model runs forward without a graph, and only its input is kept, however a `Shelf` does that. In
-backward the part runs once more on that input, now with a graph, and backward goes through it at once. What a part does
-depends on its input and its circumstances alone (dropout masks are functions of names), so it does the same again.
+A recomputed part of the model runs forward without a graph, and only its input is kept, however a `ActivationStore`
+does that. In backward the part runs once more on that input, now with a graph, and backward goes through it at once.
+What a part does depends on its input and its circumstances alone (dropout masks are functions of names), so it does the
+same again.
 
 The second time nobody looks at what the part returns, only at its graph: `replayed` circumstances say so, and a block
 leaves its last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that
@@ -23,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 class Circumstances(Protocol):
     """What a part is told beside its input."""
 
-    def replayed(self) -> Self:
+    def recomputed(self) -> Self:
         """The same for a part whose output nobody will look at."""
         ...
 
@@ -40,20 +41,20 @@ class Kept(Protocol):
         ...
 
 
-class Shelf(Protocol):
+class ActivationStore(Protocol):
     """How inputs are kept."""
 
     def keep(self, x: Tensor) -> Kept: ...
 
 
-class Here:
+class PlainStore:
     """Keeps a tensor by not letting go of it."""
 
     def __init__(self, x: Tensor):
         self._x = x
 
     @classmethod
-    def keep(cls, x: Tensor) -> "Here":
+    def keep(cls, x: Tensor) -> "PlainStore":
         return cls(x)
 
     def restore(self) -> Tensor:
@@ -63,7 +64,7 @@ class Here:
         del self._x
 
 
-Part = Callable[[Tensor, Any], Tensor]
+Layer = Callable[[Tensor, Any], Tensor]
 
 
 class Recomputed:
@@ -74,21 +75,21 @@ class Recomputed:
         shelf: where its input is kept.
     """
 
-    def __init__(self, part: Part, shelf: Shelf | type[Here]):
-        self._part, self._shelf = part, shelf
+    def __init__(self, part: Layer, store: ActivationStore | type[PlainStore]):
+        self._part, self._store = part, store
 
     def __call__(self, x: Tensor, circumstances: Circumstances) -> Tensor:
         if not torch.is_grad_enabled():
             return self._part(x, circumstances)
-        return _Replay.apply(x, self._part, self._shelf, circumstances)
+        return _Replay.apply(x, self._part, self._store, circumstances)
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part, shelf: Shelf, circumstances: Circumstances) -> Tensor:
+    def forward(ctx: Any, x: Tensor, part: Layer, store: ActivationStore, circumstances: Circumstances) -> Tensor:
         ctx.part, ctx.circumstances = part, circumstances
         y = part(x, circumstances)
-        ctx.kept = shelf.keep(x)
+        ctx.kept = store.keep(x)
         return y
 
     @staticmethod
@@ -96,7 +97,7 @@ class _Replay(torch.autograd.Function):
         kept: Kept = ctx.kept
         x = kept.restore().detach().requires_grad_()
         with torch.enable_grad():  # of the output only the place where backward begins is wanted
-            root = get_gradient_edge(ctx.part(x, ctx.circumstances.replayed()))
+            root = get_gradient_edge(ctx.part(x, ctx.circumstances.recomputed()))
         torch.autograd.backward(root, grads[0])
         kept.free()
         del ctx.kept

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
 
@@ -47,12 +47,12 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float, ops: Operations):
         self.head_dim, self.theta, self.ops = head_dim, theta, ops
 
-    def __call__(self, step: Step, *heads: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, step: BatchContext, *heads: Tensor) -> tuple[Tensor, ...]:
         """Queries and keys [S, B, H or G, d], rotated."""
         cos, sin = self.angles(step, heads[0])
         return tuple(_Rotate.apply(x_SBHd, cos, sin, self.ops) for x_SBHd in heads)
 
-    def angles(self, step: Step, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, step: BatchContext, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of shape [S, B or 1, 1, d] in the dtype of `like_SBHd`."""
         positions = step.positions_SB
         if positions is None:  # attention sees the whole sequence, whatever part of it this rank holds outside
@@ -95,12 +95,12 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
         self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region)
         self.rotary = rotary
-        self.core: Callable[[Tensor, Step], Tensor] = self._core
+        self.core: Callable[[Tensor, BatchContext], Tensor] = self._core
 
-    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         return self.out(self.core(self.qkv(x_SBD), step))
 
-    def _core(self, qkv: Tensor, step: Step) -> Tensor:
+    def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
         """From the projection [S, B, G (Q + 2) d] to what the heads have seen, [S, B, H d]."""
         q, k, v = self._heads(qkv, step)
         a_BHSd = F.scaled_dot_product_attention(
@@ -113,7 +113,7 @@ class Attention(nn.Module):
         )
         return rearrange(a_BHSd, "b h s d -> s b (h d)")
 
-    def _heads(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, S, d], k and v [B, G, S, d] (views into one projection where the layout allows it)."""
         per_group = self.queries_per_group
         qkv = rearrange(qkv, "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)

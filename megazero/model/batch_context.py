@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchContext:
     """One micro-batch's circumstances. S positions of the sequence, B samples.
 
     Attributes:
@@ -32,7 +32,7 @@ class Step:
     positions_SB: Tensor | None = None
     attend_B1SS: Tensor | None = None
     training: bool = True
-    replay: bool = False
+    recomputing: bool = False
 
     def within_documents(self, positions_SB: Tensor, documents_SB: Tensor) -> Self:
         """The same step with attention and positions confined to documents (`data.mask_eod`).
@@ -50,9 +50,9 @@ class Step:
         """The same step with dropout off."""
         return replace(self, training=False)
 
-    def replayed(self) -> Self:
+    def recomputed(self) -> Self:
         """The same step for a part whose output nobody will look at."""
-        return replace(self, replay=True)
+        return replace(self, recomputing=True)
 
     def positions_S(self, length: int) -> Tensor:
         """int64 positions in the sequence of the `length` tokens of the residual stream that this rank holds."""

@@ -9,7 +9,7 @@ A block is `Callable[[Tensor, Step], Tensor]` and nothing more: it knows neither
 from torch import Tensor, nn
 
 from megazero.model.attention import Attention
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.norm import LayerNorm, RMSNorm
@@ -29,11 +29,11 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attention_dropout, self.mlp_dropout = dropouts
 
-    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         x_SBD, y_SBD = self._seen(self.attention(self.attention_norm(x_SBD), step), x_SBD, step)
-        return self.mlp_dropout.add(self.mlp(y_SBD, step), x_SBD, step, unseen=step.replay)
+        return self.mlp_dropout.add(self.mlp(y_SBD, step), x_SBD, step, skip_output=step.recomputing)
 
-    def _seen(self, attended_SBD: Tensor, x_SBD: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def _seen(self, attended_SBD: Tensor, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and its norm: in one pass where nothing is dropped between them."""
         if not self.attention_dropout.acts(step):
             return self.mlp_norm.of_sum(attended_SBD, x_SBD)

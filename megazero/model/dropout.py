@@ -12,14 +12,16 @@ from torch import Tensor
 
 from megazero.kernels import counter
 from megazero.kernels.operations import Operations
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 
 
 class _DropoutAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, dropout: "Dropout", step: Step, unseen: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, dropout: "Dropout", step: BatchContext, skip_output: bool
+    ) -> Tensor:
         ctx.dropout, ctx.step = dropout, step
-        if unseen:
+        if skip_output:
             return x.new_zeros(()).expand(x.shape)
         site = dropout.site(x, step)
         return dropout.ops.bias_dropout_add(x.contiguous(), None, residual.contiguous(), *site, dropout.drop)
@@ -33,7 +35,7 @@ class _Dropout(torch.autograd.Function):
     """Its backward is the same product, of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropout: "Dropout", step: Step) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dropout: "Dropout", step: BatchContext) -> Tensor:
         ctx.dropout, ctx.step = dropout, step
         return _dropped(x, dropout, step)
 
@@ -42,7 +44,7 @@ class _Dropout(torch.autograd.Function):
         return _dropped(grads[0], ctx.dropout, ctx.step), None, None
 
 
-def _dropped(x: Tensor, dropout: "Dropout", step: Step) -> Tensor:
+def _dropped(x: Tensor, dropout: "Dropout", step: BatchContext) -> Tensor:
     return dropout.ops.dropout_backward(x.contiguous(), *dropout.site(x, step), dropout.drop)
 
 
@@ -61,11 +63,11 @@ class Dropout:
         self.drop, self.ops = drop, ops
         self._name = seed, layer, site
 
-    def acts(self, step: Step) -> bool:
+    def acts(self, step: BatchContext) -> bool:
         """Whether anything is dropped; otherwise this is the identity."""
         return bool(self.drop and step.training)
 
-    def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: Step, *, unseen: bool = False) -> Tensor:
+    def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: BatchContext, *, skip_output: bool = False) -> Tensor:
         """residual + dropout(x).
 
         Args:
@@ -73,15 +75,15 @@ class Dropout:
         """
         if not self.acts(step):
             return residual_SBD + x_SBD
-        return _DropoutAdd.apply(x_SBD, residual_SBD, self, step, unseen)
+        return _DropoutAdd.apply(x_SBD, residual_SBD, self, step, skip_output)
 
-    def __call__(self, x_SBD: Tensor, step: Step) -> Tensor:
+    def __call__(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         """dropout(x)."""
         if not self.acts(step):
             return x_SBD
         return _Dropout.apply(x_SBD, self, step)
 
-    def site(self, x_SBD: Tensor, step: Step) -> tuple[Tensor, Tensor, int]:
+    def site(self, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, int]:
         """What the mask is a function of beside channels: sample ids, positions, and the key of everything else."""
         seed, layer, site = self._name
         key = counter.derive_key(seed, step.step, layer, site)

@@ -63,11 +63,11 @@ class _RowProduct(torch.autograd.Function):
         bias_O: Tensor | None,
         weight_slot: GradientSlot | None,
         bias_slot: GradientSlot | None,
-        unseen: bool,
+        skip_output: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_NI, weight_IO)
         ctx.region, ctx.slots, ctx.has_bias = region, (weight_slot, bias_slot), bias_O is not None
-        if unseen:
+        if skip_output:
             rows = len(x_NI) // (region.axis.size if region.sequence else 1)
             return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
@@ -105,7 +105,7 @@ def column_products(
 
 
 def row_product(
-    x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None, *, unseen: bool = False
+    x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None, *, skip_output: bool = False
 ) -> Tensor:
     """sum(x weight) + bias for x of shape [S, ..., I]; returns [S or S / t, ..., O].
 
@@ -114,7 +114,7 @@ def row_product(
     """
     bias_slot = None if bias_O is None else use(bias_O)
     flat = x.reshape(-1, x.shape[-1])
-    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, use(weight_IO), bias_slot, unseen)
+    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, use(weight_IO), bias_slot, skip_output)
     return y_nO.view(-1, *x.shape[1:-1], y_nO.shape[-1])
 
 
@@ -140,5 +140,5 @@ class RowLinear(nn.Module):
         self.bias = declare((outputs,)) if bias else None
         self.region = region
 
-    def forward(self, x: Tensor, *, unseen: bool = False) -> Tensor:
-        return row_product(x, self.region, self.weight, self.bias, unseen=unseen)
+    def forward(self, x: Tensor, *, skip_output: bool = False) -> Tensor:
+        return row_product(x, self.region, self.weight, self.bias, skip_output=skip_output)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear, column_products
 from megazero.model.parameter import GradientSlot, declare, deliver, use
@@ -56,9 +56,9 @@ class GeluMlp(nn.Module):
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
         self.ops = ops
 
-    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         slot = None if self.up_bias is None else use(self.up_bias)
-        return self.down(_BiasGelu.apply(self.up(x_SBD), self.up_bias, self.ops, slot), unseen=step.replay)
+        return self.down(_BiasGelu.apply(self.up(x_SBD), self.up_bias, self.ops, slot), skip_output=step.recomputing)
 
 
 class SwigluMlp(nn.Module):
@@ -71,10 +71,10 @@ class SwigluMlp(nn.Module):
         self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
         self.ops = ops
 
-    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         gate, up = self.gate, self.up
         gate_SBF, up_SBF = column_products(x_SBD, gate.region, (gate.weight, gate.bias), (up.weight, up.bias))
-        return self.down(_Swiglu.apply(gate_SBF, up_SBF, self.ops), unseen=step.replay)
+        return self.down(_Swiglu.apply(gate_SBF, up_SBF, self.ops), skip_output=step.recomputing)
 
 
 def make_mlp(

@@ -17,7 +17,7 @@ from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
 from megazero.model.attention import Attention, Rotary
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.block import Block
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
@@ -27,7 +27,7 @@ from megazero.model.mlp import make_mlp
 from megazero.model.norm import LayerNorm, RMSNorm, make_norm
 from megazero.model.parameter import declaration_of, declare
 
-Part = Callable[[Tensor, Step], Tensor]
+Layer = Callable[[Tensor, BatchContext], Tensor]
 TIED = "tied"  # the unit of a weight that is used at both ends
 
 
@@ -64,7 +64,7 @@ class Embedding(nn.Module):
         self.positions = PositionEmbedding(shape.seq_len, shape.hidden) if shape.position == "learned" else None
         self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0, ops=ops)
 
-    def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
+    def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
         x_SBD = self.tokens(tokens_SB)
         if self.positions is not None:
             x_SBD = x_SBD + self.positions(step.document_positions(len(x_SBD)))
@@ -80,7 +80,7 @@ class Head(nn.Module):
         self.weight = weight_VD
         self.region = region
 
-    def forward(self, x_SBD: Tensor, step: Step) -> Tensor:
+    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         """Logits [S, B, V] of this rank's part of the vocabulary."""
         return column_products(self.norm(x_SBD), self.region, (self.weight, None))[0]
 
@@ -107,24 +107,24 @@ class Transformer(nn.Module):
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         self.blocks = nn.ModuleList(_block(shape, i, seed=seed, region=block, ops=ops) for i in range(shape.layers))
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
-        self.path: list[Part] = [self.embedding, *self.blocks, self.head]
+        self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
 
     def _head_weight(self) -> nn.Parameter:
         if self.shape.tie_embeddings:
             return self.embedding.tokens.weight
         return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=self.tensor)
 
-    def forward(self, tokens_SB: Tensor, step: Step) -> Tensor:
+    def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
         """Logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
-        return self.through(range(len(self.path)), tokens_SB, step)
+        return self.forward_layers(range(len(self.layers)), tokens_SB, step)
 
-    def through(self, parts: range, x: Tensor, step: Step) -> Tensor:
+    def forward_layers(self, parts: range, x: Tensor, step: BatchContext) -> Tensor:
         """Some of the path's parts, one after the other, on what comes out of the part before them."""
         for i in parts:
-            x = self.path[i](x, step)
+            x = self.layers[i](x, step)
         return x
 
-    def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: Step) -> Tensor:
+    def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: BatchContext) -> Tensor:
         """Loss of each token in nats, 0 where not valid: [S, B]."""
         return self.score(self(tokens_SB, step), targets_SB, valid_SB)
 
@@ -133,7 +133,7 @@ class Transformer(nn.Module):
         vocab, tensor = self.shape.vocab, self.tensor
         return token_losses(logits_SBV, targets_SB, valid_SB, vocab=vocab, tensor=tensor, ops=self.ops)
 
-    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def materialise(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Puts parameters that have memory in the place of the declared ones of these names."""
         for name, parameter in parameters.items():
             owner, _, last = name.rpartition(".")
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
         ]
         return [(name, members) for name, members in units if members]
 
-    def units_on_path(self) -> list[list[str]]:
+    def units_of_layers(self) -> list[list[str]]:
         """Of each part of the path the names of the units that it uses."""
         exist = {name for name, _ in self.units()}
         ends = ("embedding", "head")

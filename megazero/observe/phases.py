@@ -1,4 +1,4 @@
-"""Seconds of the host by what a rank was doing, from what it says anyway of where it is (`Seat.now`).
+"""Seconds of the host by what a rank was doing, from what it says anyway of where it is (`StatusSlot.now`).
 
     data        waiting for the batch
     forward     forward passes, with the sends to and waits for other stages between them

@@ -104,7 +104,7 @@ class Recorder:
         self._ledger.hold("activations", -counted.peak)
         self._counted(counted.peak)
 
-    def aside(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Around what is not training: its seconds do not count."""
         return self._interval.excluded()
 

@@ -22,7 +22,7 @@ from megazero.observe.allocations import Allocations
 KEPT, WORKING = "activations kept", "activations working"
 
 
-class Place(NamedTuple):
+class AllocationSite(NamedTuple):
     """Where in a step: what is being done, and in which module of the model ("" for none)."""
 
     action: str
@@ -47,14 +47,14 @@ class Allocation(NamedTuple):
     category: str
     size: int
     operation: str
-    place: Place
+    place: AllocationSite
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """What there is at one time: bytes by category, and in all."""
 
-    place: Place
+    place: AllocationSite
     operation: str
     bytes: dict[str, int]
 
@@ -69,11 +69,11 @@ class Stretch:
 
     action: str
     part: str
-    highest: Moment
+    highest: MemoryMoment
     end: int
 
 
-class Timeline(Allocations):
+class MemoryTimeline(Allocations):
     """Keeps while it is active.
 
     Args:
@@ -84,16 +84,18 @@ class Timeline(Allocations):
         super().__init__()
         self.allocations: list[Allocation] = []
         self._held = {category: size for category, size in held.items() if size}
-        self._events: list[tuple[int, Place, str]] = []  # number from 1, negative when it goes; where; operation
-        self._place, self._operation = Place("", ""), ""
+        self._events: list[
+            tuple[int, AllocationSite, str]
+        ] = []  # number from 1, negative when it goes; where; operation
+        self._place, self._operation = AllocationSite("", ""), ""
         self._told: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
 
     def at(self, action: str | None = None, module: str = "") -> None:
         """What follows is done there; the same action for None."""
-        self._place = Place(self._place.action if action is None else action, module)
+        self._place = AllocationSite(self._place.action if action is None else action, module)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> AllocationSite:
         return self._place
 
     def hold(self, category: str, size: int) -> None:
@@ -115,7 +117,7 @@ class Timeline(Allocations):
 
     def stretches(self) -> Iterator[Stretch]:
         """The step from its beginning to its end."""
-        highest: Moment | None = None
+        highest: MemoryMoment | None = None
         end = 0
         for moment in self._moments():
             if highest is not None and _stretch(highest) != _stretch(moment):
@@ -123,16 +125,16 @@ class Timeline(Allocations):
                 highest = None
             end = moment.total
             if highest is None or end > highest.total:
-                highest = Moment(moment.place, moment.operation, dict(moment.bytes))
+                highest = MemoryMoment(moment.place, moment.operation, dict(moment.bytes))
         if highest is not None:
             yield Stretch(*_stretch(highest), highest, end)
 
-    def peak_live(self) -> tuple[Moment, list[Allocation]]:
+    def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
         """The highest moment, and what is there then beside what the ledger was told of."""
-        highest, when = Moment(Place("", ""), "", dict(self._held)), 0
+        highest, when = MemoryMoment(AllocationSite("", ""), "", dict(self._held)), 0
         for index, moment in enumerate(self._moments(), 1):
             if moment.total > highest.total:
-                highest, when = Moment(moment.place, moment.operation, dict(moment.bytes)), index
+                highest, when = MemoryMoment(moment.place, moment.operation, dict(moment.bytes)), index
         live: dict[int, None] = {}
         for number, _, _ in self._events[:when]:
             if number > 0:
@@ -153,14 +155,14 @@ class Timeline(Allocations):
         self._events.append((len(self.allocations), self._place, operation))
         return len(self.allocations)
 
-    def _moments(self) -> Iterator[Moment]:
+    def _moments(self) -> Iterator[MemoryMoment]:
         """After every event; one and the same dictionary."""
         categories = self._categories()
         now = dict(self._held)
         for number, place, operation in self._events:
             allocation, category = self.allocations[abs(number) - 1], categories[abs(number) - 1]
             now[category] = now.get(category, 0) + (allocation.size if number > 0 else -allocation.size)
-            yield Moment(place, operation, now)
+            yield MemoryMoment(place, operation, now)
 
     def _categories(self) -> list[str]:
         ends = {-number: place.action for number, place, _ in self._events if number < 0}
@@ -181,5 +183,5 @@ def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
     return [(size, counts[origin], *origin) for origin, size in sizes.most_common()]
 
 
-def _stretch(moment: Moment) -> tuple[str, str]:
+def _stretch(moment: MemoryMoment) -> tuple[str, str]:
     return moment.place.action, moment.place.part

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_reduce
 from megazero.kernels.operations import Operations
-from megazero.zero.placement import Placement, Spread
+from megazero.zero.placement import ParallelAxes, Placement
 from megazero.zero.unit import Unit
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(units: list[Unit], places: Tensor, num_units: int, spread: Spread, ops: Operations) -> Tensor:
+def unit_squares(units: list[Unit], places: Tensor, num_units: int, axes: ParallelAxes, ops: Operations) -> Tensor:
     """Sum of squared reduced gradients of each unit of the whole model: fp64 [num_units], the same on every rank.
 
     Args:
@@ -30,31 +30,31 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, spread: Spre
     The tail of a unit is whole on every rank of the tensor axis; the first one counts it. On the others it counts
     nothing times, which is nothing unless it is not finite there.
     """
-    sharded = spread.stage.optimizer is Placement.SHARD
-    parts = 1 if sharded else spread.data.size
+    sharded = axes.stage.optimizer is Placement.SHARD
+    parts = 1 if sharded else axes.data.size
     squares = torch.stack(
-        [_squares(units, part, parts, ops, with_tail=spread.tensor.rank == 0) for part in range(parts)]
+        [_squares(units, part, parts, ops, with_tp_replicated=axes.tensor.rank == 0) for part in range(parts)]
     )
     total = squares[0]
     for shard in squares[1:]:
         total = total + shard
     total = total.to(places.device)  # gradients may be on the host
     if sharded:
-        total = all_reduce(total, spread.data, "norm")
+        total = all_reduce(total, axes.data, "norm")
     everywhere = total.new_zeros(num_units)
-    everywhere.index_copy_(0, places, all_reduce(total, spread.tensor, "norm"))
-    return all_reduce(everywhere, spread.pipeline, "norm")
+    everywhere.index_copy_(0, places, all_reduce(total, axes.tensor, "norm"))
+    return all_reduce(everywhere, axes.pipeline, "norm")
 
 
-def _squares(units: list[Unit], part: int, parts: int, ops: Operations, *, with_tail: bool) -> Tensor:
+def _squares(units: list[Unit], part: int, parts: int, ops: Operations, *, with_tp_replicated: bool) -> Tensor:
     """fp64 [units]: of one of `parts` parts of what this rank updates of each, with or without what is tail there."""
     squares = []
     for unit in units:
         gradients = unit.reduced_gradients.chunk(parts)[part]
-        if with_tail:
+        if with_tp_replicated:
             squares.append(ops.sum_of_squares(gradients))
             continue
-        border = max(unit.layout.tail - unit.shard.start - part * len(gradients), 0)
+        border = max(unit.layout.tp_replicated - unit.shard.start - part * len(gradients), 0)
         squares.append(ops.sum_of_squares(gradients[:border]) + 0.0 * ops.sum_of_squares(gradients[border:]))
     return torch.stack(squares)
 

@@ -38,10 +38,10 @@ class Delayed:
         assert not self._under_way
         self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in reversed(units)]
         for unit, done in self._under_way:
-            assert unit.parked is not None, "the host updates"
-            unit.parked.wait = done.result  # its gradients are read until then
+            assert unit.host_gradients is not None, "the host updates"
+            unit.host_gradients.wait = done.result  # its gradients are read until then
 
-    def catch_up(self) -> None:
+    def flush_delayed(self) -> None:
         """Nothing is under way when this returns. Every rank calls it."""
         for unit, done in reversed(self._under_way):
             done.result()

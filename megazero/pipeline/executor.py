@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.pipeline.stage import Feed, Stage
+from megazero.pipeline.stage import Stage, StageInputs
 from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule
 
@@ -48,14 +48,20 @@ class Pipeline:
         schedule: Callable[[int], Schedule],
         transport: Transport,
         shape: Callable[[Batch], Sequence[int]],
-        tie: Callable[[], None],
+        reduce_tied: Callable[[], None],
     ):
         self.stages, self.num_stages = stages, num_stages
-        self._rank, self._schedule, self._transport, self._shape, self._tie = rank, schedule, transport, shape, tie
+        self._rank, self._schedule, self._transport, self._shape, self._reduce_tied = (
+            rank,
+            schedule,
+            transport,
+            shape,
+            reduce_tied,
+        )
         self._training: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
         self._batches: Sequence[Batch] = ()
-        self._feed: Callable[[Batch], Feed] = lambda batch: batch
+        self._feed: Callable[[Batch], StageInputs] = lambda batch: batch
         self._reduced: frozenset[tuple[int, int]] = frozenset()
         self._look: Look | None = None
         self._losses: list[Tensor] = []
@@ -69,13 +75,13 @@ class Pipeline:
             Kind.RECEIVE_FORWARD: self._post,
             Kind.RECEIVE_BACKWARD: self._post,
             Kind.REDUCE: lambda action: self.stages[action.stage].finish_reduction(),
-            Kind.TIE: lambda action: self._tie(),
+            Kind.TIE: lambda action: self._reduce_tied(),
         }
 
     def train(
         self,
         batches: Sequence[Batch],
-        feed: Callable[[Batch], Feed],
+        feed: Callable[[Batch], StageInputs],
         *,
         now: Callable[[str], object] = lambda phase: None,
         between: Callable[[], object] = lambda: None,
@@ -99,7 +105,7 @@ class Pipeline:
         return sum(action.kind in _WORDS for action in schedule.ranks[self._rank])
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], Feed]) -> list[Tensor]:
+    def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
         """Token losses of every batch where the last stage is, nothing elsewhere."""
         self._feed, self._look = feed, None
         schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)

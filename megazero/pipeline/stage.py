@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Feed = Any  # what a stage has to know of a micro-batch; the pipeline only hands it on
-Run = Callable[[Tensor | None, Feed], Tensor]
+StageInputs = Any  # what a stage has to know of a micro-batch; the pipeline only hands it on
+Run = Callable[[Tensor | None, StageInputs], Tensor]
 
 
-class Passes(Protocol):
+class StageGradients(Protocol):
     """Who looks after parameters and gradients of a stage (`zero/stage.py`)."""
 
     def forward(self, micro_batch: int) -> None: ...
@@ -56,13 +56,15 @@ class Stage:
         loss: (token losses, feed) -> what backward begins at; None for all but the last.
     """
 
-    def __init__(self, index: int, run: Run, passes: Passes, loss: Callable[[Tensor, Feed], Tensor] | None):
+    def __init__(
+        self, index: int, run: Run, passes: StageGradients, loss: Callable[[Tensor, StageInputs], Tensor] | None
+    ):
         self.index, self.run, self.passes, self.loss = index, run, passes, loss
         # Of each micro-batch: where the input's gradient will be, None in the first stage; where backward begins.
         self._live: dict[int, tuple[list[Tensor] | None, Tensor | GradientEdge]] = {}
         self._root = torch.empty(0, requires_grad=True)
 
-    def forward(self, micro_batch: int, x: Tensor | None, feed: Feed) -> Tensor:
+    def forward(self, micro_batch: int, x: Tensor | None, feed: StageInputs) -> Tensor:
         """The output, without its graph."""
         if not torch.is_grad_enabled():
             return self.run(x, feed)

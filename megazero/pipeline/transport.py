@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.grid import Axis
-from megazero.comm.transport.p2p import Channel, Messages, Receipt
+from megazero.comm.transport.p2p import Channel, PointToPoint, Receipt
 from megazero.schedules.actions import Action, Kind
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -37,7 +37,7 @@ class Transport:
             if low != high:
                 self._channels[F, stage] = Channel(2 * stage, low, high, _NAMES[F])
                 self._channels[B, stage - 1] = Channel(2 * stage + 1, high, low, _NAMES[B])
-        self._messages: Messages | None = None
+        self._messages: PointToPoint | None = None
         self._here: dict[tuple[Kind, int, int], Tensor] = {}
         self._coming: dict[tuple[Kind, int, int], Receipt] = {}
 
@@ -47,7 +47,7 @@ class Transport:
         Not when it is made: building a model asks nothing of other ranks.
         """
         if self._channels and self._messages is None:
-            self._messages = Messages(self._pipeline, list(self._channels.values()))
+            self._messages = PointToPoint(self._pipeline, list(self._channels.values()))
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
         """What a stage needs (its input for FORWARD, its output's gradient for BACKWARD) has been computed here."""

@@ -65,7 +65,7 @@ SYSTEMS = {
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassTimes:
     """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, what is computed again.
 
     Attributes:
@@ -82,11 +82,11 @@ class Passes:
     def backward(self) -> float:
         return self.input + self.weight + self.again
 
-    def times(self, count: float) -> "Passes":
-        return Passes(count * self.forward, count * self.input, count * self.weight, count * self.again)
+    def times(self, count: float) -> "PassTimes":
+        return PassTimes(count * self.forward, count * self.input, count * self.weight, count * self.again)
 
-    def plus(self, other: "Passes") -> "Passes":
-        return Passes(
+    def plus(self, other: "PassTimes") -> "PassTimes":
+        return PassTimes(
             self.forward + other.forward,
             self.input + other.input,
             self.weight + other.weight,
@@ -117,7 +117,7 @@ class Compute:
         """An operation that only moves so many bytes through the memory."""
         return size / self._bandwidth + self.launch
 
-    def block(self) -> Passes:
+    def block(self) -> PassTimes:
         shape, t, T = self.shape, self.t, self.tokens
         h, f, kv = shape.hidden, shape.ffn / t, shape.kv_width
         qkv, out = ((h + 2 * kv) / t, h), (h, h / t)
@@ -133,19 +133,21 @@ class Compute:
         elif self.layout.recompute == "selective":
             again = core
         columns = (weights[0], weights[2])
-        return Passes(forward, sum(products) + core_backward + light_backward, sum(weights) + biases, again, columns)
+        return PassTimes(forward, sum(products) + core_backward + light_backward, sum(weights) + biases, again, columns)
 
-    def head(self) -> Passes:
+    def head(self) -> PassTimes:
         """Norm, projection and loss."""
         h, rows = self.shape.hidden, self.shape.vocab / self.t
         product, stream = self._product(self.tokens, rows, h), self.stream * h * self.item
         loss = self.moved(self.tokens * rows * _LOGITS)
         weight = self._product(rows, h, self.tokens, grows=True)
-        return Passes(product + loss / 2 + self.moved(2 * stream), product + loss / 2 + self.moved(3 * stream), weight)
+        return PassTimes(
+            product + loss / 2 + self.moved(2 * stream), product + loss / 2 + self.moved(3 * stream), weight
+        )
 
-    def embedding(self) -> Passes:
+    def embedding(self) -> PassTimes:
         stream = self.stream * self.shape.hidden * self.item
-        return Passes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
+        return PassTimes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
 
     def update(self, elements: float) -> float:
         """Adam on so many elements."""

@@ -11,7 +11,7 @@ from megazero.plan.hardware import peak_flops
 
 
 @dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """How much of a data sheet's figures training reaches.
 
     Attributes:
@@ -66,7 +66,7 @@ class Machine:
     host_memory_bandwidth: float
     price_per_hour: float | None
     launch: float
-    reached: Reached
+    reached: Efficiency
 
     def peak(self, item: int) -> float | None:
         """FLOP/s where activations have so many bytes; of 16 bits the better of bf16 and fp16. None: not known."""
@@ -82,9 +82,9 @@ def _peaks(device: str) -> dict[str, float]:
 # `python scripts/fit_planner.py --fit` prints these. The V100's stand for what its rows ran too: attention that stored
 # its scores, and reductions beside nothing. Attention of the others lies between the kernels of two years: the Triton
 # ones of LLM-Foundry's rows, which are slower, and flash-attention 2.
-V100 = Reached(0.47, 0.05, 0.65, 0.90, 0.37, 0.0, "38 rows of the ZeRO paper; attention stands for theirs")
-A100 = Reached(0.79, 0.37, 0.75, 0.63, 0.42, 1.0, "84 rows: SC21, K22, Zero Bubble, flash-attention 2, LLM-Foundry")
-H100 = Reached(0.62, 0.19, 0.73, 0.75, 0.60, 1.0, "matmul, attention: 20 rows; memory as A100; links supposed")
+V100 = Efficiency(0.47, 0.05, 0.65, 0.90, 0.37, 0.0, "38 rows of the ZeRO paper; attention stands for theirs")
+A100 = Efficiency(0.79, 0.37, 0.75, 0.63, 0.42, 1.0, "84 rows: SC21, K22, Zero Bubble, flash-attention 2, LLM-Foundry")
+H100 = Efficiency(0.62, 0.19, 0.73, 0.75, 0.60, 1.0, "matmul, attention: 20 rows; memory as A100; links supposed")
 H200 = replace(H100, fitted="as the H100, the same chip")
 B200 = replace(H100, fitted="as the H100: no published run was used")
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from megazero.plan.layout import Layout
 from megazero.plan.states import UnitSize, units
 
-Part = Sequence[UnitSize]
+StageUnits = Sequence[UnitSize]
 
 
 def pool(layout: Layout, stages: Iterable[range]) -> int:
@@ -44,7 +44,7 @@ def pool(layout: Layout, stages: Iterable[range]) -> int:
     return item.parameter * _elements(whole) + item.gradient * _elements(gradients)
 
 
-def _path(layout: Layout, parts: range) -> list[Part]:
+def _path(layout: Layout, parts: range) -> list[StageUnits]:
     """Return the units of each part; the first two of the blocks stand for any number of them."""
     ends = (0, layout.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
@@ -52,13 +52,13 @@ def _path(layout: Layout, parts: range) -> list[Part]:
     return [units(layout.shape, layout.tensor, [range(i, i + 1)]) for i in kept]
 
 
-def _gathered(path: Sequence[Part]) -> Iterator[set[UnitSize]]:
+def _gathered(path: Sequence[StageUnits]) -> Iterator[set[UnitSize]]:
     """Units whose parameters are there at once."""
     for part, following in pairwise([*path, ()]):
         yield {*part, *following}
 
 
-def _reduced(path: Sequence[Part], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
+def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
     """Units whose gradients are there at once, and those of them whose reduction has begun.
 
     Args:

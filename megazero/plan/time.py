@@ -24,7 +24,7 @@ waited for, and one unit's part always, because it has nothing to run beside. Sy
 
 from dataclasses import dataclass
 
-from megazero.plan.compute import OURS, Compute, Passes, Software
+from megazero.plan.compute import OURS, Compute, PassTimes, Software
 from megazero.plan.layout import Layout
 from megazero.plan.machines import Machine
 from megazero.plan.traffic import Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
@@ -54,7 +54,7 @@ class StepTime:
     tflops_per_device: float
     mfu: float
     hfu: float
-    micro: Passes
+    micro: PassTimes
 
 
 class Links:
@@ -140,11 +140,11 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
     )
 
 
-def _sums(layout: Layout, links: Links, compute: Compute, block: Passes, software: Software) -> Passes:
+def _sums(layout: Layout, links: Links, compute: Compute, block: PassTimes, software: Software) -> PassTimes:
     """What a block waits for on the tensor axis."""
     t = layout.tensor
     if t == 1:
-        return Passes(0.0, 0.0, 0.0)
+        return PassTimes(0.0, 0.0, 0.0)
     each = compute.tokens * layout.shape.hidden * compute.item * (t - 1) / t
     one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
     columns = block.columns
@@ -155,7 +155,7 @@ def _sums(layout: Layout, links: Links, compute: Compute, block: Passes, softwar
     again = 0.0
     if layout.recompute == "full":
         again = one * (2 if software.replays_all else 1.5 if layout.sequence else 1)
-    return Passes(2 * one, backward, 0.0, again)
+    return PassTimes(2 * one, backward, 0.0, again)
 
 
 def _blocks(layout: Layout) -> tuple[int, int]:
@@ -173,8 +173,8 @@ def _blocks(layout: Layout) -> tuple[int, int]:
 
 
 def _busiest(
-    layout: Layout, compute: Compute, block: Passes, sums: Passes, first: int, last: int
-) -> tuple[Passes, float]:
+    layout: Layout, compute: Compute, block: PassTimes, sums: PassTimes, first: int, last: int
+) -> tuple[PassTimes, float]:
     """Of one micro-batch on the rank that has most to do: all of it, and what is only computed, once."""
     each = block.plus(sums)
     begin, end = each.times(first), each.times(last).plus(compute.head())
@@ -187,7 +187,7 @@ def _busiest(
     return busy, busy.forward + busy.backward - busy.again - waits.forward - waits.input
 
 
-def _mean(layout: Layout, compute: Compute, block: Passes, sums: Passes) -> Passes:
+def _mean(layout: Layout, compute: Compute, block: PassTimes, sums: PassTimes) -> PassTimes:
     """Of one micro-batch on a pipeline rank, over all of them."""
     whole = block.plus(sums).times(layout.shape.layers).plus(compute.head()).plus(compute.embedding())
     return whole.times(1 / layout.pipeline)
@@ -206,7 +206,7 @@ def regular(layout: Layout) -> bool:
     }[layout.schedule]
 
 
-def _waits(layout: Layout, mean: Passes) -> float:
+def _waits(layout: Layout, mean: PassTimes) -> float:
     """Seconds that the busiest rank waits for others: in closed form, or where that is not exact by simulation, of no
     more micro-batches than fill the pipeline a few times.
     """
@@ -222,7 +222,7 @@ def _waits(layout: Layout, mean: Passes) -> float:
     return timeline.makespan - max(timeline.work)
 
 
-def bubble_of(schedule: str, ranks: int, chunks: int, passes: Passes) -> float:
+def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> float:
     """Seconds that the busiest rank waits in a step, if a micro-batch takes each rank `passes`, and for no message.
 
     Exact for as many micro-batches as the schedule is regular for, where the input's part of backward is no shorter
@@ -250,7 +250,7 @@ def _messages(layout: Layout, links: Links, software: Software) -> float:
 
 
 def _data(
-    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: Passes, software: Software
+    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: PassTimes, software: Software
 ) -> tuple[float, float]:
     """What is waited for on the data axis and at the ends, and what is not."""
     layout = links.layout
@@ -284,7 +284,7 @@ def _rest(traffic: float, computation: float, units: int) -> float:
     return max(traffic - computation, traffic / max(1, units))
 
 
-def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: Passes) -> tuple[float, float]:
+def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
     """The update on the device, or what is waited for where things rest on the host."""
     layout = compute.layout
     m = layout.micro_batches

@@ -12,7 +12,7 @@ from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART, doing
 from megazero.build.assemble import DTYPES, build, feeds_of, loader_of
 from megazero.build.pipeline import model_shape
-from megazero.checkpoint.save import Holding
+from megazero.checkpoint.save import ShardState
 from megazero.comm.agreement import FailedElsewhere
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
@@ -32,13 +32,20 @@ from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
-from megazero.run.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import (
+    CheckpointMetadata,
+    Identity,
+    RunContext,
+    about_run,
+    checkpoints_of,
+    holdings_to_load,
+)
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
 from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
 from megazero.train.stopping import Stopping
-from megazero.train.trainer import Fault, Pace, Trainer
+from megazero.train.trainer import Fault, Trainer, TrainSchedule
 from megazero.train.validation import Validation
 
 _PROFILED_STEPS = 3
@@ -48,12 +55,12 @@ class Ready(NamedTuple):
     """A trainer, what its checkpoints say of it, the tensors to fill from one, and the kernels of the device."""
 
     trainer: Trainer
-    about: About
-    holdings: list[Holding]
+    about: CheckpointMetadata
+    holdings: list[ShardState]
     ops: Operations
 
 
-def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) -> Ready:
+def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
     """Everything that one rank of a training run needs, in the order in which it depends on each other.
 
     Only the first rank of the world writes rows and profiles. It asks nothing of the other ranks, so each may
@@ -77,12 +84,12 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
     flops = model_shape(config).flops_per_token()
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
     first = grid.world.rank == 0
-    wire, folder = grid.world.wire, site.folder
+    comm, folder = grid.world.comm, site.folder
     expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
 
     def now(step: int, phase: str) -> None:
         """Put down what this rank does where the others can read it, and tell whoever watches if it takes long."""
-        wire.seat.now(step, phase)
+        comm.status_slot.now(step, phase)
         phases.now(phase)
         HEART.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
 
@@ -96,9 +103,9 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: Site) 
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
         Recorder(
-            _sinks(config, site, first), _profile(config, folder, first), work, wire.ledger, expected.compare, phases
+            _sinks(config, site, first), _profile(config, folder, first), work, comm.ledger, expected.compare, phases
         ),
-        Pace(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        TrainSchedule(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
         Stopping(
             grid.world,
@@ -170,7 +177,7 @@ def _validation(
     return validation
 
 
-def _sinks(config: Config, site: Site, first: bool) -> Sinks:
+def _sinks(config: Config, site: RunContext, first: bool) -> Sinks:
     if not first:
         return Sinks([])
     folder = site.folder

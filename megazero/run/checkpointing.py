@@ -22,7 +22,7 @@ from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, Progress
 from megazero.checkpoint.pieces import pieces_of
 from megazero.checkpoint.retention import retire
-from megazero.checkpoint.save import Holding, Part, Saver
+from megazero.checkpoint.save import Saver, ShardState, WrittenShard
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
@@ -35,8 +35,8 @@ from megazero.model.parameter import declaration_of
 from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock, State
-from megazero.run.resume import Job
-from megazero.zero.placement import Placement, held
+from megazero.run.resume import ResumePoint
+from megazero.zero.placement import Placement, shard_slice
 from megazero.zero.unit import Unit
 
 
@@ -45,17 +45,17 @@ def shapes_of(built: Built) -> dict[str, list[int]]:
     return {name: list(declaration_of(p).shape) for name, p in built.model.named_parameters()}
 
 
-def holdings_to_save(built: Built, grid: Grid) -> list[Holding]:
+def holdings_to_save(built: Built, grid: Grid) -> list[ShardState]:
     """What only this rank saves: its share of every unit, whatever rests where."""
     numel = _numel(built)
     return [
-        _holding(built, grid, unit, held(unit.numel, Placement.SHARD, grid.data), numel, once=True)
+        _holding(built, grid, unit, shard_slice(unit.numel, Placement.SHARD, grid.data), numel, once=True)
         for unit in built.engine.units
-        if not (unit.shared and grid.ends.rank == 1)  # the first rank of the pipeline has it too
+        if not (unit.shared and grid.embedding_group.rank == 1)  # the first rank of the pipeline has it too
     ]
 
 
-def holdings_to_load(built: Built, grid: Grid) -> list[Holding]:
+def holdings_to_load(built: Built, grid: Grid) -> list[ShardState]:
     """What this rank updates; the rest comes from there."""
     numel = _numel(built)
     return [_holding(built, grid, unit, unit.shard, numel, once=False) for unit in built.engine.units]
@@ -65,11 +65,11 @@ def _numel(built: Built) -> dict[str, int]:
     return {name: math.prod(shape) for name, shape in shapes_of(built).items()}
 
 
-def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[str, int], *, once: bool) -> Holding:
+def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[str, int], *, once: bool) -> ShardState:
     pieces = tuple(pieces_of(unit.layout, share, numel, grid.tensor, once=once))
     flats = (unit.masters, *built.engine.optimizer.moments[unit])
     within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
-    return Holding(pieces, {kind: flat[within] for kind, flat in zip(KINDS, flats, strict=True)})
+    return ShardState(pieces, {kind: flat[within] for kind, flat in zip(KINDS, flats, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Site:
+class RunContext:
     """Where a job trains.
 
     Attributes:
@@ -99,12 +99,12 @@ class Site:
 
     folder: RunFolder
     lock: RunLock
-    job: Job
+    job: ResumePoint
     signals: Signals
 
 
 @dataclass(frozen=True)
-class About:
+class CheckpointMetadata:
     """What every manifest of a run says alike, beside the tensors.
 
     Attributes:
@@ -120,7 +120,7 @@ class About:
     dtype: torch.dtype
     identity: Identity
 
-    def manifest(self, step: int, progress: Progress, parts: Sequence[Part]) -> Manifest:
+    def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
         """The whole manifest of a step, of what all ranks have written."""
         config, grid = self.config, self.grid
         tensors: dict[str, list[list[int]]] = {name: [] for name in self.shapes}
@@ -147,19 +147,19 @@ class About:
         )
 
 
-def about_run(config: Config, built: Built, grid: Grid, site: Site, identity: Identity) -> About:
+def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity) -> CheckpointMetadata:
     dtype = built.engine.units[0].masters.dtype
-    return About(site.job.run, config, grid, shapes_of(built), dtype, identity)
+    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, identity)
 
 
 def checkpoints_of(
-    config: Config, built: Built, grid: Grid, device: torch.device, about: About, site: Site
+    config: Config, built: Built, grid: Grid, device: torch.device, about: CheckpointMetadata, site: RunContext
 ) -> Checkpoints:
     """What saves this rank's part of the run; rank 0 commits."""
     store = Store(site.folder.checkpoints, site.job.word)
     options, log = config.checkpoint, logging.getLogger("megazero")
 
-    def conclude(step: int, progress: Progress, parts: list[Part]) -> None:
+    def conclude(step: int, progress: Progress, parts: list[WrittenShard]) -> None:
         manifest = about.manifest(step, progress, parts)
         _require_ours(site, step)
         with contextlib.suppress(OSError):
@@ -180,11 +180,11 @@ def checkpoints_of(
         conclude=conclude if first else None,
         tidy=tidy if first else None,
     )
-    grid.world.wire.ledger.hold("checkpoint", saver.copy_bytes)
+    grid.world.comm.ledger.hold("checkpoint", saver.copy_bytes)
     return Checkpoints(saver, grid.world, device, every=options.every, background=options.async_)
 
 
-def _require_ours(site: Site, step: int) -> None:
+def _require_ours(site: RunContext, step: int) -> None:
     """Refuse to commit into a folder that is gone, or is not this job's any more.
 
     Raises:
@@ -203,7 +203,7 @@ def _require_ours(site: Site, step: int) -> None:
         raise UserError(421, what, "see what held this job up", where=path, step=step)
 
 
-def check_space(config: Config, about: About, folder: Path) -> None:
+def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None:
     """Refuses a run whose checkpoints would not fit: it would find out when it has something to lose.
 
     Raises:

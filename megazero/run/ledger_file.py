@@ -14,7 +14,7 @@ from megazero.run.folder import RunFolder
 
 def write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
     """Write the ledgers of all ranks into the run's folder. Every rank calls it; a disk that is full is a warning."""
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     mine = {
         "rank": grid.world.rank,
         "bytes": ledger.bytes_as_dict(),

@@ -24,8 +24,8 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.shard import DTYPES, NAMES
 from megazero.config.schema import Config
-from megazero.run.checkpointing import About, plain
-from megazero.run.resume import Job
+from megazero.run.checkpointing import CheckpointMetadata, plain
+from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 
 # What must be the same: another value is another model, other data, or another optimizer.
@@ -46,7 +46,7 @@ def taken(manifest: Manifest, load: str) -> str:
     return "weights" if manifest.progress is None else load
 
 
-def check_same(manifest: Manifest, about: About, where: Path, load: str = "all") -> None:
+def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load: str = "all") -> None:
     """Refuse a checkpoint of another model, or what is to be taken of it, of other data or another optimizer.
 
     Raises:
@@ -74,7 +74,7 @@ def check_same(manifest: Manifest, about: About, where: Path, load: str = "all")
         raise UserError(412, f"{what} (its -> this): {_some(odd)}", do, where=where)
 
 
-def begin(trainer: Trainer, found: Manifest, job: Job, owed: Mapping[str, Any] | None) -> None:
+def begin(trainer: Trainer, found: Manifest, job: ResumePoint, owed: Mapping[str, Any] | None) -> None:
     """Have a trainer begin with what has been loaded.
 
     Args:
@@ -87,7 +87,7 @@ def begin(trainer: Trainer, found: Manifest, job: Job, owed: Mapping[str, Any] |
         trainer.go_on(found.step, found.progress, own=job.own, owed=owed)
 
 
-def described(found: Manifest, job: Job, about: About) -> str:
+def described(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str:
     """Return what the run's first line says of where it begins."""
     path, load = job.store.path(found.step), taken(found, job.load)
     if load == "optimizer":
@@ -98,7 +98,7 @@ def described(found: Manifest, job: Job, about: About) -> str:
     return f", going on from {path}" + (f" with {said}" if said else "")
 
 
-def doubt(found: Manifest, job: Job, about: About) -> str | None:
+def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str | None:
     """Return a warning where weights are taken whose tokens meant something else; None: there is no sign of it."""
     theirs, ours = found.identity.get("tokenizer"), about.identity.tokenizer
     if taken(found, job.load) == "all" or None in (theirs, ours) or theirs == ours:

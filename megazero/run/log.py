@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megazero.base.errors import UserError
 from megazero.base.reading import open_regular
-from megazero.comm.status_board import Board
-from megazero.launch.environment import Place
+from megazero.comm.status_board import StatusBoard
+from megazero.launch.environment import RankContext
 from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
 
@@ -57,7 +57,7 @@ class RunLog(logging.FileHandler):
         warn(f"a line of {self.baseFilename} is lost (disk full?)")
 
 
-def settle_in(folder: RunFolder, place: Place) -> RunLog:
+def settle_in(folder: RunFolder, place: RankContext) -> RunLog:
     """Open this rank's log, and have its seat where ranks without a common parent can read it, in rank 0's folder.
 
     Raises:
@@ -65,7 +65,7 @@ def settle_in(folder: RunFolder, place: Place) -> RunLog:
     """
     try:
         if place.world.launcher in ("torchrun", "srun"):
-            place.seat.move(Board.in_file(folder.board, place.world.size), place.world.rank)
+            place.status_slot.move(StatusBoard.in_file(folder.board, place.world.size), place.world.rank)
         path = folder.log(place.world.rank)
         made = not path.exists()
         if made:

@@ -22,7 +22,7 @@ _SHOWN = 4  # categories
 
 
 @contextmanager
-def told(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
+def explain_out_of_memory(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
     """Around what allocates on a device.
 
     Raises:
@@ -35,7 +35,7 @@ def told(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
             raise
         found = _ASKED.search(str(error))
         asked = f" when {_mb(float(found[1]) * _UNITS[found[2]])} MB more were asked for" if found else ""
-        held = {category: held.now for category, held in grid.world.wire.ledger.bytes.items() if held.now}
+        held = {category: held.now for category, held in grid.world.comm.ledger.bytes.items() if held.now}
         shown = sorted(held.items(), key=lambda pair: -pair[1])[:_SHOWN]
         what = f"out of memory{asked}; there are " + ", ".join(f"{name} {_mb(size)}" for name, size in shown) + " MB"
         spare = sorted(_spare(config, grid, device), reverse=True)

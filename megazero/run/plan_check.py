@@ -36,7 +36,7 @@ class Expectation:
 
     def __init__(self, config: Config, grid: Grid, device: torch.device, ops: Operations):
         self._layout = layout_of(config, grid.world.size, apart=device.type != "cpu")
-        self._grid, self._ledger, self._ops = grid, grid.world.wire.ledger, ops
+        self._grid, self._ledger, self._ops = grid, grid.world.comm.ledger, ops
 
     def write(self, path: Path) -> None:
         """plan.json: memory and traffic of each rank of a pipeline. That it cannot be written is a warning."""

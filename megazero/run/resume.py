@@ -19,7 +19,7 @@ from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest, step_of
-from megazero.checkpoint.save import Holding
+from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
@@ -29,7 +29,7 @@ from megazero.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Job:
+class ResumePoint:
     """What all ranks of a job know alike of it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Job:
         return Store(Path(self.source), self.word)
 
 
-def find_job(resume: str, load: str, folder: RunFolder, word: str) -> Job:
+def find_job(resume: str, load: str, folder: RunFolder, word: str) -> ResumePoint:
     """What rank 0 finds, once the folder is its own.
 
     Raises:
@@ -68,12 +68,12 @@ def find_job(resume: str, load: str, folder: RunFolder, word: str) -> Job:
         raise UserError(401, f"cannot be read: {error.strerror}", "mend that", where=error.filename) from None
 
 
-def _find_job(resume: str, load: str, folder: RunFolder, word: str) -> Job:
+def _find_job(resume: str, load: str, folder: RunFolder, word: str) -> ResumePoint:
     stopped = os.path.lexists(folder.stop)
     own = Store(folder.checkpoints, word)
     own.reap()
     if resume == "none":
-        return Job(word, word, stopped, str(folder.checkpoints), [], True)
+        return ResumePoint(word, word, stopped, str(folder.checkpoints), [], True)
     path = Path(resume)
     if resume == "auto":
         store, steps = own, own.steps()
@@ -97,7 +97,7 @@ def _find_job(resume: str, load: str, folder: RunFolder, word: str) -> Job:
     elif is_own and steps and load != "all":
         load = _load_of_own(own, steps, resume, load)
     run = next((id for step in steps if (id := _run_of(store.path(step)))), word) if is_own else word
-    return Job(word, run, stopped, str(store.folder), steps, is_own, load)
+    return ResumePoint(word, run, stopped, str(store.folder), steps, is_own, load)
 
 
 def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> str:
@@ -134,7 +134,7 @@ def _asked_for(folder: Path) -> str | None:
     return manifest.config.get("checkpoint.resume") if manifest else None
 
 
-def refuse_fewer(job: Job, steps: int) -> None:
+def refuse_fewer(job: ResumePoint, steps: int) -> None:
     """Refuse to train fewer steps than are done: a slip, after which nothing of the run may have changed.
 
     Raises:
@@ -145,9 +145,9 @@ def refuse_fewer(job: Job, steps: int) -> None:
         raise UserError(120, what, "raise run.steps; nothing was changed", where=job.source)
 
 
-def share(job: Job | None, world: Axis, device: torch.device) -> Job:
+def share(job: ResumePoint | None, world: Axis, device: torch.device) -> ResumePoint:
     """Return rank 0's job on all ranks."""
-    return Job(**from_first(asdict(job) if job else None, world, device))
+    return ResumePoint(**from_first(asdict(job) if job else None, world, device))
 
 
 def from_first(value: Any, world: Axis, device: torch.device) -> Any:
@@ -211,8 +211,8 @@ def owed_row(
 
 
 def resume(
-    job: Job,
-    holdings: Sequence[Holding],
+    job: ResumePoint,
+    holdings: Sequence[ShardState],
     check: Callable[[Manifest, Path], None],
     *,
     world: Axis,
@@ -232,7 +232,7 @@ def resume(
         return None
     first, store, damaged = world.rank == 0, job.store, []
     if job.load == "weights":
-        holdings = [Holding(holding.pieces, {"weight": holding.tensors["weight"]}) for holding in holdings]
+        holdings = [ShardState(holding.pieces, {"weight": holding.tensors["weight"]}) for holding in holdings]
 
     def note(step: int, fault: str) -> None:
         damaged.append(step)

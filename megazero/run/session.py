@@ -24,10 +24,18 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.comm.lobby import together
-from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, Standing
+from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, RankStatus
 from megazero.config.file import dump, flatten
 from megazero.config.schema import Config
-from megazero.launch.environment import Place, World, check_gpus, job_id, job_output, local_size, world_from_environment
+from megazero.launch.environment import (
+    RankContext,
+    World,
+    check_gpus,
+    job_id,
+    job_output,
+    local_size,
+    world_from_environment,
+)
 from megazero.launch.exit_status import outcome, say_why
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.launch.signals import NOTED, REQUEUE, StoppedEarly, stopped_by
@@ -36,13 +44,13 @@ from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.run.build import Ready, build_trainer
-from megazero.run.checkpointing import Site, check_space
+from megazero.run.checkpointing import RunContext, check_space
 from megazero.run.folder import RunFolder, remove_empty
 from megazero.run.ledger_file import write_ledger
 from megazero.run.loading import begin, check_same
 from megazero.run.lock import RunLock, remove_dead
 from megazero.run.log import RunLog, settle_in
-from megazero.run.out_of_memory import told
+from megazero.run.out_of_memory import explain_out_of_memory
 from megazero.run.plan_check import Expectation
 from megazero.run.resume import Undone, find_job, from_first, owed_row, refuse_fewer, resume, share
 from megazero.run.words import beginning, doubts, ending, sharing
@@ -81,7 +89,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
             stopped=lambda number, standings: _stopped_early(config, name, number, standings[0].phase),
             shares_gpus=shares_gpus,
         )
-    place = Place.of(world)
+    place = RankContext.of(world)
     place.signals.note()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
@@ -89,17 +97,17 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
     except StoppedEarly as stop:
         if place.world.rank:  # rank 0 counts it and says so, for all
             return REQUEUE
-        return _stopped_early(config, name, stop.number, place.seat.phase)
+        return _stopped_early(config, name, stop.number, place.status_slot.phase)
     finally:
         place.signals.restore()
         place.stacks.close()
 
 
-def _one_of_many(config: Config, name: str, place: Place) -> int:
+def _one_of_many(config: Config, name: str, place: RankContext) -> int:
     """A rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
     code = outcome(lambda: run_training(config, name, place), place)
     place.signals.only_note(HEART.say)  # what the others say now is not to be lost
-    if place.seat.state == STOPPED:
+    if place.status_slot.state == STOPPED:
         if place.world.rank == 0 and place.signals.first is not None:
             raise StoppedEarly(place.signals.first)
     elif code:
@@ -107,7 +115,7 @@ def _one_of_many(config: Config, name: str, place: Place) -> int:
     return code
 
 
-def run_training(config: Config, name: str, place: Place) -> int:
+def run_training(config: Config, name: str, place: RankContext) -> int:
     """One rank's part of a run, from meeting the others to the files; the exit code.
 
     Raises:
@@ -116,18 +124,18 @@ def run_training(config: Config, name: str, place: Place) -> int:
     """
     world = place.world
     with doing("meeting the other ranks"):
-        wire = connect(
+        comm = connect(
             place,
             timeout=timedelta(seconds=config.parallel.timeout),
             fingerprint=_fingerprint(config, world),
             bucket=bucket_of(config),
         )
-    code = _train(config, name, place, grid_of(config, wire, world))
+    code = _train(config, name, place, grid_of(config, comm, world))
     disconnect()
     return code
 
 
-def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
+def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
     """Has the folder, and the lock on it, around everything that is done there. A refused job leaves none behind."""
     folder, first = _folder(config, name), place.world.rank == 0
     lock, made = RunLock(folder.lock, job_id()), folder.missing() if first else []
@@ -136,17 +144,17 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
     def create() -> str | None:
         with place.signals.held():
             dead = folder.create(lock, resume=_resumes(config)) if first else None
-            place.seat.now(0, BUILD)  # from here on the folder tells of what happens to the run
+            place.status_slot.now(0, BUILD)  # from here on the folder tells of what happens to the run
             return dead
 
     try:
-        with together(grid.world.wire.lobby, "run folder"):  # whose board does not tell yet who is missing
+        with together(grid.world.comm.lobby, "run folder"):  # whose board does not tell yet who is missing
             dead = agree(grid.world, place.world.device, create)
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
         return _train_in(config, name, place, grid, folder, lock)
     except UserError as error:
-        refused = first and lock.held and is_refusal(error.code, place.seat.step)
+        refused = first and lock.held and is_refusal(error.code, place.status_slot.step)
         if refused:
             folder.empty(made)
         raise
@@ -161,9 +169,9 @@ def _train(config: Config, name: str, place: Place, grid: Grid) -> int:
             remove_empty(made)
 
 
-def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
+def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
-    with together(grid.world.wire.lobby, "logs"):
+    with together(grid.world.comm.lobby, "logs"):
         log_file = agree(grid.world, device, lambda: settle_in(folder, place))
     log = logging.getLogger("megazero")
     if place.world.shares_gpus:
@@ -181,7 +189,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
             return 0
         agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
         agree(grid.world, device, lambda: refuse_fewer(job, config.run.steps) if first else None)
-        site = Site(folder, lock, job, place.signals)
+        site = RunContext(folder, lock, job, place.signals)
         ran = _trained(config, grid, place, site, name, log_file)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
@@ -216,7 +224,7 @@ def _train_in(config: Config, name: str, place: Place, grid: Grid, folder: RunFo
 
 
 def _trained(
-    config: Config, grid: Grid, place: Place, site: Site, name: str, log_file: RunLog
+    config: Config, grid: Grid, place: RankContext, site: RunContext, name: str, log_file: RunLog
 ) -> tuple[Trainer, int] | None:
     """Build the trainer, run it to the end, and close what it holds, whatever happens.
 
@@ -226,7 +234,7 @@ def _trained(
     device = place.world.device
 
     def built() -> Ready:
-        with told(config, grid, device), doing("building the model"):
+        with explain_out_of_memory(config, grid, device), doing("building the model"):
             return build_trainer(config, grid, device, site)
 
     ready = agree(grid.world, device, built)
@@ -241,14 +249,14 @@ def _trained(
         if found is not None:
             begin(trainer, found, site.job, undone.row)
         site.signals.only_note(HEART.say)
-        place.seat.now(0, TRAIN)
-        with told(config, grid, device):
+        place.status_slot.now(0, TRAIN)
+        with explain_out_of_memory(config, grid, device):
             return trainer, trainer.run()
     finally:
         trainer.close()
 
 
-def _loaded(grid: Grid, device: torch.device, site: Site, ready: Ready) -> Manifest | None:
+def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) -> Manifest | None:
     """Have all ranks read what the run begins with; None: it begins with nothing."""
     about, ops = ready.about, ready.ops
     kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
@@ -265,7 +273,7 @@ def _loaded(grid: Grid, device: torch.device, site: Site, ready: Ready) -> Manif
 
 
 def _begin_files(
-    config: Config, grid: Grid, device: torch.device, site: Site, ready: Ready, found: Manifest | None
+    config: Config, grid: Grid, device: torch.device, site: RunContext, ready: Ready, found: Manifest | None
 ) -> Undone:
     """Find what is left to do; where that is training, have the folder say what is trained now."""
     first, folder, trainer = grid.world.rank == 0, site.folder, ready.trainer
@@ -285,7 +293,7 @@ def _begin_files(
     return Undone(**from_first(agree(grid.world, device, lambda: begun() if first else None), grid.world, device))
 
 
-def _announce(config: Config, grid: Grid, site: Site, ready: Ready, name: str, found: Manifest | None) -> None:
+def _announce(config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None) -> None:
     start, *more = beginning(config, grid, site, ready, name, found)
     logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
     if grid.world.rank == 0:
@@ -337,7 +345,7 @@ def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
     return REQUEUE
 
 
-def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[Standing], line: str) -> None:
+def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[RankStatus], line: str) -> None:
     """The log gets the line; a run that was refused does not keep the folder that it had made.
 
     Args:

@@ -12,14 +12,16 @@ from megazero.config.schema import Config
 from megazero.launch.environment import World
 from megazero.observe.console import clock_text
 from megazero.run.build import Ready
-from megazero.run.checkpointing import Site
+from megazero.run.checkpointing import RunContext
 from megazero.run.folder import RunFolder
 from megazero.run.loading import described, doubt
 from megazero.train.trainer import Trainer
 from megazero.zero.resting_table import resting_table
 
 
-def beginning(config: Config, grid: Grid, site: Site, ready: Ready, name: str, found: Manifest | None) -> Iterator[str]:
+def beginning(
+    config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None
+) -> Iterator[str]:
     """Give the run's first lines: what is trained, on what and where to, then what rests where, and the schedule.
 
     Args:
@@ -35,7 +37,7 @@ def beginning(config: Config, grid: Grid, site: Site, ready: Ready, name: str, f
         yield summary(report(config, grid.data.size)[0])
 
 
-def doubts(config: Config, site: Site, ready: Ready, found: Manifest | None) -> Iterator[str]:
+def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:
     """Give a warning for each thing that is accepted, and is probably not meant."""
     if found is not None and (said := doubt(found, site.job, ready.about)):
         yield said
@@ -59,16 +61,16 @@ def ending(trainer: Trainer, folder: RunFolder, seconds: float) -> str:
 
 def sharing(world: World, grid: Grid) -> str:
     """Return the line that says what `--share-gpus` means here."""
-    if grid.world.wire.bounce is None:
+    if grid.world.comm.host_staging is None:
         return "--share-gpus changes nothing: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
     what = f"--share-gpus: {grid.world.size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
     return f"{what} and talk by gloo through pinned memory: for trying layouts out, every message waits for the host"
 
 
 def _resting(config: Config, trainer: Trainer) -> str:
-    units, spread = trainer.engine.units, trainer.engine.spread
-    title = f"ZeRO stage {config.zero.stage} over {spread.data.size} data rank{'s' * (spread.data.size > 1)}, "
-    return title + "resting on this rank between steps:\n" + resting_table(units, spread)
+    units, axes = trainer.engine.units, trainer.engine.axes
+    title = f"ZeRO stage {config.zero.stage} over {axes.data.size} data rank{'s' * (axes.data.size > 1)}, "
+    return title + "resting on this rank between steps:\n" + resting_table(units, axes)
 
 
 def _devices(grid: Grid, device: torch.device) -> str:

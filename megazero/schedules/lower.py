@@ -17,7 +17,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 
 @dataclass(frozen=True)
-class Bill:
+class TrafficBill:
     """Bytes that a rank sends, by the ring formula.
 
     Attributes:
@@ -104,7 +104,7 @@ def add_reductions(schedule: Schedule, *, each: bool, tied: bool) -> Schedule:
     return replace(schedule, ranks=tuple(tuple(rank(actions)) for actions in schedule.ranks))
 
 
-def add_bill(schedule: Schedule, bill: Bill) -> Schedule:
+def add_bill(schedule: Schedule, bill: TrafficBill) -> Schedule:
     """The same actions with their bytes."""
     return replace(
         schedule, ranks=tuple(tuple(replace(a, size=bill.of(a)) for a in actions) for actions in schedule.ranks)

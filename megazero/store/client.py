@@ -1,7 +1,8 @@
 """The store of an srun step, as a rank uses it: what torch's process groups need, over connections that prove who asks.
 
 torch calls it from C++, from any thread; each call takes a connection of its own, so that one that waits does not hold
-the others up. torch looks the methods up on the Python object: it must live as long as the groups do (`Wire` keeps it).
+the others up. torch looks the methods up on the Python object: it must live as long as the groups do (`CommContext`
+keeps it).
 """
 
 import threading

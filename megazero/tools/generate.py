@@ -17,7 +17,7 @@ from megazero.build.assemble import DTYPES, build_model
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
 from megazero.config.file import load
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
 from megazero.run.build import open_tokenizer
@@ -75,7 +75,7 @@ def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: in
     with torch.no_grad(), doing("generating", sampling.tokens) as progress:
         while len(new) < sampling.tokens:
             tokens_S1 = torch.tensor(context[-window:])[:, None]
-            logits_V = model(tokens_S1, Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
+            logits_V = model(tokens_S1, BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
             token = int(_draw(logits_V[:vocab], sampling, generator))
             if token == stop:
                 break

@@ -70,7 +70,7 @@ class Stopping:
         self._said: Tensor | None = None  # by all ranks, on the device
         self._first_step, self._answers = first_step, 0
 
-    def ask(self, *, failed: bool, saving: float) -> None:
+    def vote(self, *, failed: bool, saving: float) -> None:
         """A step has been issued: says what this rank knows.
 
         Args:
@@ -82,7 +82,7 @@ class Stopping:
             said[REASONS.index(reason)] = 1
         self._said = all_reduce(said.to(self._device), self._world, "agree")
 
-    def answer(self) -> Reason | None:
+    def result(self) -> Reason | None:
         """What all ranks said when they were last asked; None: go on."""
         if self._said is None:
             return None
@@ -99,8 +99,8 @@ class Stopping:
             saving: seconds that a checkpoint takes.
         """
         answers = self._answers
-        self.ask(failed=False, saving=saving)
-        reason = self.answer()
+        self.vote(failed=False, saving=saving)
+        reason = self.result()
         self._answers = answers
         return reason
 

@@ -29,7 +29,7 @@ from megazero.observe.metrics import Value
 from megazero.observe.recorder import Numbers, Recorder
 from megazero.optim.learning_rate import LearningRate
 from megazero.pipeline.executor import Pipeline
-from megazero.pipeline.stage import Feed
+from megazero.pipeline.stage import StageInputs
 from megazero.schedules.actions import Kind
 from megazero.train.stopping import FAILED, Reason, Stopping
 from megazero.train.validation import Score, Validation
@@ -37,7 +37,7 @@ from megazero.zero.engine import Engine, StepResult
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainSchedule:
     """How long, how fast, and how often.
 
     Attributes:
@@ -102,11 +102,11 @@ class Trainer:
         self,
         engine: Engine,
         pipeline: Pipeline,
-        feed: Callable[[MicroBatch, int], Feed],
+        feed: Callable[[MicroBatch, int], StageInputs],
         loader: BatchLoader,
         validation: Validation | None,
         recorder: Recorder,
-        pace: Pace,
+        schedule: TrainSchedule,
         checkpoints: Checkpoints,
         stopping: Stopping,
         summarise: Callable[[], object],
@@ -114,7 +114,7 @@ class Trainer:
         blame: Blame,
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
-        self.validation, self.recorder, self.pace, self.now = validation, recorder, pace, now
+        self.validation, self.recorder, self.schedule, self.now = validation, recorder, schedule, now
         self.checkpoints, self.stopping, self.summarise = checkpoints, stopping, summarise
         self.blame = blame
         self.first = self.skipped = self.overflows = self.carried = 0
@@ -155,18 +155,23 @@ class Trainer:
             UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
                 could not be written.
         """
-        self.stopping.ask(failed=False, saving=0.0)
-        self.reason, done = self.stopping.answer(), self.first
-        if self._owed is not None or done < self.pace.steps:
+        self.stopping.vote(failed=False, saving=0.0)
+        self.reason, done = self.stopping.result(), self.first
+        if self._owed is not None or done < self.schedule.steps:
             self.recorder.start()
         if self._owed is not None and self.reason is not None:
             self.owes = True  # whoever goes on from here writes it
         elif self._owed is not None:
             self._write(self._owed, done, validates=self.validates(done))
-        while self.reason is None and done < self.pace.steps:
+        while self.reason is None and done < self.schedule.steps:
             with self.recorder.step(done + 1):
                 self._step(done)
-            if self.reason or self.pace.logs(done) or self.pace.validates(done) or self.checkpoints.due(done + 1):
+            if (
+                self.reason
+                or self.schedule.logs(done)
+                or self.schedule.validates(done)
+                or self.checkpoints.due(done + 1)
+            ):
                 self._settle(complete=True)
             done += 1
         if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
@@ -195,9 +200,9 @@ class Trainer:
         self._settle(complete=False)
         self.now(step + 1, "update")
         self.checkpoints.settle()
-        lr = self.pace.learning_rate.at(step - self.skipped)
+        lr = self.schedule.learning_rate.at(step - self.skipped)
         self._pending = _Pending(step, lr, self.engine.finish_step(lr))
-        self.stopping.ask(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
+        self.stopping.vote(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
 
     def _read(self) -> None:
         """Reads how the step issued last went: the host waits for it here, and nowhere else."""
@@ -221,16 +226,16 @@ class Trainer:
             raise self._not_finite(pending)
         self.skipped += skipped
         done = pending.step + 1
-        self.reason = self.reason or self.stopping.answer()
+        self.reason = self.reason or self.stopping.result()
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
-        last = complete and (done == self.pace.steps or self.reason is not None)
-        row = self._row(pending) if last or self.validates(done) or self.pace.logs(pending.step) else None
+        last = complete and (done == self.schedule.steps or self.reason is not None)
+        row = self._row(pending) if last or self.validates(done) or self.schedule.logs(pending.step) else None
         if last or (complete and self.checkpoints.due(done)):
             if last:
                 self.summarise()
             self._save(done, row)
-        stops = self.reason is not None and done < self.pace.steps  # then there is no time to validate
+        stops = self.reason is not None and done < self.schedule.steps  # then there is no time to validate
         if row is not None:
             self._write(row, done, validates=self.validates(done) and not stops)
         if self.owes and self.checkpoints.saved != done:  # whoever goes on from here validates the step
@@ -239,7 +244,7 @@ class Trainer:
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
-        return self.validation is not None and self.pace.validates(done - 1)
+        return self.validation is not None and self.schedule.validates(done - 1)
 
     def _row(self, pending: _Pending) -> dict[str, Value]:
         """Return the row of a step, without a validation."""
@@ -266,9 +271,9 @@ class Trainer:
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         self.now(done, "save")
-        self.engine.catch_up()
+        self.engine.flush_delayed()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
-        with self.recorder.aside():
+        with self.recorder.paused():
             self.checkpoints.save(
                 done,
                 Progress(
@@ -287,7 +292,7 @@ class Trainer:
         """Return the score behind a step; None: it was broken off, and `reason` says why."""
         assert self.validation is not None, "see `validates`"
         self.now(done, "validation")
-        with self.recorder.aside(), torch.no_grad():
+        with self.recorder.paused(), torch.no_grad():
             score = self.validation.score(self._ends)
         self.owes = score is None
         self.score = score or self.score

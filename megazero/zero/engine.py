@@ -29,12 +29,12 @@ from megazero.optim.adamw import AdamW
 from megazero.optim.clip import clip_factor, unit_squares
 from megazero.optim.delayed import Delayed
 from megazero.optim.loss_scale import LossScale
-from megazero.zero.gather import Presence
-from megazero.zero.hooks import Part, watch
+from megazero.zero.gather import Gather
+from megazero.zero.hooks import Layer, watch
 from megazero.zero.offload import Offload
-from megazero.zero.placement import Spread
+from megazero.zero.placement import ParallelAxes
 from megazero.zero.reduce import Reduction
-from megazero.zero.stage import Passes
+from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
 
@@ -89,24 +89,24 @@ class Engine:
         *,
         clip: float,
         tokens_per_step: int,
-        spread: Spread,
+        axes: ParallelAxes,
         scaling: bool,
         ops: Operations,
         offload: Offload | None = None,
     ):
         self._host = offload.host if offload is not None and offload.optimizer else None
-        self.units, self.optimizer, self.spread, self.ops = units, optimizer, spread, ops
+        self.units, self.optimizer, self.axes, self.ops = units, optimizer, axes, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device
-        self.presence = Presence(spread.data, device)
+        self.gather = Gather(axes.data, device)
         self._delayed: Delayed | None = None
         if offload is not None and offload.delayed:
-            self._delayed = Delayed(self.presence.publish, offload.host.thread())
+            self._delayed = Delayed(self.gather.publish, offload.host.thread())
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.passes = list(self._passes(stages, device))
         # Of a unit on both ends the first is counted, and the other is its copy.
-        copies = {unit for unit in units if unit.shared and spread.ends.rank == 1}
+        copies = {unit for unit in units if unit.shared and axes.embedding_group.rank == 1}
         self._counted = [unit for unit in units if unit not in copies]
         self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
         self._num_units = len(order)
@@ -115,17 +115,17 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
-    def _passes(self, stages: list[list[str]], device: torch.device) -> Iterator[Passes]:
+    def _passes(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
         """Gradients of a unit that several stages use are complete in the first of them, whose backward comes last."""
         taken: set[str] = set()
         for names in stages:
             own = [self._units[name] for name in names if name not in taken]
             taken.update(names)
-            yield Passes([self._units[name] for name in names], Reduction(own, self.spread, device), self.presence)
+            yield StageGradients([self._units[name] for name in names], Reduction(own, self.axes, device), self.gather)
 
     def watch(
-        self, parts: Sequence[Part], names: Sequence[list[str]], *, keep_last: bool, replayed: Container[Part] = ()
-    ) -> list[Part]:
+        self, parts: Sequence[Layer], names: Sequence[list[str]], *, keep_last: bool, recomputed: Container[Layer] = ()
+    ) -> list[Layer]:
         """The parts of one stage, each with what has to be done around it.
 
         Args:
@@ -134,7 +134,7 @@ class Engine:
             replayed: parts that run again in their backward.
         """
         units = [[self._units[name] for name in of_part] for of_part in names]
-        return watch(parts, units, self.presence, keep_last=keep_last, replayed=replayed)
+        return watch(parts, units, self.gather, keep_last=keep_last, recomputed=recomputed)
 
     def begin_step(self) -> None:
         """What was gathered before is past."""
@@ -150,21 +150,21 @@ class Engine:
         self._totals[1] += valid_SB.sum()
         return self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step)
 
-    def tie(self) -> None:
+    def reduce_tied(self) -> None:
         """Sums the reduced gradients of what the first and the last stage share, once a step."""
         for unit in self.units:
             if unit.shared:
                 reduced = unit.take_reduced(0)
-                unit.put_reduced(0, all_reduce(reduced, self.spread.ends, "tied"))
+                unit.put_reduced(0, all_reduce(reduced, self.axes.embedding_group, "tied"))
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
-        spread = self.spread
+        axes = self.axes
         self._complete_tails()
         if self._host is not None:
             self._host.settle()
-        squares = unit_squares(self._counted, self._places, self._num_units, spread, self.ops)
-        totals = all_reduce(all_reduce(self._totals, spread.data, "loss"), spread.pipeline, "loss")
+        squares = unit_squares(self._counted, self._places, self._num_units, axes, self.ops)
+        totals = all_reduce(all_reduce(self._totals, axes.data, "loss"), axes.pipeline, "loss")
         loss_sum, valid = totals.unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
@@ -184,13 +184,13 @@ class Engine:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
 
         if self._delayed is not None and self._host is not None:
-            self._delayed.catch_up()
+            self._delayed.flush_delayed()
             self._host.settle()  # what is published has left the place where the next update writes
             self._delayed.begin(self.units, update)
         else:
             for unit in self.units:
                 update(unit)
-                self.presence.publish(unit)
+                self.gather.publish(unit)
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
 
     @property
@@ -198,10 +198,10 @@ class Engine:
         """Updates are delayed by a step."""
         return self._delayed is not None
 
-    def catch_up(self) -> None:
+    def flush_delayed(self) -> None:
         """No update is under way. Every rank calls it."""
         if self._delayed is not None:
-            self._delayed.catch_up()
+            self._delayed.flush_delayed()
 
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Goes on from masters and moments that have been loaded, after so many updates.
@@ -209,12 +209,12 @@ class Engine:
         Args:
             loss_scale, good_steps: of the scaler; None where the state is of a run without one.
         """
-        self.presence.need([unit for unit in self.units if unit.parameters_rest_whole])  # those of an earlier update
+        self.gather.unshard([unit for unit in self.units if unit.parameters_rest_whole])  # those of an earlier update
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)
             unit.round_masters()
-            self.presence.publish(unit)
+            self.gather.publish(unit)
         if self.loss_scale.dynamic and loss_scale is not None:
             self.loss_scale.scale.fill_(loss_scale)
             self.loss_scale.good.fill_(good_steps)
@@ -254,19 +254,19 @@ class Engine:
         all of them.
         """
         for unit in self.units:
-            self.presence.need([unit])
+            self.gather.unshard([unit])
             for interval in unit.layout.intervals:
                 yield interval.name, unit.parameter(interval.name)
-            self.presence.release([unit])
+            self.gather.reshard([unit])
 
     def _complete_tails(self) -> None:
-        if not self.spread.sequence:
+        if not self.axes.sequence:
             return
         under_way = []
         for unit in reversed(self.units):
-            first = max(0, unit.layout.tail - unit.shard.start)
+            first = max(0, unit.layout.tp_replicated - unit.shard.start)
             if first < len(unit.masters):
-                pending = start_all_reduce(unit.take_reduced(first), self.spread.tensor, "tail")
+                pending = start_all_reduce(unit.take_reduced(first), self.axes.tensor, "tail")
                 under_way.append((unit, first, pending))
         for unit, first, pending in under_way:
             unit.put_reduced(first, pending.wait())

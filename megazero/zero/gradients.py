@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 @dataclass
-class Visit:
+class Deliveries:
     """A unit's part in one micro-batch; `due` counts the deliveries still to come, by parameter."""
 
     phase: Phase = Phase.FORWARD
@@ -40,7 +40,7 @@ class Visit:
     left: int = 0
 
 
-class Visits:
+class DeliveryCounter:
     """The visits of one unit.
 
     Attributes:
@@ -51,56 +51,58 @@ class Visits:
 
     def __init__(self, unit: str):
         self._unit = unit
-        self._visits: dict[int, Visit] = {}
+        self._by_micro_batch: dict[int, Deliveries] = {}
         self.micro_batch = 0
         self.on_complete: Callable[[], object] = lambda: None
-        self.noted: deque[Callable[[], None]] | None = None
+        self.deferred: deque[Callable[[], None]] | None = None
 
     def expect(self, parameter: str) -> None:
         """A use of a parameter in forward, or in a forward that is computed again."""
-        visit = self._visits.setdefault(self.micro_batch, Visit())
-        assert visit.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", visit)
-        visit.due[parameter] += 1
-        visit.left += 1
+        deliveries = self._by_micro_batch.setdefault(self.micro_batch, Deliveries())
+        assert deliveries.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", deliveries)
+        deliveries.due[parameter] += 1
+        deliveries.left += 1
 
     def delivered(self, parameter: str) -> None:
         """A gradient has been added to what was there."""
-        visit = self._visits.get(self.micro_batch)
-        assert visit is not None and visit.due[parameter] > 0, self._wrong(parameter, "has a gradient", visit)
-        visit.phase = Phase.BACKWARD
-        visit.due[parameter] -= 1
-        visit.left -= 1
-        if visit.left == 0:
-            visit.phase = Phase.COMPLETE
+        deliveries = self._by_micro_batch.get(self.micro_batch)
+        assert deliveries is not None and deliveries.due[parameter] > 0, self._wrong(
+            parameter, "has a gradient", deliveries
+        )
+        deliveries.phase = Phase.BACKWARD
+        deliveries.due[parameter] -= 1
+        deliveries.left -= 1
+        if deliveries.left == 0:
+            deliveries.phase = Phase.COMPLETE
             self.on_complete()
 
     def missing(self) -> list[str]:
         """Parameters whose announced gradients have not all arrived in the backward that runs or has run."""
-        visit = self._visits.get(self.micro_batch)
-        return [] if visit is None else sorted(+visit.due)
+        deliveries = self._by_micro_batch.get(self.micro_batch)
+        return [] if deliveries is None else sorted(+deliveries.due)
 
     def end(self) -> None:
         """The backward of a micro-batch is over."""
-        self._visits.pop(self.micro_batch, None)
+        self._by_micro_batch.pop(self.micro_batch, None)
 
     def clear(self) -> None:
         """Nothing is under way: a forward that never had a backward does not count."""
-        self._visits.clear()
+        self._by_micro_batch.clear()
 
-    def _wrong(self, parameter: str, event: str, visit: Visit | None) -> str:
-        state = "was never begun" if visit is None else visit.phase.value
+    def _wrong(self, parameter: str, event: str, deliveries: Deliveries | None) -> str:
+        state = "was never begun" if deliveries is None else deliveries.phase.value
         return f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, of which {state}"
 
 
 class Owner(Protocol):
     """The unit of a view."""
 
-    visits: Visits
+    deliveries: DeliveryCounter
 
     def open_gradients(self) -> None: ...
 
 
-class GradientView:
+class GradientAccumulator:
     """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
 
     The first delivery overwrites what the memory held, later ones (the next micro-batch, the other use of a tied
@@ -114,7 +116,7 @@ class GradientView:
         self.fresh = True
 
     def expect(self) -> None:
-        self._unit.visits.expect(self._name)
+        self._unit.deliveries.expect(self._name)
 
     def add(self, gradient: Tensor) -> None:
         self._make(self._add, gradient)
@@ -132,11 +134,11 @@ class GradientView:
             self.fresh = False
 
     def _make(self, delivery: Callable[..., None], *tensors: Tensor) -> None:
-        noted = self._unit.visits.noted
-        if noted is None:
+        deferred = self._unit.deliveries.deferred
+        if deferred is None:
             delivery(*tensors)
         else:
-            noted.append(partial(delivery, *(tensor.detach() for tensor in tensors)))  # else they hold the graph
+            deferred.append(partial(delivery, *(tensor.detach() for tensor in tensors)))  # else they hold the graph
 
     def _add(self, gradient: Tensor) -> None:
         first, same = self._first(), gradient.dtype == self.view.dtype
@@ -144,7 +146,7 @@ class GradientView:
             self.view.copy_(gradient) if same else self._ops.cast_(self.view, gradient.contiguous())
         else:
             self.view.add_(gradient) if same else self._ops.accumulate_(self.view, gradient.contiguous())
-        self._unit.visits.delivered(self._name)
+        self._unit.deliveries.delivered(self._name)
 
     def _add_product(self, left: Tensor, right: Tensor) -> None:
         self._unit.open_gradients()
@@ -155,13 +157,13 @@ class GradientView:
             torch.mm(left, right, out=self.view)
         else:
             self.view.addmm_(left, right)
-        self._unit.visits.delivered(self._name)
+        self._unit.deliveries.delivered(self._name)
 
     def _add_rows(self, rows: Tensor, values: Tensor) -> None:
         if self._first():
             self.view.zero_()
         self.view.index_add_(0, rows, values.to(self.view.dtype))
-        self._unit.visits.delivered(self._name)
+        self._unit.deliveries.delivered(self._name)
 
     def _first(self) -> bool:
         """Whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""

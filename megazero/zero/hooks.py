@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.zero.gather import Presence
+from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
-Part = Callable[..., Tensor]
+Layer = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Call:
         needed: the units of which it saved parameters, or will.
     """
 
-    presence: Presence
+    gather: Gather
     units: list[Unit]
     before: "_Call | None"
     needed: list[Unit] = field(default_factory=list)
@@ -66,13 +66,13 @@ class _Call:
         return tensor.detach()  # itself it would hold the graph that holds it
 
     def pre_backward(self) -> None:
-        self.presence.need(self.needed)
+        self.gather.unshard(self.needed)
         if self.before is not None:
-            self.presence.start(self.before.needed)
+            self.gather.prefetch(self.before.needed)
 
     def post_backward(self) -> None:
         next_ones = self.before.needed if self.before is not None else []
-        self.presence.release([unit for unit in self.units if unit not in next_ones])
+        self.gather.reshard([unit for unit in self.units if unit not in next_ones])
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:
@@ -93,7 +93,7 @@ class _Boundary(torch.autograd.Function):
         return grads[0], None
 
 
-class Watched:
+class ShardedLayer:
     """A part of the model whose units come when they are needed.
 
     Args:
@@ -102,17 +102,17 @@ class Watched:
         replayed: it runs again in its backward, and needs all of them then.
     """
 
-    def __init__(self, part: Part, units: list[Unit], presence: Presence, *, replayed: bool):
-        self.part, self.units, self._presence, self._replayed = part, units, presence, replayed
-        self.before: Watched | None = None
-        self.after: Watched | None = None
+    def __init__(self, part: Layer, units: list[Unit], gather: Gather, *, recomputed: bool):
+        self.part, self.units, self._gather, self._replayed = part, units, gather, recomputed
+        self.before: ShardedLayer | None = None
+        self.after: ShardedLayer | None = None
         self.keep = False
         self._call: _Call | None = None
 
     def __call__(self, x: Tensor, *circumstances: Any) -> Tensor:
         next_ones = self.after.units if self.after is not None else []
-        self._presence.need(self.units)
-        self._presence.start(next_ones)
+        self._gather.unshard(self.units)
+        self._gather.prefetch(next_ones)
         if torch.is_grad_enabled() and not all(unit.parameters_rest_whole for unit in self.units):
             return self._with_backward(x, circumstances, next_ones)
         y = self.part(x, *circumstances)
@@ -121,7 +121,7 @@ class Watched:
 
     def _with_backward(self, x: Tensor, circumstances: Sequence[Any], next_ones: list[Unit]) -> Tensor:
         before = self.before._call if self.before is not None else None
-        self._call = call = _Call(self._presence, self.units, before, list(self.units) if self._replayed else [])
+        self._call = call = _Call(self._gather, self.units, before, list(self.units) if self._replayed else [])
         if x.is_floating_point():
             x = _Boundary.apply(x, call.post_backward)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
@@ -131,24 +131,25 @@ class Watched:
         return _Boundary.apply(y, call.pre_backward)
 
     def _release(self, next_ones: list[Unit]) -> None:
-        self._presence.release([unit for unit in self.units if unit not in next_ones])
+        self._gather.reshard([unit for unit in self.units if unit not in next_ones])
 
 
 def watch(
-    parts: Sequence[Part],
+    parts: Sequence[Layer],
     units: Sequence[list[Unit]],
-    presence: Presence,
+    gather: Gather,
     *,
     keep_last: bool,
-    replayed: Container[Part],
-) -> list[Part]:
+    recomputed: Container[Layer],
+) -> list[Layer]:
     """The same parts, each with the units that it uses; the last one's stay after a forward that has a backward.
 
     Args:
         replayed: parts that run again in their backward.
     """
     watched = [
-        Watched(part, of_part, presence, replayed=part in replayed) for part, of_part in zip(parts, units, strict=True)
+        ShardedLayer(part, of_part, gather, recomputed=part in recomputed)
+        for part, of_part in zip(parts, units, strict=True)
     ]
     for first, second in pairwise(watched):
         first.after, second.before = second, first

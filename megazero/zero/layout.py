@@ -65,7 +65,7 @@ class UnitLayout:
     name: str
     intervals: tuple[Interval, ...]
     decayed: int
-    tail: int
+    tp_replicated: int
 
     @property
     def numel(self) -> int:
@@ -87,8 +87,8 @@ def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
         start = start if entry.decay else max(start, decayed)
         intervals.append(Interval(entry.name, entry.shape, start, start + entry.numel))
         start += entry.numel
-    tail = next((i.start for i, e in zip(intervals, ordered, strict=True) if not e.split), start)
-    return UnitLayout(name, tuple(intervals), decayed, tail)
+    tp_replicated = next((i.start for i, e in zip(intervals, ordered, strict=True) if not e.split), start)
+    return UnitLayout(name, tuple(intervals), decayed, tp_replicated)
 
 
 def aligned(numel: int, parts: int = 1) -> int:

@@ -34,7 +34,7 @@ class Offload:
     delayed: bool = False
 
 
-class Parked:
+class HostGradients:
     """The reduced gradients of one unit's shard, on the host between the reductions of a step and its update.
 
     Attributes:

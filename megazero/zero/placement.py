@@ -31,7 +31,7 @@ class Placement(Enum):
 
 
 @dataclass(frozen=True)
-class Stage:
+class ZeroStage:
     """Where parameters, gradients and optimizer state rest between their uses."""
 
     parameters: Placement
@@ -40,10 +40,10 @@ class Stage:
 
 
 STAGES = {
-    0: Stage(Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
-    1: Stage(Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
-    2: Stage(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
-    3: Stage(Placement.SHARD, Placement.SHARD, Placement.SHARD),
+    0: ZeroStage(Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
+    1: ZeroStage(Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
+    2: ZeroStage(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
+    3: ZeroStage(Placement.SHARD, Placement.SHARD, Placement.SHARD),
 }
 
 
@@ -66,7 +66,7 @@ class Precision:
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class ParallelAxes:
     """Over which ranks a step is spread.
 
     Attributes:
@@ -81,12 +81,12 @@ class Spread:
     data: Axis
     tensor: Axis
     sequence: bool
-    stage: Stage = STAGES[0]
+    stage: ZeroStage = STAGES[0]
     pipeline: Axis = field(default_factory=lambda: Axis("pipeline"))
-    ends: Axis = field(default_factory=lambda: Axis("ends"))
+    embedding_group: Axis = field(default_factory=lambda: Axis("ends"))
 
 
-def held(numel: int, placement: Placement, axis: Axis) -> slice:
+def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
     """The elements of a flat buffer of `numel` (a multiple of the axis' size) that a rank holds."""
     if placement is not Placement.SHARD:
         return slice(0, numel)

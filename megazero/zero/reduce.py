@@ -13,7 +13,7 @@ import torch
 
 from megazero.comm.collectives import Pending, done, start_all_reduce, start_reduce_scatter
 from megazero.comm.streams import SideStream
-from megazero.zero.placement import Placement, Spread
+from megazero.zero.placement import ParallelAxes, Placement
 from megazero.zero.unit import Unit
 
 _UNDER_WAY = 1  # reductions that may be begun and not finished
@@ -26,8 +26,8 @@ class Reduction:
         units: in forward order.
     """
 
-    def __init__(self, units: list[Unit], spread: Spread, device: torch.device):
-        self._units, self._spread = units, spread
+    def __init__(self, units: list[Unit], axes: ParallelAxes, device: torch.device):
+        self._units, self._spread = units, axes
         self._stream = SideStream(device)
         self._ready = [False] * len(units)
         self._next = -1  # the unit whose reduction begins next; -1: none in this backward
@@ -36,7 +36,7 @@ class Reduction:
         # Called with each unit that has all its own gradients, which are then not reduced but dropped.
         self.inspect: Callable[[Unit], object] | None = None
         for index, unit in enumerate(units):
-            unit.visits.on_complete = lambda index=index: self._complete(index)
+            unit.deliveries.on_complete = lambda index=index: self._complete(index)
 
     def clear(self) -> None:
         """What was gathered before is past."""
@@ -57,7 +57,7 @@ class Reduction:
         self._ready = [True] * len(self._units)
         self._begin_ready()
         for unit in self._units:
-            unit.visits.end()
+            unit.deliveries.end()
 
     def finish(self) -> None:
         """Waits for what is under way."""
@@ -71,7 +71,7 @@ class Reduction:
         while self._next >= 0 and self._ready[self._next]:
             unit = self._units[self._next]
             self._next -= 1
-            with self._spread.data.wire.ledger.time(unit.layout.name, "reduce"):
+            with self._spread.data.comm.ledger.time(unit.layout.name, "reduce"):
                 unit.close_gradients()
                 with self._stream.aside():
                     self._under_way.append((unit, self._start(unit)))
@@ -80,7 +80,7 @@ class Reduction:
     def _finish(self, leave: int) -> None:
         while len(self._under_way) > leave:
             unit, pending = self._under_way.popleft()
-            with self._spread.data.wire.ledger.time(unit.layout.name, "reduce"):
+            with self._spread.data.comm.ledger.time(unit.layout.name, "reduce"):
                 with self._stream.aside():
                     pending.wait()
                 self._stream.join()

@@ -10,20 +10,20 @@ from collections.abc import Callable
 
 import torch
 
-from megazero.zero.gather import Presence
+from megazero.zero.gather import Gather
 from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
 
 
-class Passes:
+class StageGradients:
     """
     Args:
         units: that the stage uses.
         reduction: of those whose gradients are complete when this stage's are.
     """
 
-    def __init__(self, units: list[Unit], reduction: Reduction, presence: Presence):
-        self.units, self.reduction, self._presence = units, reduction, presence
+    def __init__(self, units: list[Unit], reduction: Reduction, gather: Gather):
+        self.units, self.reduction, self._gather = units, reduction, gather
         self._noted: dict[int, deque[Callable[[], None]]] = {}
 
     def clear(self) -> None:
@@ -45,26 +45,26 @@ class Passes:
         self._deliver(micro_batch, reduce)
         begin()
         self.reduction.end_backward()
-        self._presence.release_all(self.units)
+        self._gather.reshard_all(self.units)
 
     def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None:
         """Gradients of the units are only noted."""
-        noted = self._noted[micro_batch] = deque()
+        deferred = self._noted[micro_batch] = deque()
         self._enter(micro_batch)
         for unit in self.units:
-            unit.visits.noted = noted
+            unit.deliveries.deferred = deferred
         begin()
         for unit in self.units:
-            unit.visits.noted = None
-        self._presence.release_all(self.units)
+            unit.deliveries.deferred = None
+        self._gather.reshard_all(self.units)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool) -> None:
         """What was noted is computed."""
         self._deliver(micro_batch, reduce)
-        noted = self._noted.pop(micro_batch)
+        deferred = self._noted.pop(micro_batch)
         with torch.no_grad():
-            while noted:
-                noted.popleft()()  # what it held on to is free then
+            while deferred:
+                deferred.popleft()()  # what it held on to is free then
         self.reduction.end_backward()
 
     def finish_reduction(self) -> None:
@@ -73,7 +73,7 @@ class Passes:
 
     def _enter(self, micro_batch: int) -> None:
         for unit in self.units:
-            unit.visits.micro_batch = micro_batch
+            unit.deliveries.micro_batch = micro_batch
 
     def _deliver(self, micro_batch: int, reduce: bool) -> None:
         self._enter(micro_batch)

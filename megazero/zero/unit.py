@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import REFERENCE, Operations
-from megazero.zero.gradients import GradientView, Visits
+from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import Interval, UnitLayout
-from megazero.zero.offload import Offload, Parked
-from megazero.zero.placement import Placement, Precision, Spread, held
+from megazero.zero.offload import HostGradients, Offload
+from megazero.zero.placement import ParallelAxes, Placement, Precision, shard_slice
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
 _INITIAL_PIECE = 1 << 20
@@ -53,7 +53,7 @@ class Unit:
     def __init__(
         self,
         layout: UnitLayout,
-        spread: Spread,
+        axes: ParallelAxes,
         precision: Precision,
         device: torch.device,
         pools: tuple[Pool, Pool],
@@ -64,12 +64,12 @@ class Unit:
     ):
         self.layout, self._pools, self._offload = layout, pools, offload
         self.device, self.shared = device, shared
-        stage, data, ledger = spread.stage, spread.data, spread.data.wire.ledger
+        stage, data, ledger = axes.stage, axes.data, axes.data.comm.ledger
         updates_there = offload is not None and offload.optimizer
         rests_there = offload is not None and offload.parameters
         self.numel = layout.padded(data.size)
-        self.shard = held(self.numel, stage.optimizer, data)
-        resting = held(self.numel, stage.parameters, data)
+        self.shard = shard_slice(self.numel, stage.optimizer, data)
+        resting = shard_slice(self.numel, stage.parameters, data)
         self._first = resting.start
 
         def zeros(elements: slice, dtype: torch.dtype, category: str, there: bool = False) -> Tensor:
@@ -85,11 +85,11 @@ class Unit:
         apart = updates_there != rests_there or (offload is not None and offload.delayed)
         if precision.masters != precision.parameters or apart:
             self.masters = zeros(self.shard, precision.masters, "optimizer", updates_there)
-        self.parked = None
+        self.host_gradients = None
         if offload is not None and offload.optimizer:
-            self.parked = Parked(offload.host, len(self.masters), precision.gradients)
+            self.host_gradients = HostGradients(offload.host, len(self.masters), precision.gradients)
         parks = updates_there and stage.gradients is Placement.SHARD
-        resting_gradients = slice(0, 0) if parks else held(self.numel, stage.gradients, data)
+        resting_gradients = slice(0, 0) if parks else shard_slice(self.numel, stage.gradients, data)
         self.gradients = zeros(resting_gradients, precision.gradients, "gradients")
         self.updated = self.masters if apart else self.own_parameters
         if updates_there and apart and precision.masters != precision.parameters:
@@ -98,8 +98,8 @@ class Unit:
         self.whole: Tensor | None = None if rests_there or len(self.parameters) < self.numel else self.parameters
         self.partial: Tensor | None = self.gradients if self.gradients_rest_whole else None
         self._share: Tensor | None = None
-        self.visits = Visits(layout.name)
-        self.views = {i.name: GradientView(self, i.name, ops) for i in layout.intervals}
+        self.deliveries = DeliveryCounter(layout.name)
+        self.views = {i.name: GradientAccumulator(self, i.name, ops) for i in layout.intervals}
         self._members: list[tuple[Interval, nn.Parameter]] = []
         self._nothing = torch.empty(0, dtype=precision.parameters, device=device)
         if self.partial is not None:
@@ -135,7 +135,7 @@ class Unit:
     @property
     def reduced_gradients(self) -> Tensor:
         """The same where the update finds them, at the end of a step: on the device or on the host."""
-        return self.own_gradients if self.parked is None else self.parked.gradients
+        return self.own_gradients if self.host_gradients is None else self.host_gradients.gradients
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
         """Writes initial values of what rests here; `initial(name, start, stop)` gives an interval of one parameter."""
@@ -154,7 +154,7 @@ class Unit:
                     _write(values, start, self.masters, self.shard.start)
         self.round_masters()  # an update that is skipped leaves there what there is
 
-    def show(self) -> dict[str, nn.Parameter]:
+    def make_parameters(self) -> dict[str, nn.Parameter]:
         """What the model has to see as its parameters: views of this unit's memory, wherever that will be."""
         for interval in self.layout.intervals:
             parameter = nn.Parameter(self._nothing if self.whole is None else _view(self.whole, interval))
@@ -162,7 +162,7 @@ class Unit:
             self._members.append((interval, parameter))
         return {interval.name: parameter for interval, parameter in self._members}
 
-    def borrow(self) -> Tensor:
+    def allocate_unsharded(self) -> Tensor:
         """A buffer for all parameters, with this rank's own in their place."""
         whole = self._pools[0].take(self.numel)
         if self._offload is not None and self._offload.parameters:
@@ -171,14 +171,14 @@ class Unit:
             whole[self.shard].copy_(self.parameters)
         return whole
 
-    def attach(self, whole: Tensor) -> None:
+    def install(self, whole: Tensor) -> None:
         """The model sees its parameters in this buffer, from `borrow`."""
         assert self.whole is None, f"unit {self.layout.name} is there already"
         self.whole = whole
         for interval, parameter in self._members:
             parameter.data = _view(whole, interval)
 
-    def detach(self) -> None:
+    def release(self) -> None:
         """The gathered parameters are gone, and whoever touches one sees an empty tensor."""
         if self.parameters_rest_whole or self.whole is None:
             return
@@ -212,8 +212,8 @@ class Unit:
         self._show_gradients()
         if self._offload is not None:
             self._offload.host.join()  # what was here may still be on its way to the host
-        if self.parked is not None and self.parked.begun and len(self.masters) == self.numel:
-            self.parked.bring(self.partial)  # with one data rank gradients gather here, and nowhere else
+        if self.host_gradients is not None and self.host_gradients.begun and len(self.masters) == self.numel:
+            self.host_gradients.bring(self.partial)  # with one data rank gradients gather here, and nowhere else
             for view in self.views.values():
                 view.fresh = False
         else:
@@ -223,32 +223,32 @@ class Unit:
         """Makes sure that there is a place for the reduced gradients, with what has gathered of them if asked for."""
         if self.gradients_rest_whole or len(self.gradients):
             return
-        assert self._offload is not None and self.parked is not None
+        assert self._offload is not None and self.host_gradients is not None
         self._share = self._pools[1].take(len(self.masters))
         self._offload.host.join()
         if accumulate:
-            self.parked.bring(self._share)
+            self.host_gradients.bring(self._share)
 
     def park(self) -> None:
         """The gradients have been reduced: they go to where the update is."""
-        if self.parked is not None:
-            self.parked.send(self.own_gradients)
+        if self.host_gradients is not None:
+            self.host_gradients.send(self.own_gradients)
         if self._share is not None:
             self._pools[1].give(self._share)
             self._share = None
 
     def take_reduced(self, first: int) -> Tensor:
         """Reduced gradients of elements [first, ...) of the shard, on the device; `put_reduced` has to follow."""
-        if self.parked is None:
+        if self.host_gradients is None:
             return self.own_gradients[first:]
         reduced = self._pools[1].take(len(self.masters) - first)
-        self.parked.bring(reduced, first)
+        self.host_gradients.bring(reduced, first)
         return reduced
 
     def put_reduced(self, first: int, reduced: Tensor) -> None:
         """What has become of them."""
-        if self.parked is not None:
-            self.parked.send(reduced, first)
+        if self.host_gradients is not None:
+            self.host_gradients.send(reduced, first)
             self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
@@ -266,10 +266,10 @@ class Unit:
 
     def begin_step(self) -> None:
         """What gradients there are belong to a step that is past."""
-        self.visits.clear()
+        self.deliveries.clear()
         self.forget_gradients()
-        if self.parked is not None:
-            self.parked.begun = False
+        if self.host_gradients is not None:
+            self.host_gradients.begun = False
 
     def forget_gradients(self) -> None:
         """The next delivery to each parameter is the first."""

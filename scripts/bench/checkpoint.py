@@ -47,10 +47,10 @@ from megazero.comm.grid import Grid
 from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resolved
 from megazero.kernels.select import choose
 from megazero.launch.signals import Signals
-from megazero.run.checkpointing import Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import Identity, RunContext, about_run, checkpoints_of, holdings_to_load
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
-from megazero.run.resume import Job
+from megazero.run.resume import ResumePoint
 from scripts.bench.harness import (
     WARM_UP,
     Comparison,
@@ -172,8 +172,8 @@ def _ours(
     if grid.world.rank == 0:
         run.create(lock, resume=True)
     meet_again(grid)
-    job = Job("bench", "bench", False, str(run.checkpoints), [], True)
-    site = Site(run, lock, job, Signals())
+    job = ResumePoint("bench", "bench", False, str(run.checkpoints), [], True)
+    site = RunContext(run, lock, job, Signals())
     about = about_run(config, built, grid, site, Identity("none", None))
     checkpoints = checkpoints_of(config, built, grid, CPU, about, site)
     holdings, store = holdings_to_load(built, grid), Store(run.checkpoints)

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from megazero.build.assemble import Feed, build, build_model, feeds_of
+from megazero.build.assemble import StageInputs, build, build_model, feeds_of
 from megazero.comm.grid import Grid, make_grid
-from megazero.comm.status_board import Board
+from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
-from megazero.launch.environment import Place, World, stay_on
+from megazero.launch.environment import RankContext, World, stay_on
 from megazero.launch.rendezvous import connect
 from megazero.model.parameter import named_declarations
 
@@ -32,18 +32,18 @@ def meet(rank: int, size: int, store: str) -> None:
 
 def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1) -> Grid:
     """One of `size` ranks that meet at the file `store`; the data axis is what `tensor` and `pipeline` leave."""
-    place = Place(World(rank, size, rank, "local"), Board.private().seat(0), Path(store))
-    wire = connect(place, timeout=timedelta(seconds=120), fingerprint="")
-    return make_grid(tensor=tensor, pipeline=pipeline, wire=wire, device_type="cpu")
+    place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), Path(store))
+    comm = connect(place, timeout=timedelta(seconds=120), fingerprint="")
+    return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
 
 
-def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], Feed]:
+def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], StageInputs]:
     """Gives this rank's next micro-batch, for a step."""
     feed_of = feeds_of(grid.tensor, device, config.parallel.sequence)
     micro = config.batch.micro
     batches = random_batches(micro, grid.data.rank, config.model.vocab, config.model.seq_len)
 
-    def feed(step: int) -> Feed:
+    def feed(step: int) -> StageInputs:
         tokens_SB, targets_SB = next(batches)
         valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
         return feed_of(MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(micro)), step, True)

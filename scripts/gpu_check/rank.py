@@ -14,9 +14,9 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.comm.grid import make_grid, single
-from megazero.comm.status_board import Board
-from megazero.comm.transport.host_staging import bounce_pool
-from megazero.launch.environment import Place, World
+from megazero.comm.status_board import StatusBoard
+from megazero.comm.transport.host_staging import staging_pool
+from megazero.launch.environment import RankContext, World
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.tools.certify.rank import write_results
 from scripts.gpu_check.layouts import Layout, train
@@ -32,20 +32,22 @@ def main() -> int:
     world = World(rank, size, rank, "local", shares_gpus=True)
     if world.device.type != job["device"]:
         raise UserError(340, f"asked for {job['device']}, torch has {world.device.type}", "see --device")
-    wire = connect(Place(world, Board.private().seat(0), folder / "store"), timeout=TIMEOUT, fingerprint="check")
-    if wire.bounce is None and size > 1:
-        wire = replace(wire, bounce=bounce_pool(world.device, wire.ledger))
+    comm = connect(
+        RankContext(world, StatusBoard.private().status_slot(0), folder / "store"), timeout=TIMEOUT, fingerprint="check"
+    )
+    if comm.host_staging is None and size > 1:
+        comm = replace(comm, host_staging=staging_pool(world.device, comm.ledger))
     for layout in layouts:
-        grid = single(wire)
+        grid = single(comm)
         if size > 1:
-            grid = make_grid(tensor=layout.tensor, pipeline=layout.pipeline, wire=wire, device_type="cpu")
+            grid = make_grid(tensor=layout.tensor, pipeline=layout.pipeline, comm=comm, device_type="cpu")
         out = folder / layout.folder
         out.mkdir(exist_ok=True)
         write_results(train(layout, grid, world.device), out, rank)
-    if wire.bounce is not None:
-        held = wire.ledger.bytes["host_bounce"].peak
+    if comm.host_staging is not None:
+        held = comm.ledger.bytes["host_bounce"].peak
         print(
-            f"{size} ranks on {world.device}: each sent {wire.ledger.bytes_sent:,} bytes through {held:,} of the host"
+            f"{size} ranks on {world.device}: each sent {comm.ledger.bytes_sent:,} bytes through {held:,} of the host"
         )
     disconnect()
     return 0

@@ -11,17 +11,24 @@ from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import KINDS, Manifest, Progress, read_manifest
 from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.save import Holding
+from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
 from megazero.launch.signals import Signals
-from megazero.run.checkpointing import About, Identity, Site, about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import (
+    CheckpointMetadata,
+    Identity,
+    RunContext,
+    about_run,
+    checkpoints_of,
+    holdings_to_load,
+)
 from megazero.run.folder import RunFolder
 from megazero.run.loading import check_same
 from megazero.run.lock import RunLock
-from megazero.run.resume import Job
+from megazero.run.resume import ResumePoint
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Layout, Rank
 
@@ -40,9 +47,9 @@ class Saving:
         lock = RunLock(self.folder.lock)
         if self.grid.world.rank == 0:
             self.folder.create(lock, resume=True)
-        job = Job("word", "run", False, str(self.folder.checkpoints), [], True)
-        site = Site(self.folder, lock, job, Signals())
-        self.about: About = about_run(config, rank.built, self.grid, site, IDENTITY)
+        job = ResumePoint("word", "run", False, str(self.folder.checkpoints), [], True)
+        site = RunContext(self.folder, lock, job, Signals())
+        self.about: CheckpointMetadata = about_run(config, rank.built, self.grid, site, IDENTITY)
         self.lock = lock
         self.checkpoints = checkpoints_of(config, rank.built, self.grid, CPU, self.about, site)
 
@@ -135,7 +142,7 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
         name: {kind: torch.empty(logical.numel, dtype=DTYPES[manifest.dtype]) for kind in KINDS}
         for name, logical in manifest.tensors.items()
     }
-    holdings = [Holding([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
+    holdings = [ShardState([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
     load_tensors(step, manifest, holdings, rank=0, size=1)
     return manifest, flat
 

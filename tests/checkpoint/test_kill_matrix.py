@@ -25,7 +25,7 @@ from megazero.run.folder import RunFolder
 from megazero.run.session import launch
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
-from megazero.zero.gather import Presence
+from megazero.zero.gather import Gather
 from megazero.zero.reduce import Reduction
 from tests.tiny_run import TinyData, repeating
 
@@ -42,7 +42,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "reduce gradients": (Reduction, "_start", 9),
     "norm and clip": ("megazero.zero.engine", "unit_squares", 4),
     "in the middle of an update": (AdamW, "update", 14),
-    "gather parameters": (Presence, "publish", 14),
+    "gather parameters": (Gather, "publish", 14),
     "validate": (Validation, "score", 1),
     "begin to save": (Checkpoints, "save", 2),
     "copy": (save, "copy_all", 2),

@@ -22,7 +22,7 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.loader import MicroBatch, open_datasets
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
 from megazero.run.session import launch
@@ -87,7 +87,7 @@ def expected_loss(config: Config, source: Path, dtype: torch.dtype) -> float:
     load_newest_weights(model, Store(source / "checkpoints"), dtype)
 
     def logits(tokens_SB: Tensor) -> Tensor:
-        return model(tokens_SB, Step(0, torch.zeros(tokens_SB.shape[1], dtype=torch.int64), training=False))
+        return model(tokens_SB, BatchContext(0, torch.zeros(tokens_SB.shape[1], dtype=torch.int64), training=False))
 
     return losses(first_batch(config), logits)
 

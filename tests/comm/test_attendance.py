@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from megazero.comm.attendance import NOWHERE, NoPresence, Presence
-from megazero.comm.transport.shared_memory import Box, Handle, Mail
+from megazero.comm.attendance import NOWHERE, Gather, NoPresence
+from megazero.comm.transport.shared_memory import Handle, Outbox, SharedMemoryTransport
 from tests.launch.test_rendezvous import free_port, task
 
-GOOD = Presence("node7", "megazero 1, config 0a1b", 77, 123456, "boot 0 pid:[1]", Handle(77, 5, 30, 99))
+GOOD = Gather("node7", "megazero 1, config 0a1b", 77, 123456, "boot 0 pid:[1]", Handle(77, 5, 30, 99))
 SAID = json.loads(GOOD.said())
 
 
 def test_what_a_rank_says_is_heard():
-    assert Presence.heard(GOOD.said().encode()) == GOOD
+    assert Gather.heard(GOOD.said().encode()) == GOOD
     alone = replace(GOOD, host_id="", handle=NOWHERE)
-    assert Presence.heard(alone.said().encode()) == alone
+    assert Gather.heard(alone.said().encode()) == alone
 
 
 def said(at: int, value: object) -> bytes:
@@ -63,7 +63,7 @@ BAD = {
 @pytest.mark.parametrize("raw", BAD.values(), ids=BAD)
 def test_what_no_rank_says_is_refused(raw: bytes):
     with pytest.raises(NoPresence):
-        Presence.heard(raw)
+        Gather.heard(raw)
 
 
 def test_fuzz():
@@ -74,7 +74,7 @@ def test_fuzz():
             if raw:
                 raw[chance.randrange(len(raw))] = chance.randrange(256)
         with contextlib.suppress(NoPresence):
-            heard = Presence.heard(bytes(raw))
+            heard = Gather.heard(bytes(raw))
             assert heard.host.isprintable() and heard.fingerprint.isprintable() and 0 < heard.pid <= 1 << 22
 
 
@@ -118,8 +118,8 @@ def other():
     process.communicate("")
 
 
-def mail() -> Mail:
-    return Mail(0, 2, timedelta(seconds=1))
+def shared_memory() -> SharedMemoryTransport:
+    return SharedMemoryTransport(0, 2, timedelta(seconds=1))
 
 
 def test_only_what_is_proven_is_opened(other: tuple[Handle, Handle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -135,20 +135,20 @@ def test_only_what_is_proven_is_opened(other: tuple[Handle, Handle], tmp_path: P
     lies += [replace(good, pid=os.getpid()), replace(good, pid=1 << 22), replace(good, number=9999)]
     for lie in lies:
         with pytest.raises(OSError):
-            mail().open(1, lie)
+            shared_memory().open(1, lie)
     assert opened == [], "nothing was opened to find out"
     with pytest.raises(OSError, match="its size can be changed"):
-        mail().open(1, unsealed)
+        shared_memory().open(1, unsealed)
     with pytest.raises(OSError, match="the descriptor is something else"):
-        mail().open(2, good)  # another rank's
-    mail().open(1, good)
+        shared_memory().open(2, good)  # another rank's
+    shared_memory().open(1, good)
     for number in mine:
         os.close(number)
 
 
 def test_nobody_can_take_the_memory_away_from_a_reader():
-    handle = mail().handle
-    for size in (0, Box.size(2) + 4096):
+    handle = shared_memory().handle
+    for size in (0, Outbox.size(2) + 4096):
         with pytest.raises(PermissionError):
             os.ftruncate(handle.number, size)
     assert fcntl.fcntl(handle.number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC

@@ -94,7 +94,7 @@ def count(grid: Grid) -> dict:
     all_reduce(torch.ones(20_000, dtype=torch.float64), grid.data, "b")
     start_reduce_scatter(torch.ones(8, 3), grid.data, "c").wait()
     all_gather(torch.ones(2, 3, dtype=torch.bfloat16), grid.data, "c")
-    return grid.data.wire.ledger.traffic_as_dict()
+    return grid.data.comm.ledger.traffic_as_dict()
 
 
 def test_the_ledger_counts_by_the_ring_formula():
@@ -112,7 +112,7 @@ def test_an_axis_of_one_is_the_identity_and_counts_nothing():
     axis, x = Axis("data"), torch.ones(4, 4)
     assert all(operation(x, axis, "a") is x for operation in (all_reduce, all_gather))
     assert start_reduce_scatter(x, axis, "a").wait() is x
-    assert axis.wire.ledger.traffic == {} and axis.wire.ledger.bytes_sent == 0
+    assert axis.comm.ledger.traffic == {} and axis.comm.ledger.bytes_sent == 0
 
 
 def strided(grid: Grid) -> str:

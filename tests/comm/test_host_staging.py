@@ -25,10 +25,10 @@ from megazero.comm.collectives import (
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
-from megazero.comm.transport.host_staging import Bounce, bounce_pool
+from megazero.comm.transport.host_staging import HostStaging, staging_pool
 from megazero.config.schema import Config, Zero, resolved
 from megazero.launch import rendezvous
-from megazero.launch.environment import Place
+from megazero.launch.environment import RankContext
 from megazero.launch.spawn import run_local
 from megazero.zero.placement import Precision
 from tests.comm.test_collectives import LENGTHS, values
@@ -59,13 +59,13 @@ class PoisonedPool(Pool):
 
 def bounced(grid: Grid, *, sockets: bool = False) -> Grid:
     """The same ranks, whose tensors gloo cannot reach."""
-    wire = grid.world.wire
-    wire = replace(wire, bounce=PoisonedPool(wire.ledger), mail=None if sockets else wire.mail)
-    return Grid(*(replace(getattr(grid, axis.name), wire=wire) for axis in fields(grid)))
+    comm = grid.world.comm
+    comm = replace(comm, host_staging=PoisonedPool(comm.ledger), shared_memory=None if sockets else comm.shared_memory)
+    return Grid(*(replace(getattr(grid, axis.name), comm=comm) for axis in fields(grid)))
 
 
 def pool_of(grid: Grid) -> PoisonedPool:
-    pool = grid.world.wire.bounce
+    pool = grid.world.comm.host_staging
     assert isinstance(pool, PoisonedPool)
     return pool
 
@@ -94,7 +94,7 @@ def everything(axis: Axis, dtype: torch.dtype, length: int) -> list[Tensor]:
 def same_bits(grid: Grid, sockets: bool) -> bool:
     plain = through_sockets(grid.data) if sockets else grid.data
     apart = bounced(grid, sockets=sockets)
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     for dtype in DTYPES:
         for length in LENGTHS:
             expected = everything(plain, dtype, length)
@@ -116,9 +116,9 @@ def test_every_operation_gives_the_same_bits(size: int, sockets: bool) -> None:
 
 def in_pieces(grid: Grid, sockets: bool) -> bool:
     """1 KiB at a time."""
-    wire = replace(grid.data.wire, bucket=1 << 10, mail=None if sockets else grid.data.wire.mail)
-    plain = replace(grid.data, wire=wire)
-    apart = replace(plain, wire=replace(wire, bounce=PoisonedPool(wire.ledger)))
+    comm = replace(grid.data.comm, bucket=1 << 10, shared_memory=None if sockets else grid.data.comm.shared_memory)
+    plain = replace(grid.data, comm=comm)
+    apart = replace(plain, comm=replace(comm, host_staging=PoisonedPool(comm.ledger)))
     expected, found = (everything(axis, torch.float32, 3001) for axis in (plain, apart))
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -141,7 +141,7 @@ def nothing_before_the_wait(grid: Grid) -> bool:
         start_all_gather_in_place(gathered, axis, "test"),
         start_reduce_scatter(scattered, axis, "test", out=out, accumulate=True),
     ]
-    all_reduce(torch.ones(1), replace(axis, wire=replace(axis.wire, bounce=None)), "all have come")
+    all_reduce(torch.ones(1), replace(axis, comm=replace(axis.comm, host_staging=None)), "all have come")
     last = start_all_gather(torch.full((3,), float(axis.rank)), axis, "test")
     assert all(torch.equal(a, b) for a, b in zip((reduced, gathered, out), before, strict=True))
     for x in (reduced, gathered, scattered):
@@ -191,21 +191,21 @@ def test_messages_in_a_ring() -> None:
 
 
 def test_a_bounce_keeps_no_hold_of_the_tensor_and_no_graph() -> None:
-    pool = bounce_pool(CPU, Ledger())
+    pool = staging_pool(CPU, Ledger())
     x = torch.ones(3, requires_grad=True)
-    bounce = Bounce(x, pool)
-    bounce.fetch(x)
-    assert not bounce.host.requires_grad and bounce.host.tolist() == [1.0] * 3
-    assert all(value is not x for value in vars(bounce).values())
+    staging = HostStaging(x, pool)
+    staging.fetch(x)
+    assert not staging.host.requires_grad and staging.host.tolist() == [1.0] * 3
+    assert all(value is not x for value in vars(staging).values())
 
 
 def test_the_ledger_holds_as_many_pages_as_were_out_at_once() -> None:
     ledger = Ledger()
-    pool = bounce_pool(CPU, ledger)
+    pool = staging_pool(CPU, ledger)
     for _ in range(2):
-        bounces = [Bounce(torch.empty(n, dtype=torch.bfloat16), pool) for n in (0, 1, 2047, 2048)]
-        for bounce in bounces:
-            bounce.release()
+        bounces = [HostStaging(torch.empty(n, dtype=torch.bfloat16), pool) for n in (0, 1, 2047, 2048)]
+        for staging in bounces:
+            staging.release()
     assert ledger.bytes_as_dict() == {"host_bounce": {"now": 5 * 4096, "peak": 5 * 4096}}
 
 
@@ -246,18 +246,18 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
-    def main(place: Place) -> None:
+    def main(place: RankContext) -> None:
         seen: dict = {}
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(device=str(device)))
         monkeypatch.setattr(
             rendezvous,
             "bounce_pool",
-            lambda device, ledger: seen.update(bounces=str(device)) or bounce_pool(CPU, ledger),
+            lambda device, ledger: seen.update(bounces=str(device)) or staging_pool(CPU, ledger),
         )
-        wire = rendezvous.connect(place, timeout=TIMEOUT, fingerprint="test")
-        grid = grid_of(resolved(Config(zero=Zero(stage=0))), wire, place.world)
+        comm = rendezvous.connect(place, timeout=TIMEOUT, fingerprint="test")
+        grid = grid_of(resolved(Config(zero=Zero(stage=0))), comm, place.world)
         total = all_reduce(torch.ones(3), grid.data, "test").tolist()
-        seen |= {"backend": wire.backend, "sum": total, "held": wire.ledger.bytes["host_bounce"].now}
+        seen |= {"backend": comm.backend, "sum": total, "held": comm.ledger.bytes["host_bounce"].now}
         (folder / f"{place.world.rank}").write_text(json.dumps(seen))
         rendezvous.disconnect()
 

@@ -7,7 +7,7 @@ import torch
 
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
-from megazero.comm.transport.p2p import Channel, Messages
+from megazero.comm.transport.p2p import Channel, PointToPoint
 from megazero.comm.transport.shared_memory import PARCELS
 from tests.ranks import run_ranks
 
@@ -15,7 +15,7 @@ MANY = 5 * PARCELS
 
 
 def axis_of(grid: Grid, sockets: bool) -> Axis:
-    return replace(grid.pipeline, wire=replace(grid.pipeline.wire, mail=None)) if sockets else grid.pipeline
+    return replace(grid.pipeline, comm=replace(grid.pipeline.comm, shared_memory=None)) if sockets else grid.pipeline
 
 
 def value(channel: int, number: int, numel: int = 3000) -> torch.Tensor:
@@ -26,7 +26,7 @@ def both_ways(grid: Grid, sockets: bool) -> int:
     """Each rank sends everything before it posts anything, on two channels a way; then takes one channel backwards."""
     axis = axis_of(grid, sockets)
     channels = [Channel(i, i % 2, 1 - i % 2, "test") for i in range(4)]
-    messages = Messages(axis, channels)
+    messages = PointToPoint(axis, channels)
     for number in range(MANY):
         for channel in channels:
             if channel.source == axis.rank:
@@ -36,13 +36,13 @@ def both_ways(grid: Grid, sockets: bool) -> int:
     receipts = [(c, n, messages.post(c, torch.empty(1000, 3), "x")) for n in range(MANY) for c in mine]
     right = sum(torch.equal(receipt.wait(), value(c.index, n)) for c, n, receipt in reversed(receipts))
     messages.finish()
-    again = Messages(axis, channels)  # the names of a run are never used twice
+    again = PointToPoint(axis, channels)  # the names of a run are never used twice
     for channel in channels:
         if channel.source == axis.rank:
             again.send(channel, value(channel.index, 77))
     right += sum(torch.equal(again.post(c, torch.empty(1000, 3), "x").wait(), value(c.index, 77)) for c in mine)
     again.finish()
-    sent = axis.wire.ledger.traffic["pipeline"]["test"]
+    sent = axis.comm.ledger.traffic["pipeline"]["test"]
     assert sent.bytes_sent - 4 * (1 << 16) == 4 * 3000 * 2 * (MANY + 1)  # and the all-reduce
     return right
 
@@ -55,7 +55,7 @@ def test_everything_arrives_once_whatever_the_order(sockets: bool) -> None:
 def large(grid: Grid, dtype: torch.dtype) -> bool:
     """A message of several slots, and an empty one."""
     channel = Channel(0, 0, 1, "test")
-    messages = Messages(grid.pipeline, [channel])
+    messages = PointToPoint(grid.pipeline, [channel])
     big = torch.arange((5 << 20) + 3).to(dtype)
     for x in (big, big[:0]):
         if grid.pipeline.rank == 0:
@@ -75,7 +75,7 @@ def around(grid: Grid) -> bool:
     """Every rank sends to the next while all wait for the one before, and their outboxes are full."""
     axis = grid.pipeline
     channels = [Channel(i, i, (i + 1) % axis.size, "test") for i in range(axis.size)]
-    messages = Messages(axis, channels)
+    messages = PointToPoint(axis, channels)
     for number in range(MANY):
         messages.send(channels[axis.rank], value(axis.rank, number))
     source = (axis.rank - 1) % axis.size
@@ -92,6 +92,6 @@ def test_nobody_waits_in_a_circle() -> None:
 
 
 def test_a_strided_message_is_a_fault_of_ours() -> None:
-    messages = Messages(replace(Axis("pipeline"), size=2), [])
+    messages = PointToPoint(replace(Axis("pipeline"), size=2), [])
     with pytest.raises(AssertionError, match="strided view"):
         messages.send(Channel(0, 0, 1, "test"), torch.ones(4, 4).T)

@@ -12,7 +12,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.regions import Region, leave
 from megazero.kernels.operations import REFERENCE
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.linear import column_products, row_product
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.parameter import declaration_of
@@ -88,8 +88,8 @@ def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
     for parameter in list(mlp.parameters()):
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
     x = torch.ones(S // grid.tensor.size if sequence else S, B, D, requires_grad=True)
-    mlp(x, Step(0, torch.arange(B))).sum().backward()
-    return {purpose: sent["elements"] for purpose, sent in grid.tensor.wire.ledger.traffic_as_dict()["tensor"].items()}
+    mlp(x, BatchContext(0, torch.arange(B))).sum().backward()
+    return {purpose: sent["elements"] for purpose, sent in grid.tensor.comm.ledger.traffic_as_dict()["tensor"].items()}
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])

@@ -10,18 +10,20 @@ import torch
 from megazero.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport import shared_memory as shared
-from megazero.comm.transport.shared_memory import Handle, Label, Mail
+from megazero.comm.transport.shared_memory import Handle, Label, SharedMemoryTransport
 from tests.comm.test_collectives import reduce_everything, scatter_and_gather
 from tests.ranks import run_ranks
 
 
 def through_sockets(axis: Axis) -> Axis:
-    return replace(axis, wire=replace(axis.wire, mail=None))
+    return replace(axis, comm=replace(axis.comm, shared_memory=None))
 
 
 def both_ways(grid: Grid) -> bool:
     sockets = replace(grid, data=through_sockets(grid.data))
-    assert grid.data.wire.mail is not None and grid.data.wire.mail.reached == frozenset(range(grid.world.size))
+    assert grid.data.comm.shared_memory is not None and grid.data.comm.shared_memory.reached == frozenset(
+        range(grid.world.size)
+    )
     pairs = zip(reduce_everything(grid), reduce_everything(sockets), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     pairs = zip(scatter_and_gather(grid, 700), scatter_and_gather(sockets, 700), strict=True)
@@ -90,35 +92,35 @@ def test_one_operation_may_be_under_way_for_long():
 
 def test_where_boxes_cannot_be_opened_sockets_are_used(monkeypatch: pytest.MonkeyPatch):
     """On one rank only: the others must know."""
-    opened = Mail.open
+    opened = SharedMemoryTransport.open
 
-    def forbidden(self: Mail, rank: int, handle: Handle) -> None:
+    def forbidden(self: SharedMemoryTransport, rank: int, handle: Handle) -> None:
         if self.rank == 1:
             raise PermissionError("no")
         opened(self, rank, handle)
 
-    monkeypatch.setattr(shared.Mail, "open", forbidden)
-    reached = run_ranks(3, lambda grid: (grid.world.wire.mail.reached, reduce_everything(grid)[0].shape))
+    monkeypatch.setattr(shared.SharedMemoryTransport, "open", forbidden)
+    reached = run_ranks(3, lambda grid: (grid.world.comm.shared_memory.reached, reduce_everything(grid)[0].shape))
     assert [ranks for ranks, _ in reached] == [frozenset({0}), frozenset({1}), frozenset({2})]
 
 
 def silent_peer(grid: Grid) -> str:
-    mail = grid.world.wire.mail
-    assert mail is not None
+    shared_memory = grid.world.comm.shared_memory
+    assert shared_memory is not None
     if grid.world.rank == 0:
         return "silent"
     with pytest.raises(TimeoutError, match="no answer within"):
-        Mail.wait_for(_impatient(mail), 0, "world", Label(1, 2))
+        SharedMemoryTransport.wait_for(_impatient(shared_memory), 0, "world", Label(1, 2))
     for number in range(shared.SLOTS):
-        mail.post("world", Label(number, 2), [torch.ones(2)], 8, [0])
+        shared_memory.post("world", Label(number, 2), [torch.ones(2)], 8, [0])
     with pytest.raises(TimeoutError, match="no answer within"):
-        mail.post("world", Label(99, 2), [torch.ones(2)], 8, [0])
+        shared_memory.post("world", Label(99, 2), [torch.ones(2)], 8, [0])
     return "noticed"
 
 
-def _impatient(mail: Mail) -> Mail:
-    mail._timeout = timedelta(seconds=0.5).total_seconds()
-    return mail
+def _impatient(shared_memory: SharedMemoryTransport) -> SharedMemoryTransport:
+    shared_memory._timeout = timedelta(seconds=0.5).total_seconds()
+    return shared_memory
 
 
 def test_a_peer_that_neither_writes_nor_reads_is_noticed():

@@ -102,8 +102,8 @@ def test_causal_softmax_and_its_gradient(columns: int) -> None:
     expected.backward(grad)
     found = ops.causal_softmax(scores.detach(), 0.3)
     assert torch.allclose(found, expected, rtol=1e-13) and not found[..., ~seen].any()
-    unseen = grad.masked_fill(~seen, torch.nan)  # what reaches a masked column counts for nothing
-    back = ops.causal_softmax_backward(unseen, found, 0.3)
+    skip_output = grad.masked_fill(~seen, torch.nan)  # what reaches a masked column counts for nothing
+    back = ops.causal_softmax_backward(skip_output, found, 0.3)
     assert torch.allclose(back, scores.grad, rtol=1e-11, atol=1e-14) and not back[..., ~seen].any()
 
 

@@ -17,7 +17,7 @@ from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_gather, all_reduce
 from megazero.comm.grid import Grid, make_grid
-from megazero.launch.environment import Place
+from megazero.launch.environment import RankContext
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.launch.spawn import run_local
 
@@ -88,12 +88,12 @@ CASES: dict[str, Callable[[Grid], None]] = {
 }
 
 
-def be(place: Place, case: str, bad_rank: int, timeout: float) -> None:
+def be(place: RankContext, case: str, bad_rank: int, timeout: float) -> None:
     os.write(1, f"pid {os.getpid()}\n".encode())  # in one piece
-    wire = connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
-    grid = make_grid(tensor=2, pipeline=1, wire=wire, device_type="cpu")
+    comm = connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
+    grid = make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
     for step in range(1, STEPS + 1):
-        wire.seat.now(step, "forward")
+        comm.status_slot.now(step, "forward")
         all_gather(torch.ones(2), grid.tensor, "loss")
         if step == BAD_STEP and case == "agree" and grid.world.rank != bad_rank:
             agree(grid.world, torch.device("cpu"), lambda: None)
@@ -101,7 +101,7 @@ def be(place: Place, case: str, bad_rank: int, timeout: float) -> None:
             CASES[case](grid)
         else:
             fair(grid)
-        wire.seat.now(step, "update")
+        comm.status_slot.now(step, "update")
         all_reduce(torch.ones(8), grid.data, "gradients")
     disconnect()
 

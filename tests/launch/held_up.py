@@ -17,9 +17,9 @@ import torch
 from megazero.comm import grid
 from megazero.comm.agreement import agree
 from megazero.comm.lobby import together
-from megazero.comm.status_board import BUILD, Board, Seat
+from megazero.comm.status_board import BUILD, StatusBoard, StatusSlot
 from megazero.launch import rendezvous
-from megazero.launch.environment import Place, world_from_environment
+from megazero.launch.environment import RankContext, world_from_environment
 from megazero.launch.exit_status import outcome, say_why
 from megazero.launch.spawn import run_local
 
@@ -47,14 +47,14 @@ def stop_before(owner: Any, name: str) -> None:
 
 def stop_inside() -> None:
     """In an operation that it has begun, and not yet sent anything of."""
-    begin = Seat.begin
+    begin = StatusSlot.begin
 
-    def stopped(seat: Seat, axis: str, ranks: range, text: str) -> int:
-        number = begin(seat, axis, ranks, text)
+    def stopped(status_slot: StatusSlot, axis: str, ranks: range, text: str) -> int:
+        number = begin(status_slot, axis, ranks, text)
         stop()
         return number
 
-    setattr(Seat, "begin", stopped)  # noqa: B010 - the type checker wants another name of the first argument
+    setattr(StatusSlot, "begin", stopped)  # noqa: B010 - the type checker wants another name of the first argument
 
 
 def spin() -> None:
@@ -72,7 +72,7 @@ def hold_the_lock() -> None:
 LAST: dict[str, Callable[[], None]] = {"build": stop, "inside": stop_inside, "spin": spin, "lock": hold_the_lock}
 
 
-def be(place: Place, case: str, bad_rank: int, timeout: float, log: str = "") -> None:
+def be(place: RankContext, case: str, bad_rank: int, timeout: float, log: str = "") -> None:
     os.write(1, f"pid {os.getpid()}\n".encode())  # in one piece
     if place.world.launcher == "srun":
         sys.stdin.readline()  # until all are there: ranks wait a few seconds, imports may take longer
@@ -83,14 +83,14 @@ def be(place: Place, case: str, bad_rank: int, timeout: float, log: str = "") ->
         path = Path(log) / f"rank_{place.world.rank:02d}.log"
         path.touch()
         place.stacks.into(path)
-    wire = rendezvous.connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
-    made = grid.make_grid(tensor=2, pipeline=1, wire=wire, device_type="cpu")
-    with together(wire.lobby, "run folder"):
+    comm = rendezvous.connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
+    made = grid.make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
+    with together(comm.lobby, "run folder"):
         agree(made.world, torch.device("cpu"), lambda: None)
     if log and place.world.launcher == "srun":
-        place.seat.move(Board.in_file(Path(log) / "board", place.world.size), place.world.rank)
+        place.status_slot.move(StatusBoard.in_file(Path(log) / "board", place.world.size), place.world.rank)
         agree(made.world, torch.device("cpu"), lambda: None)
-    wire.seat.now(0, BUILD)
+    comm.status_slot.now(0, BUILD)
     if bad and case in LAST:
         LAST[case]()
     agree(made.world, torch.device("cpu"), lambda: None)
@@ -103,7 +103,7 @@ def main() -> int:
     world = world_from_environment()
     if world.size == 1:
         return run_local(int(size), lambda place: be(place, *arguments), lambda *_: None)
-    place = Place.of(world)
+    place = RankContext.of(world)
     code = outcome(lambda: be(place, *arguments), place)
     if code:
         say_why(place)

@@ -49,7 +49,7 @@ def small(name: str, tensor: int) -> Config:
 
 def held(grid: Grid, config: Config) -> dict[str, int]:
     """Bytes by category in the second step."""
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     built = build(config, grid, CPU, REFERENCE, Host(CPU, ledger, apart=True))
     feed = feeder(config, grid)
     micro_batches = config.batch.global_ // (config.batch.micro * grid.data.size)

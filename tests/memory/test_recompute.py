@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.memory.activation_store import Arena
-from megazero.memory.recompute import Here, Recomputed
+from megazero.memory.recompute import PlainStore, Recomputed
 from megazero.model.dropout import Dropout
 from megazero.observe.allocations import Allocations
 from megazero.zero.placement import Precision
@@ -118,7 +118,7 @@ def tell(grid: Grid, layout: Layout) -> dict[str, int]:
     """What a rank keeps, in bytes, and sends in its second step, in elements; the most that step allocates."""
     rank = Rank(grid, layout, WIDE, DTYPES["fp32"])
     rank.step(0)
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
 
     def elements() -> dict[str, int]:
         axes = (axis for axis in ("tensor", "host") if axis in ledger.traffic)
@@ -178,9 +178,9 @@ def said(grid: Grid, layout: Layout) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(("mode", "replayed"), [("none", 0), ("selective", 0), ("full", 1), ("Pa", 1)])
+@pytest.mark.parametrize(("mode", "recomputed"), [("none", 0), ("selective", 0), ("full", 1), ("Pa", 1)])
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_traffic_of_a_block(tensor: int, mode: str, replayed: int) -> None:
+def test_traffic_of_a_block(tensor: int, mode: str, recomputed: int) -> None:
     """In units of n (t - 1) / t elements: 2 for every sum. The paper's block sums 2 times forward, 2 again and 2
     backward: 12. The last sum of a replay is left out, so here it is 10, and Pa's gather of 1 is a tenth of that; of
     the paper's 12 it is 1/12 (section 8).
@@ -188,7 +188,7 @@ def test_traffic_of_a_block(tensor: int, mode: str, replayed: int) -> None:
     layout = replace(Layout(tensor, accumulation=2), **MODES.get(mode, {}))
     unit = elements_of(layout) * (tensor - 1) // tensor * WIDE.layers * layout.accumulation
     for told in run_ranks(tensor, tell, layout, tensor=tensor):
-        assert told["tensor block forward"] == (2 + replayed) * 2 * unit
+        assert told["tensor block forward"] == (2 + recomputed) * 2 * unit
         assert told["tensor block backward"] == 2 * 2 * unit
         assert told.get("tensor inputs", 0) == (unit if mode == "Pa" else 0)
         if mode == "Pa":
@@ -229,13 +229,13 @@ def test_a_part_alone_gives_the_gradients_of_autograd() -> None:
     """Of its input and of what it closes over, without an engine."""
 
     class Now:
-        def replayed(self) -> "Now":
+        def recomputed(self) -> "Now":
             return self
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8, dtype=torch.float64)
     results = []
-    for part in (lambda x, now: torch.tanh(layer(x)), Recomputed(lambda x, now: torch.tanh(layer(x)), Here)):
+    for part in (lambda x, now: torch.tanh(layer(x)), Recomputed(lambda x, now: torch.tanh(layer(x)), PlainStore)):
         x = torch.linspace(0, 1, 16, dtype=torch.float64).view(2, 8).requires_grad_()
         layer.zero_grad()
         part(x, Now()).square().sum().backward()

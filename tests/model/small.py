@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE, Operations
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape, Transformer
 
@@ -59,5 +59,5 @@ def batch(shape: Shape, rows: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
     return window[:-1].clone(), window[1:].clone(), torch.ones(shape.seq_len, rows, dtype=torch.bool)
 
 
-def step_of(rows: int, step: int = 0) -> Step:
-    return Step(step, torch.arange(rows) + rows * step)
+def step_of(rows: int, step: int = 0) -> BatchContext:
+    return BatchContext(step, torch.arange(rows) + rows * step)

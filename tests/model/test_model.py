@@ -10,7 +10,7 @@ from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model import attention
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
 from megazero.model.parameter import declaration_of, declare, named_declarations
 from megazero.model.transformer import Transformer
@@ -77,7 +77,7 @@ def test_losses_are_those_of_each_sample_alone(shape) -> None:
     tokens, targets, valid = batch(shape, ROWS)
     together = model.losses(tokens, targets, valid, step_of(ROWS)).detach()
     for row in range(ROWS):
-        alone = Step(0, torch.tensor([row]))
+        alone = BatchContext(0, torch.tensor([row]))
         column = slice(row, row + 1)
         losses = model.losses(tokens[:, column], targets[:, column], valid[:, column], alone).detach()
         assert difference(losses, together[:, column]) <= LOSS_FP64

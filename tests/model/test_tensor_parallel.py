@@ -19,7 +19,7 @@ def traffic(grid: Grid, shape, sequence: bool) -> dict[str, int]:
     offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if sequence else 0
     losses = model.losses(*batch(shape, B), replace(step_of(B), sequence_offset=offset))
     losses.sum().backward()
-    sent = grid.tensor.wire.ledger.traffic_as_dict()["tensor"]
+    sent = grid.tensor.comm.ledger.traffic_as_dict()["tensor"]
     return {purpose: row["elements"] for purpose, row in sent.items()}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megazero.run.build
 from megazero.base.errors import UserError
-from megazero.build.assemble import Built, Feed
+from megazero.build.assemble import Built, StageInputs
 from megazero.config.file import load
 from megazero.run.session import launch
 
@@ -26,7 +26,7 @@ def main() -> int:
         if stage is not None:
             run = stage.run
 
-            def compute(x: Tensor | None, feed: Feed) -> Tensor:
+            def compute(x: Tensor | None, feed: StageInputs) -> Tensor:
                 y = run(x, feed)
                 if feed.now.step + 1 < 2:
                     return y

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.build.assemble import Feed
+from megazero.build.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.schedules.catalogue import make
 from megazero.tools.certify.tolerances import (
@@ -169,7 +169,7 @@ def test_as_many_micro_batches_are_live_as_the_simulator_says(schedule: str) -> 
 def scores(grid: Grid, layout: Layout) -> list[torch.Tensor]:
     """Of two micro-batches of two rows, and of a last one of one row, as a validation's may be."""
     rank = Rank(grid, layout, SHAPES["deep"], FP64)
-    feeds = [rank.feed(0, 0), rank.feed(0, 1), Feed(*samples([7], 0, SHAPES["deep"]))]
+    feeds = [rank.feed(0, 0), rank.feed(0, 1), StageInputs(*samples([7], 0, SHAPES["deep"]))]
     return [loss.clone() for _ in range(2) for loss in rank.pipeline.evaluate(feeds, lambda feed: feed)]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build.assemble import Feed
+from megazero.build.assemble import StageInputs
 from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
@@ -30,7 +30,7 @@ DTYPES = {
 }
 
 
-def plain(feed: Feed) -> Feed:
+def plain(feed: StageInputs) -> StageInputs:
     """A plain causal micro-batch, without documents."""
     return replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
 

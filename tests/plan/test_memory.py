@@ -53,7 +53,7 @@ def held(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> tupl
     feeds = [plain(rank.feed(1, m)) for m in range(layout.accumulation)]
     with Allocations() as counted:
         rank.pipeline.train(feeds, lambda feed: feed)
-    found = {category: size.now for category, size in grid.world.wire.ledger.bytes.items() if category != "staging"}
+    found = {category: size.now for category, size in grid.world.comm.ledger.bytes.items() if category != "staging"}
     return grid.pipeline.rank, found | {"activations": counted.peak}
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.activations import Micro, kept_by_block
-from megazero.plan.compute import Compute, Passes
+from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.machines import MACHINES
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.time import bubble_of
-from scripts.fit_planner import FITTED, Row, each_row, fit, of_machine, rows, shares, summary, unseen
+from scripts.fit_planner import FITTED, Row, each_row, fit, of_machine, rows, shares, skip_output, summary
 from tests.tiny_run import ROOT
 from tests.zero.formula import PAPER, agrees, table_1
 
@@ -106,7 +106,7 @@ def test_zero_infinity() -> None:
 def test_bubbles() -> None:
     for row in table("bubbles"):
         p, m = int(row["pipeline"]), int(row["micro_batches"])
-        waits = bubble_of(row["schedule"], p, int(row["chunks"]), Passes(1.0, 1.0, 1.0))
+        waits = bubble_of(row["schedule"], p, int(row["chunks"]), PassTimes(1.0, 1.0, 1.0))
         assert waits / (3 * m + waits) == pytest.approx(float(row["share"]), rel=0.005, abs=0.0005)
 
 
@@ -153,4 +153,4 @@ def test_tables_of_the_planning_page(lines) -> None:
 @pytest.mark.full
 def test_what_was_left_out_on_the_planning_page() -> None:
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
-    assert "\n".join(unseen()) in page, "python scripts/fit_planner.py prints it anew"
+    assert "\n".join(skip_output()) in page, "python scripts/fit_planner.py prints it anew"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.plan.compute import OURS, Compute, Passes, Software
+from megazero.plan.compute import OURS, Compute, PassTimes, Software
 from megazero.plan.layout import Layout
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.model import ModelShape
@@ -31,7 +31,7 @@ def test_the_bubble_is_the_simulator_s(schedule: str, chunks: int, costs: tuple[
     each = [cost / chunks for cost in costs]
     found = simulate(make(schedule, ranks, 4 * ranks, chunks), [Costs(*each)] * (ranks * chunks))
     waits = found.makespan - max(found.work)
-    assert bubble_of(schedule, ranks, chunks, Passes(*costs)) == pytest.approx(waits, abs=1e-6)
+    assert bubble_of(schedule, ranks, chunks, PassTimes(*costs)) == pytest.approx(waits, abs=1e-6)
 
 
 layouts = st.builds(

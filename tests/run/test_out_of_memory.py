@@ -12,7 +12,7 @@ from megazero.build.assemble import build
 from megazero.comm.grid import single
 from megazero.config.schema import Config
 from megazero.kernels.operations import REFERENCE
-from megazero.run.out_of_memory import told
+from megazero.run.out_of_memory import explain_out_of_memory
 from tests.tiny_run import TinyData, command
 
 # Much to keep and little to compute: 48 blocks' inputs of 1 MB, of which Pa keeps half.
@@ -105,7 +105,7 @@ SAID = [
 def test_what_the_libraries_say(error: Exception, said: str) -> None:
     grid, config = single(), config_of()
     build(config, grid, torch.device("cpu"), REFERENCE)
-    with pytest.raises(UserError, match="MZ-330") as caught, told(config, grid, torch.device("cpu")):
+    with pytest.raises(UserError, match="MZ-330") as caught, explain_out_of_memory(config, grid, torch.device("cpu")):
         raise error
     line = str(caught.value)
     assert said in line and "memory.recompute=full spares" in line and "parameters 0.2" in line
@@ -113,5 +113,5 @@ def test_what_the_libraries_say(error: Exception, said: str) -> None:
 
 def test_other_errors_are_left_alone() -> None:
     for error in (RuntimeError("shape mismatch"), OSError(2, "No such file"), ValueError("out of memory")):
-        with pytest.raises(type(error)), told(config_of(), single(), torch.device("cpu")):
+        with pytest.raises(type(error)), explain_out_of_memory(config_of(), single(), torch.device("cpu")):
             raise error

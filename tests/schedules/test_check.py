@@ -8,7 +8,7 @@ import pytest
 from megazero.schedules.actions import Action, Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.check import ScheduleError
-from megazero.schedules.lower import Bill, add_bill, add_reductions, add_transfers
+from megazero.schedules.lower import TrafficBill, add_bill, add_reductions, add_transfers
 from megazero.schedules.simulate import Costs, simulate
 
 Edit = Callable[[list[list[Action]]], object]
@@ -96,7 +96,7 @@ def test_transfers_take_their_time() -> None:
 
 def test_the_bill_is_of_what_is_sent_and_gathered() -> None:
     schedule = add_reductions(add_transfers(make("zb-h1", 2, 2, 1)), each=True, tied=True)
-    billed = add_bill(schedule, Bill(100, [5, 6], [7, 8], [9, 10], 3))
+    billed = add_bill(schedule, TrafficBill(100, [5, 6], [7, 8], [9, 10], 3))
     assert str(billed).splitlines() == [
         "0F0[7] 0SEND_F0[100] 0RECV_B0 0F1[7] 0SEND_F1[100] 0I0[9] 0RECV_B1 0W0 0REDUCE0[5] 0I1[9] 0W1 0REDUCE1[5] "
         "0TIE1[3]",

@@ -20,7 +20,7 @@ from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config.file import dump, load
 from megazero.data.tokenizer import Tokenizer
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
 from megazero.tools.generate import load_newest_weights
@@ -68,9 +68,9 @@ def ours(run: RunFolder, tokens_BS: Tensor) -> Tensor:
     model = build_model(load(str(run.config)))
     load_newest_weights(model, Store(run.checkpoints), torch.float32)
     with torch.no_grad():
-        return model(tokens_BS.T, Step(0, torch.zeros(len(tokens_BS), dtype=torch.int64), training=False)).transpose(
-            0, 1
-        )
+        return model(
+            tokens_BS.T, BatchContext(0, torch.zeros(len(tokens_BS), dtype=torch.int64), training=False)
+        ).transpose(0, 1)
 
 
 def theirs(folder: Path, tokens_BS: Tensor) -> Tensor:

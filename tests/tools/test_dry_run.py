@@ -45,7 +45,7 @@ Counted = dict[str, Any]
 def real(grid: Grid, layout: Layout, flavour: str, dtype: str) -> Counted:
     """What a rank counts in two steps among the others."""
     grid, config, shape = rewired(grid, layout), layout.config(SHAPES[flavour], DTYPES[dtype]), SHAPES[flavour]
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     built = build(config, grid, CPU, KERNELS.get(dtype, REFERENCE), Host(CPU, ledger, apart=True))
     feed = feeds_of(grid.tensor, CPU, layout.sequence)
     stopping = Stopping(grid.world, CPU, Signals(), Path("nowhere"), None)
@@ -55,9 +55,9 @@ def real(grid: Grid, layout: Layout, flavour: str, dtype: str) -> Counted:
             built.engine.begin_step()
             built.pipeline.train(batches, lambda batch, number=number: feed(batch, number, True))
             built.engine.finish_step(1e-3)
-            stopping.ask(failed=False, saving=0.0)
+            stopping.vote(failed=False, saving=0.0)
     found = {"bytes": ledger.bytes_as_dict(), "traffic": ledger.traffic_as_dict(), "activations": counted.peak}
-    built.engine.catch_up()  # an update that may be under way ends before its thread does
+    built.engine.flush_delayed()  # an update that may be under way ends before its thread does
     return found
 
 
@@ -72,7 +72,7 @@ def simulated(rank: int, layout: Layout, flavour: str, dtype: str) -> Counted:
     with FakeTensorMode():
         axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": layout.bucket}
         grid = rewired(alone(rank, layout.size, backend="gloo", ledger=ToldLedger(), **axes), layout)
-        host = IdleHost(CPU, grid.world.wire.ledger, apart=True)
+        host = IdleHost(CPU, grid.world.comm.ledger, apart=True)
         found = two_steps(layout.config(SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
     held = found.ledger.bytes_as_dict()
     activations = held.pop("activations")["peak"]

@@ -13,7 +13,7 @@ from megazero.build.assemble import build_model
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.tokenizer import Tokenizer
-from megazero.model.batch_context import Step
+from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
 from megazero.run.folder import RunFolder
 from megazero.tools.generate import Sampling, generate, load_newest_weights, sample
@@ -53,7 +53,9 @@ def test_temperature_zero_takes_the_likeliest(model: Transformer):
     greedy = draw(model, ids, Sampling(tokens=6, temperature=0, seed=1))
     context = list(ids)
     for token in greedy:
-        logits_SBV = model(torch.tensor(context)[:, None], Step(0, torch.zeros(1, dtype=torch.int64), training=False))
+        logits_SBV = model(
+            torch.tensor(context)[:, None], BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False)
+        )
         assert token == int(logits_SBV[-1, 0].argmax())
         context.append(token)
     assert greedy == draw(model, ids, Sampling(tokens=6, temperature=0.8, top_k=1))
@@ -61,7 +63,9 @@ def test_temperature_zero_takes_the_likeliest(model: Transformer):
 
 
 def test_draws_follow_the_softmax_of_the_top_k(model: Transformer):
-    logits_V = model(torch.tensor([[5]]), Step(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0].detach()
+    logits_V = model(torch.tensor([[5]]), BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False))[
+        -1, 0
+    ].detach()
     top, indices = logits_V.topk(3)
     counts = torch.zeros(VOCAB)
     for seed in range(600):

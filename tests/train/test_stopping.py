@@ -187,22 +187,22 @@ def test_there_is_time_for_two_steps_and_a_save(tmp_path: Path, saving: float, a
     stopping = Stopping(single().world, torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
     for now in range(0, 100, 10):
         clock.now = float(now)
-        stopping.ask(failed=False, saving=saving)
-        assert stopping.answer() == (TIME if now >= at else None), now
-        assert stopping.answer() is None, "said once"
+        stopping.vote(failed=False, saving=saving)
+        assert stopping.result() == (TIME if now >= at else None), now
+        assert stopping.result() is None, "said once"
 
 
 def test_a_lost_checkpoint_comes_first_then_signals(tmp_path: Path) -> None:
     clock, signals = Clock(), Signals()
     stopping = Stopping(single().world, torch.device("cpu"), signals, tmp_path / "STOP", 1.0, clock)
     (tmp_path / "STOP").touch()
-    stopping.ask(failed=False, saving=0.0)
-    assert stopping.answer() == FILE
+    stopping.vote(failed=False, saving=0.0)
+    assert stopping.result() == FILE
     clock.now = 5.0
-    stopping.ask(failed=False, saving=0.0)
-    assert stopping.answer() == TIME
+    stopping.vote(failed=False, saving=0.0)
+    assert stopping.result() == TIME
     signals.first = signal.SIGUSR1
-    stopping.ask(failed=False, saving=0.0)
-    assert stopping.answer() == BY_SIGNAL[signal.SIGUSR1]
-    stopping.ask(failed=True, saving=0.0)
-    assert stopping.answer() == FAILED
+    stopping.vote(failed=False, saving=0.0)
+    assert stopping.result() == BY_SIGNAL[signal.SIGUSR1]
+    stopping.vote(failed=True, saving=0.0)
+    assert stopping.result() == FAILED

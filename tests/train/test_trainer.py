@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.build.assemble import Feed
+from megazero.build.assemble import StageInputs
 from megazero.checkpoint.store import Store
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows
@@ -23,10 +23,10 @@ from megazero.tools.certify.tolerances import (
     WEIGHTS_FP64,
     difference,
 )
-from megazero.train.trainer import Pace, Trainer
+from megazero.train.trainer import Trainer, TrainSchedule
 from tests.tiny_run import TinyData, built, train
 
-Run = Callable[[Tensor | None, Feed], Tensor]
+Run = Callable[[Tensor | None, StageInputs], Tensor]
 
 
 def state(trainer: Trainer) -> list[Tensor]:
@@ -79,16 +79,16 @@ def test_tokens_of_the_masked_comparison_are_uneven(tiny_data: TinyData, tmp_pat
     assert len(counts) == 4 and len(set(counts)) > 1
 
 
-def _nan_weight(trainer: Trainer, run: Run, x: Tensor | None, feed: Feed) -> Tensor:
+def _nan_weight(trainer: Trainer, run: Run, x: Tensor | None, feed: StageInputs) -> Tensor:
     trainer.engine.units[2].parameters[7] = torch.nan
     return run(x, feed)
 
 
-def _infinite_loss(trainer: Trainer, run: Run, x: Tensor | None, feed: Feed) -> Tensor:
+def _infinite_loss(trainer: Trainer, run: Run, x: Tensor | None, feed: StageInputs) -> Tensor:
     return run(x, feed) * torch.inf
 
 
-def _nan_gradient(trainer: Trainer, run: Run, x: Tensor | None, feed: Feed) -> Tensor:
+def _nan_gradient(trainer: Trainer, run: Run, x: Tensor | None, feed: StageInputs) -> Tensor:
     found = run(x, feed)
     found.register_hook(lambda gradient: gradient * torch.nan)
     return found
@@ -103,7 +103,7 @@ def test_step_that_is_not_finite_changes_nothing(tiny_data: TinyData, tmp_path: 
     stage = trainer.pipeline.stages[0]
     honest, before = stage.run, []
 
-    def run(x: Tensor | None, feed: Feed) -> Tensor:
+    def run(x: Tensor | None, feed: StageInputs) -> Tensor:
         if feed.now.step != 2:
             return honest(x, feed)
         found = poison(trainer, honest, x, feed)
@@ -147,7 +147,7 @@ def test_a_fault_that_does_not_come_again_is_said_to_be_the_machines(tiny_data: 
     stage = trainer.pipeline.stages[0]
     honest, calls = stage.run, []
 
-    def once(x: Tensor | None, feed: Feed) -> Tensor:
+    def once(x: Tensor | None, feed: StageInputs) -> Tensor:
         calls.append(feed)
         return honest(x, feed) * (torch.nan if len(calls) == 3 else 1.0)
 
@@ -170,7 +170,7 @@ def test_step_without_a_valid_token_is_skipped(tiny_data: TinyData, tmp_path: Pa
     stage = trainer.pipeline.stages[0]
     honest, states, valid = stage.run, [], []
 
-    def run(x: Tensor | None, feed: Feed) -> Tensor:
+    def run(x: Tensor | None, feed: StageInputs) -> Tensor:
         states.append(state(trainer))
         valid.append(int(feed.valid_SB.sum()))
         return honest(x, feed)
@@ -204,7 +204,7 @@ def test_validation_and_rows_come_when_due(tiny_data: TinyData, tmp_path: Path):
 
 
 def test_due_steps():
-    pace = Pace(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None)
+    pace = TrainSchedule(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None)
     assert [step for step in range(7) if pace.logs(step)] == [2, 5, 6]
     assert [step for step in range(7) if pace.validates(step)] == [6]
 

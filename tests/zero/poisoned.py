@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megazero.run.build
 from megazero.base.errors import UserError
-from megazero.build.assemble import Built, Feed
+from megazero.build.assemble import Built, StageInputs
 from megazero.config.file import load
 from megazero.run.session import launch
 
@@ -27,7 +27,7 @@ def main() -> int:
         if stage is not None and dist.get_rank() == bad_rank:
             run = stage.run
 
-            def compute(x: Tensor | None, feed: Feed) -> Tensor:
+            def compute(x: Tensor | None, feed: StageInputs) -> Tensor:
                 bad = feed.now.training and feed.now.step + 1 >= first
                 return run(x, feed) * (torch.inf if bad else 1.0)
 

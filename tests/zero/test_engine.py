@@ -19,14 +19,14 @@ from megazero.optim.clip import clip_factor
 from megazero.tools.certify.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
-from megazero.zero.placement import Precision, Spread
+from megazero.zero.placement import ParallelAxes, Precision
 from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")
 NO_POOLS = Pool(torch.float32, CPU, Ledger(), "pool"), Pool(torch.float32, CPU, Ledger(), "pool")
-ALONE = Spread(Axis("data"), Axis("tensor"), sequence=False)
+ALONE = ParallelAxes(Axis("data"), Axis("tensor"), sequence=False)
 
 
 PADDED = replace(GPT, hidden=36, ffn=100)  # no unit is a multiple of 16 elements
@@ -38,9 +38,9 @@ def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str
     adam = Optimizer(betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip)
     return model, build_engine(
         model,
-        [range(len(model.path))],
+        [range(len(model.layers))],
         seed=0,
-        spread=ALONE,
+        axes=ALONE,
         precision=Precision(dtype, dtype),
         device=CPU,
         optimizer=adam,

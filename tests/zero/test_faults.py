@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.build.assemble import Feed
+from megazero.build.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
 from megazero.schedules.actions import Kind
 from megazero.tools.certify.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
-from megazero.zero.gradients import Phase, Visits
+from megazero.zero.gradients import DeliveryCounter, Phase
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
 from tests.ranks import run_ranks
@@ -103,12 +103,12 @@ def poisoned(
     """
     rank = Rank(grid, layout, SHAPES["gpt"], precision)
     rank.step(0)
-    rank.engine.presence.need(rank.engine.units)
-    rank.engine.presence.release(rank.engine.units)
+    rank.engine.gather.unshard(rank.engine.units)
+    rank.engine.gather.reshard(rank.engine.units)
     before, honest = everything(rank), rank.last.run
     bad_feed = rank.feed(1, layout.accumulation - 1)
 
-    def run(x, feed: Feed):
+    def run(x, feed: StageInputs):
         losses_SB = honest(x, feed)
         if grid.world.rank == bad and torch.equal(feed.now.sample_ids_B, bad_feed.now.sample_ids_B):
             if what == "loss":
@@ -121,8 +121,8 @@ def poisoned(
     second = rank.step(1)
     rank.last.run = honest
     third = rank.step(2)
-    rank.engine.presence.need(rank.engine.units)
-    rank.engine.presence.release(rank.engine.units)
+    rank.engine.gather.unshard(rank.engine.units)
+    rank.engine.gather.reshard(rank.engine.units)
     rank.last.run = run
     outputs: list[str] = []
 
@@ -151,27 +151,27 @@ def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(layout: Layout, p
 
 
 def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
-    visits = Visits("blocks.3")
+    deliveries = DeliveryCounter("blocks.3")
     with pytest.raises(AssertionError, match=r"a has a gradient in micro-batch 0 of unit blocks.3, .* never begun"):
-        visits.delivered("a")
+        deliveries.delivered("a")
     completed = []
-    visits.on_complete = lambda: completed.append(1)
-    visits.expect("a")
-    visits.expect("a")
-    visits.expect("b")
-    visits.delivered("a")
-    assert visits.missing() == ["a", "b"] and not completed
+    deliveries.on_complete = lambda: completed.append(1)
+    deliveries.expect("a")
+    deliveries.expect("a")
+    deliveries.expect("b")
+    deliveries.delivered("a")
+    assert deliveries.missing() == ["a", "b"] and not completed
     with pytest.raises(AssertionError, match=r"c has a gradient .* its gradients arrive"):
-        visits.delivered("c")
-    visits.delivered("b")
-    visits.delivered("a")
-    assert completed == [1] and visits.missing() == []
+        deliveries.delivered("c")
+    deliveries.delivered("b")
+    deliveries.delivered("a")
+    assert completed == [1] and deliveries.missing() == []
     with pytest.raises(AssertionError, match=rf"b has a gradient .* {Phase.COMPLETE.value}"):
-        visits.delivered("b")
+        deliveries.delivered("b")
     with pytest.raises(AssertionError, match=rf"b is used .* {Phase.COMPLETE.value}"):
-        visits.expect("b")
-    visits.end()
-    visits.expect("b")  # the micro-batch is over, its number may come again
+        deliveries.expect("b")
+    deliveries.end()
+    deliveries.expect("b")  # the micro-batch is over, its number may come again
 
 
 def unreached(grid: Grid, stage: int) -> list[float]:

@@ -10,9 +10,9 @@ from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
-from megazero.zero.gradients import GradientView, Visits
+from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import ALIGNMENT, Entry, lay_out
-from megazero.zero.placement import Precision, Spread
+from megazero.zero.placement import ParallelAxes, Precision
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")
@@ -32,14 +32,14 @@ entries = st.lists(
 def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry]) -> None:
     layout = lay_out("unit", given_entries)
     assert sorted(i.name for i in layout.intervals) == sorted(e.name for e in given_entries)
-    ends = [0, *(i.stop for i in layout.intervals)]
-    gaps = [i.start - end for i, end in zip(layout.intervals, ends, strict=False)]
+    embedding_group = [0, *(i.stop for i in layout.intervals)]
+    gaps = [i.start - end for i, end in zip(layout.intervals, embedding_group, strict=False)]
     assert layout.decayed % ALIGNMENT == 0 and all(0 <= gap < ALIGNMENT for gap in gaps)
     assert [i.start for i, gap in zip(layout.intervals, gaps, strict=True) if gap] in ([], [layout.decayed])
-    assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == ends[-1]
+    assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == embedding_group[-1]
     kinds = {e.name: (e.decay, e.split) for e in given_entries}
     for interval in layout.intervals:
-        assert (interval.stop <= layout.decayed, interval.stop <= layout.tail) == kinds[interval.name]
+        assert (interval.stop <= layout.decayed, interval.stop <= layout.tp_replicated) == kinds[interval.name]
         assert interval.stop - interval.start == torch.Size(interval.shape).numel()
     # the model's order is kept within each group
     for kind in KINDS:
@@ -49,9 +49,9 @@ def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry
 
 def built(shape, dtype=torch.float64):
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
-    spread = Spread(Axis("data"), Axis("tensor"), sequence=False)
+    axes = ParallelAxes(Axis("data"), Axis("tensor"), sequence=False)
     names = [name for name, _ in model.units()]
-    return model, build_units(model, names, seed=0, spread=spread, precision=Precision(dtype, dtype), device=CPU)
+    return model, build_units(model, names, seed=0, axes=axes, precision=Precision(dtype, dtype), device=CPU)
 
 
 def test_the_model_lives_in_the_units_memory() -> None:
@@ -86,7 +86,7 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
             twin.zero_grad(set_to_none=True)
             for micro in range(2):
                 for unit in units:
-                    unit.visits.micro_batch = 2 * step + micro
+                    unit.deliveries.micro_batch = 2 * step + micro
                 each = batch(shape, 2, seed=10 * step + micro)
                 model.losses(*each, step_of(2, micro)).sum().backward()
                 twin.losses(*each, step_of(2, micro)).sum().backward()
@@ -104,7 +104,7 @@ class Owner:
     """A unit whose gradients are always there."""
 
     def __init__(self) -> None:
-        self.visits = Visits("owner")
+        self.deliveries = DeliveryCounter("owner")
 
     def open_gradients(self) -> None:
         pass
@@ -112,7 +112,7 @@ class Owner:
 
 def test_first_delivery_overwrites_later_ones_add() -> None:
     memory = torch.full((3, 4), torch.nan)
-    view = GradientView(Owner(), "weight", REFERENCE)
+    view = GradientAccumulator(Owner(), "weight", REFERENCE)
     view.view = memory
     for _ in range(5):
         view.expect()
@@ -138,7 +138,7 @@ def test_first_delivery_overwrites_later_ones_add() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients_are_gathered_wide(kernels: str, dtype: torch.dtype) -> None:
     memory = torch.full((37, 5), torch.nan)
-    view = GradientView(Owner(), "weight", choose(kernels, torch.device("cpu"), dtype))
+    view = GradientAccumulator(Owner(), "weight", choose(kernels, torch.device("cpu"), dtype))
     view.view = memory
     for _ in range(4):
         view.expect()

@@ -77,14 +77,14 @@ def test_it_changes_no_bit_anywhere(case: tuple) -> None:
 def tell(grid: Grid, layout: Layout, precision: Precision) -> tuple[dict[str, int], dict[str, int], int, str]:
     """Bytes held; elements sent to and fro in the second step; elements of this rank's units; the table of a run."""
     rank = Rank(grid, layout, SHAPES["deep"], precision)
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     rank.step(0)
     before = {what: sent.elements for what, sent in ledger.traffic["host"].items()}
     rank.step(1)
     sent = {what: sent.elements - before[what] for what, sent in ledger.traffic["host"].items()}
-    held = {category: held.now for category, held in ledger.bytes.items()}
-    table = resting_table(rank.engine.units, rank.engine.spread)
-    return held, sent, sum(unit.numel for unit in rank.engine.units), table
+    shard_slice = {category: shard_slice.now for category, shard_slice in ledger.bytes.items()}
+    table = resting_table(rank.engine.units, rank.engine.axes)
+    return shard_slice, sent, sum(unit.numel for unit in rank.engine.units), table
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-param"])
@@ -99,19 +99,19 @@ def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, wh
     layout = Layout(1, data, accumulation=accumulation, stage=stage)
     layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
     wide, narrow, gradient = 4, precision.parameters.itemsize, precision.gradients.itemsize
-    for held, sent, numel, table in run_ranks(data, tell, layout, precision):
+    for shard_slice, sent, numel, table in run_ranks(data, tell, layout, precision):
         shard = numel // data
         masters = 0 if narrow == wide and optimizer == parameters else wide * shard
         state = masters + 2 * wide * shard
         departing = narrow * shard if optimizer and not parameters and narrow != wide else 0
         resting = narrow * (shard if stage == 3 else numel)
         gathering = gradient * (numel if stage == 1 else shard)
-        assert held.get("host_optimizer", 0) == (state if optimizer else 0)
-        assert held.get("optimizer", 0) == (0 if optimizer else state)
-        assert held.get("host_gradients", 0) == (gradient * shard if optimizer else 0)
-        assert held.get("gradients", 0) == (gathering if stage == 1 or not optimizer else 0)
-        assert held.get("host_parameters", 0) == (resting if parameters else departing)
-        assert held.get("parameters", 0) == (0 if parameters else resting)
+        assert shard_slice.get("host_optimizer", 0) == (state if optimizer else 0)
+        assert shard_slice.get("optimizer", 0) == (0 if optimizer else state)
+        assert shard_slice.get("host_gradients", 0) == (gradient * shard if optimizer else 0)
+        assert shard_slice.get("gradients", 0) == (gathering if stage == 1 or not optimizer else 0)
+        assert shard_slice.get("host_parameters", 0) == (resting if parameters else departing)
+        assert shard_slice.get("parameters", 0) == (0 if parameters else resting)
         reductions = accumulation if stage > 1 else 1
         assert sent.get("gradients out", 0) == (reductions * shard if optimizer else 0)
         assert sent.get("gradients back", 0) == ((reductions - 1) * shard if optimizer else 0)
@@ -144,7 +144,7 @@ def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", logger="megazero"):
         build(layout.config(SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
     assert "zero.offload changes nothing: on a CPU the host's memory is the device's" in caplog.text
-    assert not any(category.startswith("host_") for category in grid.world.wire.ledger.bytes)
+    assert not any(category.startswith("host_") for category in grid.world.comm.ledger.bytes)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -187,13 +187,13 @@ def show(engine: Engine, values: list[Tensor]) -> None:
     for unit, value in zip(engine.units, values, strict=True):
         unit.masters.copy_(value)
     engine.restore(int(engine.optimizer.steps(engine.units[0])[0]), None, 0)
-    engine.presence.need([unit for unit in engine.units if unit.parameters_rest_whole])
+    engine.gather.unshard([unit for unit in engine.units if unit.parameters_rest_whole])
 
 
 def delayed(grid: Grid, layout: Layout, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
     rank = Rank(grid, layout, SHAPES["deep"], precision)
     losses = [rank.step(step).loss.item() for step in range(STEPS)]
-    rank.engine.catch_up()
+    rank.engine.flush_delayed()
     return losses, rank.weights()
 
 
@@ -262,5 +262,5 @@ def test_a_skipped_first_step_leaves_the_parameters(delayed: bool, monkeypatch: 
     before = rank.weights()
     rank.engine.loss_scale.scale.fill_(2.0**40)
     assert rank.step(0).skipped
-    rank.engine.catch_up()
+    rank.engine.flush_delayed()
     assert all(torch.equal(value, before[name]) for name, value in rank.weights().items())

@@ -28,8 +28,8 @@ MIXED = {
 def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[dict[str, int], int]:
     """Bytes held, and the padded parameters of this rank's part of the model."""
     rank = Rank(grid, Layout(grid.tensor.size, grid.data.size, stage=stage), SHAPES[flavour], precision)
-    held = grid.world.wire.ledger.bytes
-    return {kind: held[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
+    shard_slice = grid.world.comm.ledger.bytes
+    return {kind: shard_slice[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
 
 
 @pytest.mark.parametrize("precision", BYTES)
@@ -39,9 +39,9 @@ def test_resting_bytes_are_the_formula(ranks: int, stage: int, precision: str) -
     """To the byte; what padding adds is stated: at most 2 x 16 elements a unit and data rank."""
     shape = SHAPES["gpt"]
     true = sum(p.numel() for p in whole_parameters(shape))
-    for held, padded in run_ranks(ranks, rest, stage, "gpt", MIXED[precision]):
+    for shard_slice, padded in run_ranks(ranks, rest, stage, "gpt", MIXED[precision]):
         for kind, size in per_parameter(stage, ranks, precision).items():
-            assert held[kind] == size * padded, kind
+            assert shard_slice[kind] == size * padded, kind
         assert 0 <= padded - true <= (shape.layers + 3) * 16 * (ranks + 1)
 
 
@@ -65,7 +65,7 @@ def whole_parameters(shape):
 def sent(grid: Grid, layout: Layout, flavour: str) -> tuple[dict[str, int], dict[str, int]]:
     """Elements that this rank sends in one step, by purpose; and elements of each unit."""
     rank = Rank(grid, layout, SHAPES[flavour], FP32)
-    traffic = grid.data.wire.ledger.traffic
+    traffic = grid.data.comm.ledger.traffic
     rank.step(0)
     before = {purpose: sent.elements for purpose, sent in traffic["data"].items()}
     rank.step(1)
@@ -120,7 +120,7 @@ def born(grid: Grid) -> tuple[int, int, int, int]:
     with Allocations() as counted:
         rank = Rank(grid, layout, BILLION, FP32)
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    ledger = grid.world.wire.ledger.bytes
+    ledger = grid.world.comm.ledger.bytes
     kept = sum(ledger[kind].now for kind in KINDS)
     return sum(unit.numel for unit in rank.engine.units), kept, counted.peak, growth
 
@@ -141,7 +141,7 @@ def many_steps(
     """Bytes held after step 3 and at the end, growth of resident bytes between, and the memory that zero/ uses."""
     layout = Layout(grid.tensor.size, grid.data.size, False, 2, stage, **memory_options)
     rank = Rank(grid, layout, replace(SHAPES["gpt"], hidden=96, ffn=384), FP32)
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
 
     def memory() -> set[int]:
         pools = {pool for unit in rank.engine.units for pool in unit._pools}
@@ -153,17 +153,17 @@ def many_steps(
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in free + kept}
 
-    held, resident_at, memory_at = [], [], []
+    shard_slice, resident_at, memory_at = [], [], []
     for step in range(steps):
         rank.step(step % 5)
         # Resident bytes from the middle on: the interpreter warms up too, and what it keeps for itself comes and goes.
         if step in (2, steps // 2) or step >= steps - 5:
-            rank.engine.presence.need(rank.engine.units)
-            rank.engine.presence.release(rank.engine.units)
-            held.append({category: held.now for category, held in ledger.bytes.items()})
+            rank.engine.gather.unshard(rank.engine.units)
+            rank.engine.gather.reshard(rank.engine.units)
+            shard_slice.append({category: shard_slice.now for category, shard_slice in ledger.bytes.items()})
             resident_at.append(resident())
             memory_at.append(memory())
-    return [held[0], held[-1]], min(resident_at[2:]) - resident_at[1], memory_at[0], memory_at[-1]
+    return [shard_slice[0], shard_slice[-1]], min(resident_at[2:]) - resident_at[1], memory_at[0], memory_at[-1]
 
 
 PA = {"recompute": "full", "partition": True}

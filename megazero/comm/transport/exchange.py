@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.grid import Axis
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Mail
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, SharedMemoryTransport
 
 Consume = Callable[[slice, list[Tensor]], None]
 
@@ -58,19 +58,21 @@ class Exchange:
         into: Sequence[Tensor] | None = None,
     ):
         self._axis, self._tag, self._sends, self._consume, self._into = axis, tag, sends, consume, into
-        mail = axis.wire.mail
-        self._mail = mail if mail is not None and mail.reached.issuperset(axis.ranks) else None
-        staged = axis.wire.bucket // (axis.size - 1) // _WINDOW
+        shared_memory = axis.comm.shared_memory
+        self._mail = (
+            shared_memory if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks) else None
+        )
+        staged = axis.comm.bucket // (axis.size - 1) // _WINDOW
         limit = SLOT_BYTES // len(sends) if self._mail is not None else staged
         item = sends[0].element_size()
         self._piece = max(limit // _LINE * _LINE, _LINE) // item
         length = len(sends[0])
         self._cuts = [slice(i, min(i + self._piece, length)) for i in range(0, max(length, 1), self._piece)]
-        self._place = axis.wire.reserve(axis.name, len(self._cuts))
+        self._place = axis.comm.reserve(axis.name, len(self._cuts))
         self._rounds: list[_Round] = []
 
     @property
-    def lying(self) -> int:
+    def unread(self) -> int:
         """How many messages lie in this rank's outbox until the others take them."""
         return len(self._cuts) if self._mail is not None else 0
 
@@ -95,16 +97,16 @@ class Exchange:
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(self._axis.name, str(error)) from None
 
-    def _post(self, mail: Mail) -> None:
+    def _post(self, shared_memory: SharedMemoryTransport) -> None:
         axis = self._axis
         readers = [axis.ranks[k] for k in others(axis)]
         room = self._piece * self._sends[0].element_size()
         for number, cut in enumerate(self._cuts):
             label = Label(self._place + number, self._tag)
-            mail.post(axis.name, label, [send[cut] for send in self._sends], room, readers)
-            round_ = _Round(mail, axis, label, self._sends, cut, room, self._consume)
+            shared_memory.post(axis.name, label, [send[cut] for send in self._sends], room, readers)
+            round_ = _Round(shared_memory, axis, label, self._sends, cut, room, self._consume)
             self._rounds.append(round_)
-            mail.rounds.append(round_)
+            shared_memory.rounds.append(round_)
 
     def _send_piece(self, cut: slice) -> tuple[list[Tensor], list[dist.Work]]:
         axis, peers = self._axis, others(self._axis)
@@ -113,7 +115,7 @@ class Exchange:
         if self._into is not None:
             received = [place[cut] for place in self._into]
         else:
-            received = [axis.wire.staging.take(like.nbytes).view(like.dtype) for _ in peers]
+            received = [axis.comm.staging.take(like.nbytes).view(like.dtype) for _ in peers]
         works = [
             dist.irecv(x, group=axis.group, group_src=k, tag=self._tag) for k, x in zip(peers, received, strict=True)
         ]
@@ -131,10 +133,10 @@ class Exchange:
         for number, cut in enumerate(self._cuts):
             received, works = self._works[number]
             for work in works:
-                work.wait(self._axis.wire.timeout)
+                work.wait(self._axis.comm.timeout)
             self._consume(cut, received)
             for tensor in received if self._into is None else ():
-                self._axis.wire.staging.give(tensor.view(torch.uint8))
+                self._axis.comm.staging.give(tensor.view(torch.uint8))
             if number + _WINDOW < len(self._cuts):
                 self._works.append(self._send_piece(self._cuts[number + _WINDOW]))
 
@@ -143,9 +145,16 @@ class _Round:
     """One piece that lies in the others' outboxes."""
 
     def __init__(
-        self, mail: Mail, axis: Axis, label: Label, sends: Sequence[Tensor], cut: slice, room: int, consume: Consume
+        self,
+        shared_memory: SharedMemoryTransport,
+        axis: Axis,
+        label: Label,
+        sends: Sequence[Tensor],
+        cut: slice,
+        room: int,
+        consume: Consume,
     ):
-        self._mail, self._axis, self._label, self._cut, self._consume = mail, axis, label, cut, consume
+        self._mail, self._axis, self._label, self._cut, self._consume = shared_memory, axis, label, cut, consume
         self._like, self._room, self._many = sends[0][cut], room, len(sends) > 1
         self._done = False
 
@@ -159,13 +168,13 @@ class _Round:
         """Waits for the others' messages, consumes and acknowledges them."""
         if self._done:
             return
-        axis, mail = self._axis, self._mail
+        axis, shared_memory = self._axis, self._mail
         self._done = True  # from here on nobody else takes them in
-        mail.rounds.remove(self)
-        letters = [mail.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
+        shared_memory.rounds.remove(self)
+        letters = [shared_memory.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
         starts = [((axis.rank - k) % axis.size - 1) * self._room if self._many else 0 for k in others(axis)]
         self._consume(
-            self._cut, [mail.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)]
+            self._cut, [shared_memory.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)]
         )
         for letter in letters:
-            mail.acknowledge(letter)
+            shared_memory.acknowledge(letter)

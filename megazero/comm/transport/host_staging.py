@@ -20,14 +20,14 @@ from megazero.comm.pool import Pool
 _ALL = slice(None)
 
 
-def bounce_pool(device: torch.device, ledger: Ledger) -> Pool:
+def staging_pool(device: torch.device, ledger: Ledger) -> Pool:
     """The host's memory for tensors of `device`, pinned where that is a GPU. On a CPU it is declared apart: every copy
     is made.
     """
     return Pool(torch.uint8, torch.device("cpu"), ledger, "host_bounce", pinned=device.type == "cuda")
 
 
-class Bounce:
+class HostStaging:
     """Memory of the host that stands for a tensor of the device in one operation. It keeps no hold of that tensor.
 
     Args:

@@ -23,8 +23,8 @@ from torch import Tensor
 from megazero.comm.grid import Axis, parallel_axes
 from megazero.comm.status_board import P2P
 from megazero.comm.transport.exchange import CollectiveError
-from megazero.comm.transport.host_staging import Bounce
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Mail
+from megazero.comm.transport.host_staging import HostStaging
+from megazero.comm.transport.shared_memory import SLOT_BYTES, SharedMemoryTransport
 
 _NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the rest is the channel's
 
@@ -56,11 +56,11 @@ class Receipt:
         with _broken_is_collective():
             if self._came():
                 return self._finish()
-            rank, seat = self._axis.ranks[self._source], self._axis.wire.seat
-            seat.begin(P2P, range(rank, rank + 1), self._text)
+            rank, status_slot = self._axis.ranks[self._source], self._axis.comm.status_slot
+            status_slot.begin(P2P, range(rank, rank + 1), self._text)
             with torch.profiler.record_function(f"wait for {self._text}"):
                 message = self._finish()
-        seat.end(P2P)
+        status_slot.end(P2P)
         return message
 
 
@@ -88,7 +88,7 @@ class Carrier(Protocol):
     def finish(self) -> None: ...
 
 
-class Messages:
+class PointToPoint:
     """The messages of one rank along an axis.
 
     Args:
@@ -99,7 +99,7 @@ class Messages:
     def __init__(self, axis: Axis, everyone: Sequence[Channel]):
         self._axis = axis
         self._carrier = _carrier(axis, everyone)
-        self._sent: list[Bounce] = []  # whose memory is the carrier's until it has sent all
+        self._sent: list[HostStaging] = []  # whose memory is the carrier's until it has sent all
 
     def send(self, channel: Channel, x: Tensor) -> None:
         """The next message of a channel. x is contiguous, and nobody writes to it until `finish`.
@@ -109,12 +109,12 @@ class Messages:
         """
         assert x.is_contiguous(), f"a strided view: {tuple(x.shape)}, strides {x.stride()}"
         number = self._number(channel, "sent")
-        self._axis.wire.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
-        if (pool := self._axis.wire.bounce) is not None:
-            bounce = Bounce(x, pool)
-            bounce.fetch(x)
-            self._sent.append(bounce)
-            x = bounce.host.view(x.shape)
+        self._axis.comm.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
+        if (pool := self._axis.comm.host_staging) is not None:
+            staging = HostStaging(x, pool)
+            staging.fetch(x)
+            self._sent.append(staging)
+            x = staging.host.view(x.shape)
         with _broken_is_collective():
             self._carrier.send(channel, number, x)
 
@@ -127,13 +127,13 @@ class Messages:
         Raises:
             CollectiveError: the connection broke.
         """
-        number, pool = self._number(channel, "posted"), self._axis.wire.bounce
-        bounce = None if pool is None else Bounce(into, pool)
-        place = into if bounce is None else bounce.host.view(into.shape)
+        number, pool = self._number(channel, "posted"), self._axis.comm.host_staging
+        staging = None if pool is None else HostStaging(into, pool)
+        place = into if staging is None else staging.host.view(into.shape)
         with _broken_is_collective():
             finish, came = self._carrier.post(channel, number, place)
-        if bounce is not None:
-            finish = _landing(finish, bounce, into)
+        if staging is not None:
+            finish = _landing(finish, staging, into)
         return Receipt(self._axis, channel.source, what, finish, came)
 
     def finish(self) -> None:
@@ -143,27 +143,27 @@ class Messages:
             CollectiveError: somebody does not take it within the axis' timeout, or the connection broke.
         """
         with _broken_is_collective():
-            rank, seat = self._carrier.unsent, self._axis.wire.seat
+            rank, status_slot = self._carrier.unsent, self._axis.comm.status_slot
             if rank is not None:
-                seat.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
+                status_slot.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
             self._carrier.finish()
         while self._sent:
             self._sent.pop().release()
         if rank is not None:
-            seat.end(P2P)
+            status_slot.end(P2P)
 
     def _number(self, channel: Channel, end: str) -> int:
         """Counted by the wire, so that no two messages of a run ever have one name."""
-        return self._axis.wire.reserve(f"{self._axis.name} {channel.index} {end}", 1)
+        return self._axis.comm.reserve(f"{self._axis.name} {channel.index} {end}", 1)
 
 
-def _landing(finish: Callable[[], Tensor], bounce: Bounce, into: Tensor) -> Callable[[], Tensor]:
+def _landing(finish: Callable[[], Tensor], staging: HostStaging, into: Tensor) -> Callable[[], Tensor]:
     """Waits for a message on the host, and brings it to the device."""
 
     def landed() -> Tensor:
         finish()
-        bounce.land(into)
-        bounce.release()
+        staging.land(into)
+        staging.release()
         return into
 
     return landed
@@ -171,22 +171,22 @@ def _landing(finish: Callable[[], Tensor], bounce: Bounce, into: Tensor) -> Call
 
 def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
     channels = [channel for channel in everyone if axis.rank in (channel.source, channel.target)]
-    if axis.wire.backend == "nccl":
+    if axis.comm.backend == "nccl":
         return _Nccl(axis, channels, everyone)
-    mail = axis.wire.mail
-    if mail is not None and mail.reached.issuperset(axis.ranks):
-        return _Parcels(axis, mail, channels)
+    shared_memory = axis.comm.shared_memory
+    if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
+        return _Parcels(axis, shared_memory, channels)
     return _Sockets(axis)
 
 
 class _Parcels:
     """Through shared memory, in pieces of a slot."""
 
-    def __init__(self, axis: Axis, mail: Mail, channels: list[Channel]):
-        self._axis, self._mail = axis, mail
+    def __init__(self, axis: Axis, shared_memory: SharedMemoryTransport, channels: list[Channel]):
+        self._axis, self._mail = axis, shared_memory
         self._sources = sorted({axis.ranks[c.source] for c in channels if c.target == axis.rank})
         self._outgoing: deque[tuple[int, int, Tensor]] = deque()  # target, key, piece
-        mail.rounds.append(self)
+        shared_memory.rounds.append(self)
 
     @property
     def unsent(self) -> int | None:
@@ -260,7 +260,7 @@ class _Sockets:
         assert work is not None, "this process is not on the axis"
 
         def finish() -> Tensor:
-            work.wait(self._axis.wire.timeout)
+            work.wait(self._axis.comm.timeout)
             return into
 
         return finish, work.is_completed
@@ -269,7 +269,7 @@ class _Sockets:
         while self._sent:
             _, work, _ = self._sent.popleft()
             if work is not None:
-                work.wait(self._axis.wire.timeout)
+                work.wait(self._axis.comm.timeout)
 
 
 class _Nccl:
@@ -285,7 +285,7 @@ class _Nccl:
         for channel in everyone:
             ends = sorted((channel.source, channel.target))
             pairs = [[ranks[end] for end in ends] for ranks in parallel_axes(axis)]
-            group = axis.wire.split_group(split_ranks=pairs, timeout=axis.wire.timeout)
+            group = axis.comm.split_group(split_ranks=pairs, timeout=axis.comm.timeout)
             if channel.index in mine:
                 assert group is not None, "this rank is one of the two"
                 self._groups[channel.index] = group

@@ -57,7 +57,7 @@ def supported() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-class Box:
+class Outbox:
     """An outbox in shared memory: slots for messages, labels of what lies in them, and what each reader has read.
 
     Args:
@@ -104,7 +104,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Letter:
+class Message:
     """A message as its reader finds it."""
 
     sender: int
@@ -135,7 +135,7 @@ class Handle:
     inode: int
 
 
-class Mail:
+class SharedMemoryTransport:
     """This rank's outbox and those of the ranks that it can reach.
 
     Args:
@@ -146,12 +146,12 @@ class Mail:
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank, self._size, self._timeout = rank, size, timeout.total_seconds()
         handle = os.memfd_create(_name(rank), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(handle, Box.size(size))
+        os.ftruncate(handle, Outbox.size(size))
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _SEALS)
         found = os.fstat(handle)
         self.handle = Handle(os.getpid(), handle, found.st_dev, found.st_ino)
-        self._own = Box(mmap.mmap(handle, Box.size(size)), size)
-        self._boxes: dict[int, Box] = {}
+        self._own = Outbox(mmap.mmap(handle, Outbox.size(size)), size)
+        self._boxes: dict[int, Outbox] = {}
         self._pids: dict[int, int] = {}
         self._number = 0
         self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
@@ -163,7 +163,7 @@ class Mail:
 
     def open(self, rank: int, handle: Handle) -> None:
         """Maps another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
-        path, size = f"/proc/{handle.pid}/fd/{handle.number}", Box.size(self._size)
+        path, size = f"/proc/{handle.pid}/fd/{handle.number}", Outbox.size(self._size)
         if os.stat(f"/proc/{handle.pid}").st_uid != os.geteuid():
             raise _not_proven(rank, "the process is another user's")
         if os.readlink(path) != f"/memfd:{_name(rank)} (deleted)":
@@ -174,7 +174,7 @@ class Mail:
             _prove(rank, os.fstat(theirs), handle, size)  # it may have become another one meanwhile
             if fcntl.fcntl(theirs, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise _not_proven(rank, "its size can be changed")
-            self._boxes[rank] = Box(mmap.mmap(theirs, size), self._size)
+            self._boxes[rank] = Outbox(mmap.mmap(theirs, size), self._size)
         finally:
             os.close(theirs)
         self._pids[rank] = handle.pid
@@ -194,12 +194,12 @@ class Mail:
         row[1], row[2] = self._number, slot
         row[0] = label.key  # last: whoever sees it sees the rest
 
-    def find(self, sender: int, axis: str, label: Label) -> Letter | None:
+    def find(self, sender: int, axis: str, label: Label) -> Message | None:
         """What `sender` has posted under (axis, label), if it has."""
         row = self._boxes[sender].labels[AXES.index(axis), label.place % LABELS]
-        return Letter(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
+        return Message(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
 
-    def wait_for(self, sender: int, axis: str, label: Label) -> Letter:
+    def wait_for(self, sender: int, axis: str, label: Label) -> Message:
         """The same, once it has.
 
         Raises:
@@ -207,11 +207,11 @@ class Mail:
         """
         return self._wait(lambda: self.find(sender, axis, label), (sender,))
 
-    def look(self, letter: Letter, start: int, like: Tensor) -> Tensor:
+    def look(self, letter: Message, start: int, like: Tensor) -> Tensor:
         """The message `start` bytes into a letter, where it lies: not to be written to, nor used once acknowledged."""
         return self._boxes[letter.sender].view(letter.slot, start, like)
 
-    def acknowledge(self, letter: Letter) -> None:
+    def acknowledge(self, letter: Message) -> None:
         self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
 
     def hand_over(self, target: int, key: int, message: Tensor) -> bool:

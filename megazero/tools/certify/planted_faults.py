@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megazero.build.assemble import Feed
-from megazero.checkpoint.save import Holding
+from megazero.build.assemble import StageInputs
+from megazero.checkpoint.save import ShardState
 from megazero.data.loader import MicroBatch
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
@@ -159,9 +159,9 @@ def other_weights(rig: Rig) -> None:
 
 
 def stale_shards(rig: Rig) -> None:
-    presence, block = rig.built.engine.presence, _block(rig)
-    publish = presence.publish
-    presence.publish = lambda unit: unit.depart() if unit is block else publish(unit)  # type: ignore[method-assign]
+    gather, block = rig.built.engine.gather, _block(rig)
+    publish = gather.publish
+    gather.publish = lambda unit: unit.depart() if unit is block else publish(unit)  # type: ignore[method-assign]
 
 
 def lost_micro_batch(rig: Rig) -> None:
@@ -187,7 +187,7 @@ def other_tokens(rig: Rig) -> None:
 def targets_of_another(rig: Rig) -> None:
     feed, before = rig.feed, []
 
-    def wrong(batch: MicroBatch, step: int, training: bool) -> Feed:
+    def wrong(batch: MicroBatch, step: int, training: bool) -> StageInputs:
         own = feed(batch, step, training)
         before.append(own)
         return replace(own, targets_SB=before[max(len(before) - 2, 0)].targets_SB)
@@ -207,7 +207,7 @@ def masks_of_another_layer(rig: Rig) -> None:
 
 
 def untied(rig: Rig) -> None:
-    rig.built.pipeline._tie = lambda: None
+    rig.built.pipeline._reduce_tied = lambda: None
 
 
 def incomplete_tails(rig: Rig) -> None:
@@ -215,9 +215,9 @@ def incomplete_tails(rig: Rig) -> None:
 
 
 def lost_on_the_way(rig: Rig) -> None:
-    parked = _block(rig).parked
-    assert parked is not None, "the layout offloads"
-    parked.send = lambda reduced, at=0: None  # type: ignore[method-assign]
+    host_gradients = _block(rig).host_gradients
+    assert host_gradients is not None, "the layout offloads"
+    host_gradients.send = lambda reduced, at=0: None  # type: ignore[method-assign]
 
 
 def published_at_once(rig: Rig) -> None:
@@ -226,13 +226,13 @@ def published_at_once(rig: Rig) -> None:
 
     def finish_and_catch_up(lr: float):
         done = finish(lr)
-        engine.catch_up()
+        engine.flush_delayed()
         return done
 
     engine.finish_step = finish_and_catch_up  # type: ignore[method-assign]
 
 
-def _held_otherwise(rig: Rig, wrong: Callable[[Holding], Holding]) -> None:
+def _held_otherwise(rig: Rig, wrong: Callable[[ShardState], ShardState]) -> None:
     holdings = rig.holdings
     rig.holdings = lambda: [wrong(holding) if number == 1 else holding for number, holding in enumerate(holdings())]
 
@@ -242,7 +242,7 @@ def held_twice(rig: Rig) -> None:
 
 
 def held_by_nobody(rig: Rig) -> None:
-    def shorter(holding: Holding) -> Holding:
+    def shorter(holding: ShardState) -> ShardState:
         first, *rest = holding.pieces
         return replace(holding, pieces=(replace(first, stop=first.stop - 1), *rest))
 

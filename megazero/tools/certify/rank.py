@@ -92,11 +92,11 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
         if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
             factor = clip_factor(done.grad_norm, clip)
             for unit in engine.units:
-                if unit.parked is not None:
-                    unit.parked.wait()  # an update under way changes them
+                if unit.host_gradients is not None:
+                    unit.host_gradients.wait()  # an update under way changes them
             note("gradient", ((name, value / factor.to(value.device)) for name, value in reduced_gradients(engine)))
         if step + 1 == steps:
-            engine.catch_up()
+            engine.flush_delayed()
         note(f"weight/{step}", engine.named_parameters())
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
@@ -107,6 +107,6 @@ def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """This tensor rank's part of the reduced gradients, from wherever they rest."""
     for unit in engine.units:
         own = unit.reduced_gradients
-        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), engine.spread.data, "examination")
+        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), engine.axes.data, "examination")
         for interval in unit.layout.intervals:
             yield interval.name, flat[interval.start : interval.stop].view(interval.shape)

@@ -10,15 +10,25 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megazero.build.assemble import DTYPES, Built, Feed, bucket_of, build, build_model, feeds_of, grid_of, loader_of
+from megazero.build.assemble import (
+    DTYPES,
+    Built,
+    StageInputs,
+    bucket_of,
+    build,
+    build_model,
+    feeds_of,
+    grid_of,
+    loader_of,
+)
 from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.save import Holding
+from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch, open_datasets
 from megazero.kernels.select import choose
-from megazero.launch.environment import Place
+from megazero.launch.environment import RankContext
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.model.parameter import declaration_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
@@ -39,8 +49,8 @@ class Rig:
     grid: Grid
     built: Built
     batches: Callable[[int], list[MicroBatch]]
-    feed: Callable[[MicroBatch, int, bool], Feed]
-    holdings: Callable[[], list[Holding]]
+    feed: Callable[[MicroBatch, int, bool], StageInputs]
+    holdings: Callable[[], list[ShardState]]
 
 
 Plant = Callable[[Rig], object]
@@ -57,7 +67,7 @@ def settings(config: Config) -> Config:
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=chosen)})
 
 
-def train_rank(place: Place, config: Config, steps: int, folder: Path, plant: Plant = nothing) -> None:
+def train_rank(place: RankContext, config: Config, steps: int, folder: Path, plant: Plant = nothing) -> None:
     """Trains, and writes this rank's results into the folder.
 
     Args:
@@ -65,10 +75,10 @@ def train_rank(place: Place, config: Config, steps: int, folder: Path, plant: Pl
         plant: what is changed before the first step.
     """
     torch.set_num_threads(1)  # sums do not depend on how many there are
-    wire = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
-    grid = grid_of(config, wire, place.world)
+    comm = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
+    grid = grid_of(config, comm, place.world)
     device = torch.device("cpu")
-    host = Host(device, wire.ledger, apart=True)  # or nothing would be offloaded
+    host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
     built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]), host)
     data, model = config.data, config.model
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
@@ -87,7 +97,7 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
     def passes(step: int) -> None:
         seen: dict[int, MicroBatch] = {}  # a rank that has two stages asks twice
 
-        def feed(batch: MicroBatch) -> Feed:
+        def feed(batch: MicroBatch) -> StageInputs:
             seen[id(batch)] = batch
             return rig.feed(batch, step, True)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.comm.collectives import CollectiveError, all_reduce, start_all_gather_in_place
 from megazero.comm.grid import Axis, make_grid, single
-from megazero.launch.environment import Place, World
+from megazero.launch.environment import RankContext, World
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.launch.scratch import scratch_folder
 from megazero.launch.spawn import run_local
@@ -82,7 +82,7 @@ def measure_host(size: int, room: int, *, computes: bool) -> Measured:
         computes: ranks train here; on a machine with GPUs the CPU only talks.
     """
 
-    def main(place: Place, notes: "_Notes") -> None:
+    def main(place: RankContext, notes: "_Notes") -> None:
         world = place.world
         on_host = replace(place, world=_HostWorld(world.rank, world.size, world.local_rank, world.launcher))
         _host_rank(on_host, notes, room // size, computes)
@@ -95,11 +95,11 @@ def measure_gpus(size: int) -> Measured:
     return _in_ranks(size, _gpu_rank)
 
 
-def _in_ranks(size: int, main: Callable[[Place, "_Notes"], None]) -> Measured:
+def _in_ranks(size: int, main: Callable[[RankContext, "_Notes"], None]) -> Measured:
     lines: list[str] = []
     with scratch_folder("doctor") as folder:
 
-        def rank(place: Place) -> None:
+        def rank(place: RankContext) -> None:
             try:
                 main(place, _Notes(folder / f"{place.world.rank}"))
             except (UserError, CollectiveError):
@@ -149,23 +149,23 @@ class _Notes:
         return [(name, value, fault) for name, value, fault in map(json.loads, lines)]
 
 
-def _host_rank(place: Place, notes: _Notes, room: int, computes: bool) -> None:
+def _host_rank(place: RankContext, notes: _Notes, room: int, computes: bool) -> None:
     device = torch.device("cpu")
     axis = _axis(place, device)
     notes.add("threads", torch.get_num_threads())
     if computes:
         _compute(axis, device, notes, min(_COPY["cpu"], room // 8))
     if axis.size > 1:
-        mail = axis.wire.mail
-        if mail is not None and mail.reached.issuperset(axis.ranks):
+        shared_memory = axis.comm.shared_memory
+        if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
             _collectives(axis, device, SHARED, notes, _MESSAGE)
         else:
             notes.add(f"{SHARED} bandwidth", None, "needs Linux on x86-64, and ranks that see each other's /proc")
-        _collectives(replace(axis, wire=replace(axis.wire, mail=None)), device, SOCKETS, notes, _MESSAGE)
+        _collectives(replace(axis, comm=replace(axis.comm, shared_memory=None)), device, SOCKETS, notes, _MESSAGE)
     disconnect()
 
 
-def _gpu_rank(place: Place, notes: _Notes) -> None:
+def _gpu_rank(place: RankContext, notes: _Notes) -> None:
     device = place.world.device
     if device.type != "cuda":
         raise UserError(340, "torch sees a GPU that it cannot use", "is the driver as new as torch's CUDA version?")
@@ -180,11 +180,11 @@ def _gpu_rank(place: Place, notes: _Notes) -> None:
     disconnect()
 
 
-def _axis(place: Place, device: torch.device) -> Axis:
-    wire = connect(place, timeout=_TIMEOUT, fingerprint="")
+def _axis(place: RankContext, device: torch.device) -> Axis:
+    comm = connect(place, timeout=_TIMEOUT, fingerprint="")
     if place.world.size == 1:
-        return single(wire).data
-    return make_grid(tensor=1, pipeline=1, wire=wire, device_type=device.type).data
+        return single(comm).data
+    return make_grid(tensor=1, pipeline=1, comm=comm, device_type=device.type).data
 
 
 def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None:
@@ -209,9 +209,9 @@ def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, siz
     sent, taken = 0, 0.0
     for name, operation in _OPERATIONS.items():
         notes.add(f"{road} {name} latency", _median(lambda op=operation: op(short, axis), device, _MANY))
-        before = axis.wire.ledger.bytes_sent
+        before = axis.comm.ledger.bytes_sent
         seconds = _median(lambda op=operation: op(long, axis), device, _FEW)
-        once = (axis.wire.ledger.bytes_sent - before) // (_FEW + 1)
+        once = (axis.comm.ledger.bytes_sent - before) // (_FEW + 1)
         notes.add(f"{road} {name} bandwidth", once / seconds)
         sent, taken = sent + once, taken + seconds
     notes.add(f"{road} bandwidth", sent / taken)

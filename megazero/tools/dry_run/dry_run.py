@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.base.heartbeat import Doing, doing
-from megazero.build.assemble import DTYPES, Built, Feed, assemble, bucket_of, feeds_of
+from megazero.build.assemble import DTYPES, Built, StageInputs, assemble, bucket_of, feeds_of
 from megazero.build.pipeline import layout_of
 from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
@@ -30,7 +30,7 @@ from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.launch.signals import Signals
-from megazero.observe.timeline import Timeline
+from megazero.observe.timeline import MemoryTimeline
 from megazero.plan.memory import RankMemory
 from megazero.plan.traffic import traffic
 from megazero.run.plan_check import expected
@@ -65,7 +65,7 @@ class StepRecord:
         activations: the most bytes of a step's own, as a run's ledger has them.
     """
 
-    timeline: Timeline
+    timeline: MemoryTimeline
     operations: list[Operation]
     traffic: dict[str, dict[str, Sent]]
     activations: int
@@ -94,7 +94,7 @@ class ToldLedger(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.timeline: Timeline | None = None
+        self.timeline: MemoryTimeline | None = None
         self.operations: list[Operation] = []
 
     def hold(self, category: str, size: int) -> None:
@@ -130,7 +130,7 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
         )
         dtype = DTYPES[config.precision.dtype]
         ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
-        return two_steps(config, grid, ops, IdleHost(CPU, grid.world.wire.ledger, apart=device == "cuda"), device)
+        return two_steps(config, grid, ops, IdleHost(CPU, grid.world.comm.ledger, apart=device == "cuda"), device)
 
 
 def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str) -> Simulated:
@@ -139,14 +139,14 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     Args:
         grid: its ledger tells timelines.
     """
-    ledger = grid.world.wire.ledger
+    ledger = grid.world.comm.ledger
     assert isinstance(ledger, ToldLedger)
     with doing("building the rank's model"):
         built = assemble(config, grid, CPU, ops, host, seed=None)
     stopping = Stopping(grid.world, CPU, Signals(), Path(os.devnull, "STOP"), None)
     feed = feeds_of(grid.tensor, CPU, config.parallel.sequence)
 
-    def bring(batch: MicroBatch, step: int) -> Feed:
+    def bring(batch: MicroBatch, step: int) -> StageInputs:
         return feed(_copy(batch) if device == "cuda" else batch, step, True)
 
     records = []
@@ -165,16 +165,16 @@ def _step(
     built: Built,
     ledger: ToldLedger,
     stopping: Stopping,
-    feed: Callable[[MicroBatch, int], Feed],
+    feed: Callable[[MicroBatch, int], StageInputs],
     number: int,
     progress: Doing,
 ) -> StepRecord:
     """One step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
-    data = built.engine.spread.data
+    data = built.engine.axes.data
     batches = [_batch(config) for _ in range(config.batch.global_ // (config.batch.micro * data.size))]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
-    timeline = ledger.timeline = Timeline(held)
+    timeline = ledger.timeline = MemoryTimeline(held)
     hooks = _name_places(built.model, timeline)
     progress.total = built.pipeline.num_passes(len(batches))
 
@@ -187,7 +187,7 @@ def _step(
         built.pipeline.train(batches, lambda batch: feed(batch, number), now=at)
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
-        stopping.ask(failed=False, saving=0.0)
+        stopping.vote(failed=False, saving=0.0)
     ledger.timeline = None
     for hook in hooks:
         hook.remove()
@@ -214,7 +214,7 @@ def _copy(batch: MicroBatch) -> MicroBatch:
     return replace(batch, **{name: tensor.clone() for name, tensor in tensors.items() if tensor is not None})
 
 
-def _name_places(model: nn.Module, timeline: Timeline) -> list[torch.utils.hooks.RemovableHandle]:
+def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils.hooks.RemovableHandle]:
     """Lets the timeline know which module runs, forward or (from the last of its operations on) backward."""
     stack: list[str] = []
     hooks = []

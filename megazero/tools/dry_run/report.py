@@ -10,7 +10,7 @@ from typing import Any
 from megazero.base.files import replace_file
 from megazero.base.terminal import WIDEST_TABLE, wrapped
 from megazero.comm.grid import Grid
-from megazero.observe.timeline import Moment, by_origin
+from megazero.observe.timeline import MemoryMoment, by_origin
 from megazero.run.plan_check import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
 
@@ -103,7 +103,7 @@ def draw(found: Simulated, name: str, path: Path) -> None:
     replace_file(path, image.getvalue())
 
 
-def as_planned(moment: Moment) -> int:
+def as_planned(moment: MemoryMoment) -> int:
     """Bytes of the categories that a plan has."""
     return sum(size for category, size in moment.bytes.items() if category not in NOT_PLANNED)
 
@@ -152,15 +152,15 @@ def _places(grid: Grid) -> dict[str, dict[str, int]]:
     return {a.name: {"rank": a.rank, "size": a.size} for a in (grid.tensor, grid.data, grid.pipeline)}
 
 
-def _cause(moment: Moment) -> dict[str, str]:
+def _cause(moment: MemoryMoment) -> dict[str, str]:
     return {"action": moment.place.action, "module": moment.place.module, "operation": moment.operation}
 
 
-def _where(moment: Moment) -> str:
+def _where(moment: MemoryMoment) -> str:
     return ", ".join(word for word in _cause(moment).values() if word)
 
 
-def _sorted(moment: Moment) -> list[tuple[str, int]]:
+def _sorted(moment: MemoryMoment) -> list[tuple[str, int]]:
     return sorted(((category, size) for category, size in moment.bytes.items() if size), key=lambda pair: -pair[1])
 
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megazero.base.errors import UserError
 from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
-from megazero.plan.machines import MACHINES, Machine, Reached
+from megazero.plan.machines import MACHINES, Efficiency, Machine
 
 
 class _Strict(BaseModel):
@@ -124,5 +124,5 @@ def _machine(read: _MachineFile) -> Machine:
         host_memory_bandwidth=read.host_memory_bandwidth or read.host_link_bandwidth,
         price_per_hour=read.price_per_hour,
         launch=read.launch,
-        reached=Reached(**shares, fitted="from a file"),
+        reached=Efficiency(**shares, fitted="from a file"),
     )
