@@ -87,7 +87,7 @@ def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.
     """
     honest = Dropout.site
     monkeypatch.setattr(
-        Dropout, "site", lambda self, x, step: honest(self, x, replace(step, step=step.step + step.replay))
+        Dropout, "site", lambda self, x, step: honest(self, x, replace(step, step=step.step + step.recomputing))
     )
     layout = Layout(2, 1, accumulation=2)
     found, expected = (train(each, "deep", DTYPES["fp64"]) for each in (replace(layout, **MODES[mode]), layout))
