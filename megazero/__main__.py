@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from megazero import capability
-from megazero.answers import answer, check_picture, fail, flush_output, tell
+from megazero.answers import answer, check_picture, fail, flush_output, leave, tell
 from megazero.command_line import OVERRIDES
 from megazero.command_line import Parser as _Parser
 from megazero.command_line import at_least as _at_least
 from megazero.errors import UserError, of_system
 from megazero.heartbeat import HEART, doing
+from megazero.packages import missing
 from megazero.parallel.interruption import Interrupted, Interruption, ended_at_once
 from megazero.terminal import width
 
@@ -41,11 +42,12 @@ def command(arguments: Sequence[str] | None = None) -> int:
     """Run one verb as a process of its own, which is never silent for long; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     # What a run says is a log on standard output; of other verbs that is their answer, which a reader may parse.
-    HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["megazero", *given[:1]]))
+    HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["starting megazero", *given[:1]]))
     try:
-        return main(given)
+        code = main(given)
     finally:
         HEART.end()
+    return leave(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, error.exit_code)
     except OSError as error:
         return fail(said := of_system(error), said.exit_code)
+    except ModuleNotFoundError as error:
+        if (said := missing(error.name)) is None:
+            raise
+        return fail(said, said.exit_code)
     except Interrupted as interrupted:
         return fail(interrupted, interrupted.exit_code)
     except KeyboardInterrupt:
@@ -75,12 +81,15 @@ def _train(options: argparse.Namespace) -> int:
     from megazero.config_file import load, name_of, refuse_unbuilt
     from megazero.parallel.launch import world_from_environment
     from megazero.parallel.signals import NOTED
+    from megazero.pipelining import check_world
 
     first = world_from_environment().rank == 0
     if not first:
         HEART.end()
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
+    if first and options.nproc is not None:
+        check_world(config, options.nproc, f"--nproc {options.nproc}")
     with ended_at_once(speaks=first), doing("loading torch"):
         from megazero.run import launch
 
@@ -142,6 +151,9 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     if not layouts:
         what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
         raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
+    if len(layouts) > options.layouts:
+        tell(f"{len(layouts)} layouts, not {options.layouts}: as many are needed to have every two values together")
+    HEART.now("comparing layouts", "")
     rows = []
     for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
@@ -172,8 +184,8 @@ def _schedule(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides)
     check_picture(options.draw, "schedule")
     with doing("loading torch"):
-        from megazero.build import check_world
-        from megazero.parallel.grid import data_size
+        from megazero.parallel.sizes import data_size
+        from megazero.pipelining import check_world
         from megazero.schedule_report import as_json, as_text, report
 
     parallel = config.parallel
@@ -194,6 +206,7 @@ def _schedule(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from megazero.config_file import load, refuse_unbuilt
     from megazero.machine_file import machine_of
+    from megazero.pipelining import check_world
     from megazero.plan.machines import MACHINES
     from megazero.planning import as_json, find, plan, search_as_json
     from megazero.planning_report import as_text, draw, search_as_text
@@ -213,10 +226,7 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_text(found, machine, width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    with doing("loading torch"):
-        from megazero.build import check_world
-
-    check_world(config, options.gpus)
+    check_world(config, options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens)
     if options.draw is not None:
@@ -238,7 +248,7 @@ def _simulate(options: argparse.Namespace) -> int:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
     check_picture(options.draw, "simulate")
     with doing("loading torch"):
-        from megazero.build import check_world
+        from megazero.pipelining import check_world
         from megazero.simulation import simulate
         from megazero.simulation_report import as_json, as_text, draw
 
@@ -303,10 +313,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
     certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
-    certify.add_argument("--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout")
-    layouts = "a sample of as many, or of all that must be there to have every two values together"
+    certify.add_argument(
+        "--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout (default: 8)"
+    )
+    layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
     certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
-    steps = "training steps to compare"
+    steps = "training steps to compare (default: 4)"
     certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
     plant = "plant faults into layouts and say which of them a certificate finds, in every precision"
     certify.add_argument("--plant", action="store_true", help=plant)
@@ -354,10 +366,11 @@ def _add_run_folders(verbs: Any) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="new tokens at most")
-    generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help="0 takes the likeliest token")
-    generate.add_argument("--top-k", type=_at_least(1, int), default=50)
-    generate.add_argument("--seed", type=_at_least(0, int), default=0)
+    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="new tokens at most (default: 100)")
+    likeliest = "0 takes the likeliest token (default: 0.8)"
+    generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help=likeliest)
+    generate.add_argument("--top-k", type=_at_least(1, int), default=50, help="of so many likeliest (default: 50)")
+    generate.add_argument("--seed", type=_at_least(0, int), default=0, help="of the draws (default: 0)")
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
     export = verbs.add_parser("export", help="write a run's weights as transformers reads them")

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
-from megazero.errors import UserError
 from megazero.heartbeat import doing
 from megazero.kernels.choice import for_host
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.parameter import Declaration, declaration_of
 from megazero.model.step import Step
 from megazero.model.transformer import TIED, Part, Shape, Transformer
-from megazero.parallel.grid import Axis, Grid, data_size, make_grid, single
+from megazero.parallel.grid import Axis, Grid, make_grid, single
 from megazero.parallel.host import Host
 from megazero.parallel.launch import World
 from megazero.parallel.pool import Pool
@@ -56,29 +55,6 @@ class Feed:
 
 _LOG = logging.getLogger("megazero")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-MOST_PASSES = 2**17  # of a pipeline's schedule, which is a list; 64 stages of 1,536 micro-batches are 98,304
-
-
-def check_world(config: Config, size: int) -> None:
-    """Holds the config against the number of ranks, before any of them meets another.
-
-    Raises:
-        UserError: 106, the sizes do not fit.
-    """
-    data = data_size(size, config.parallel.tensor, config.parallel.pipeline)
-    if config.batch.global_ % (config.batch.micro * data):
-        equation = "batch.global % (batch.micro * data ranks) == 0"
-        rest = config.batch.global_ % (config.batch.micro * data)
-        got = f"{config.batch.global_} % ({config.batch.micro} * {data}) = {rest}"
-        raise UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro")
-    micro_batches = config.batch.global_ // (config.batch.micro * data)
-    stages = config.parallel.pipeline * (config.pipeline.chunks or 1)
-    if config.parallel.pipeline > 1 and stages * micro_batches > MOST_PASSES:
-        got = f"{stages} * {micro_batches} = {stages * micro_batches:,}"
-        what = f"expected stages * micro-batches <= {MOST_PASSES:,} in a step, got {got}"
-        raise UserError(106, what, "raise batch.micro or the number of data ranks")
 
 
 def grid_of(config: Config, wire: Wire, world: World) -> Grid:

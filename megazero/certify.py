@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from megazero.build import check_world
 from megazero.capability import broken_exclusions, broken_relations
 from megazero.certified_rank import Results, load_results
 from megazero.certified_state import Certified, compare_all
@@ -28,6 +27,7 @@ from megazero.heartbeat import doing
 from megazero.parallel.interruption import Interruption
 from megazero.parallel.scratch import scratch_folder
 from megazero.parallel.spawn import run_local
+from megazero.pipelining import check_world
 from megazero.tolerances import tolerance_of
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from megazero import __version__
-from megazero.build import bucket_of, check_world, grid_of
+from megazero.build import bucket_of, grid_of
 from megazero.build_run import Ready, build_trainer
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpointing import Site, check_space
@@ -41,6 +41,7 @@ from megazero.parallel.outcome import outcome, say_why
 from megazero.parallel.rendezvous import connect, disconnect
 from megazero.parallel.signals import NOTED, REQUEUE, StoppedEarly, stopped_by
 from megazero.parallel.spawn import run_local
+from megazero.pipelining import check_world
 from megazero.resuming import Undone, find_job, from_first, owed_row, refuse_fewer, resume, share
 from megazero.run_folder import RunFolder, remove_empty
 from megazero.run_lock import RunLock, remove_dead
@@ -67,7 +68,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
     split = config.parallel.tensor, config.parallel.pipeline
     size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:
-        check_world(config, size)
+        check_world(config, size, f"--nproc {nproc}" if nproc else "")
     except UserError as error:
         if world.rank == 0:
             raise

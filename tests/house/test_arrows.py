@@ -13,12 +13,13 @@ from tests.house.source import FOLDERS, Source, imports, project
 EVERYTHING = None
 
 # What everyone may import of ours, and a room (or top-level module) beside it.
-COMMON = {"errors", "files", "reading", "heartbeat"}
+COMMON = {"errors", "files", "reading", "heartbeat", "packages"}
 MAY_IMPORT: dict[str, set[str] | None] = {
     "errors": set(),
     "files": set(),
     "reading": set(),
     "heartbeat": set(),
+    "packages": set(),
     "learning_rate": set(),
     "answers": {"schedules"},
     "run_lock": set(),
@@ -81,7 +82,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "trainer",
         "zero",
     },
-    "pipelining": {"config", "plan", "schedules"},
+    "pipelining": {"config", "parallel.sizes", "plan", "schedules"},
     "out_of_memory": {"config", "parallel", "pipelining", "plan"},
     "recomputing": {"config", "memory", "model", "parallel", "schedules"},
     "explain": {"config", "config_file", "capability", "plan", "terminal"},
@@ -110,6 +111,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "run_log",
         "run_words",
         "out_of_memory",
+        "pipelining",
         "stopping",
         "trainer",
         "checkpoint",
@@ -160,6 +162,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "config",
         "config_file",
         "parallel",
+        "pipelining",
         "tolerances",
     },
     "planted_faults": {"build", "certified_training", "certify", "checkpoint", "data", "model", "tolerances", "zero"},

@@ -19,6 +19,7 @@ FREE += (
     "megazero.planning",
     "megazero.planning_report",
     "megazero.machine_file",
+    "megazero.pipelining",
 )
 CHECK = "import importlib, sys; [importlib.import_module(m) for m in sys.argv[1:]]; sys.exit('torch' in sys.modules)"
 
