@@ -204,7 +204,7 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megazero.config_file import load, refuse_unbuilt
+    from megazero.config_file import flatten, load, refuse_unbuilt
     from megazero.machine_file import machine_of
     from megazero.pipelining import check_world
     from megazero.plan.machines import MACHINES
@@ -223,7 +223,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
-        shown = search_as_text(found, machine, width())
+        shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
     check_world(config, options.gpus, f"--gpus {options.gpus}")
