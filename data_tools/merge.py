@@ -12,8 +12,10 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from megazero.base.heartbeat import HEART
+    from megazero.base.packages import require
 
-    HEART.begin(sys.stderr, "merge.py")  # before the imports, which take a second on a busy machine
+    require()
+    HEART.begin(sys.stderr, "starting merge.py")  # before the imports, which take a second on a busy machine
 
 import argparse
 from collections.abc import Sequence

@@ -16,8 +16,10 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from megazero.base.heartbeat import HEART
+    from megazero.base.packages import require
 
-    HEART.begin(sys.stderr, "train_tokenizer.py")  # before the imports, which take a second on a busy machine
+    require()
+    HEART.begin(sys.stderr, "starting train_tokenizer.py")  # before the imports, which take a second on a busy machine
 
 import argparse
 import re
@@ -52,8 +54,9 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     write_atomically(options.output, model)
     (skipped or Skipped()).tell(options.output, tell)
     used = sum(len(text.encode()) for text in sample)
+    part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
     seconds = time.monotonic() - started
-    ending = f"{used:,} bytes, {ratio:.3f} bytes per token, {seconds:.1f} s"
+    ending = f"{used:,} bytes, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
     with HEART.aside():
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 

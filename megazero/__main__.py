@@ -24,12 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import answer, fail, flush_output, tell
+from megazero.base.answers import answer, fail, flush_output, leave, tell
 from megazero.base.command_line import OVERRIDES
 from megazero.base.command_line import Parser as _Parser
 from megazero.base.command_line import at_least as _at_least
 from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART, doing
+from megazero.base.packages import missing
 from megazero.base.terminal import width
 from megazero.config import rules
 from megazero.launch.interruption import Interrupted, Interruption, ended_at_once
@@ -42,11 +43,12 @@ def command(arguments: Sequence[str] | None = None) -> int:
     """Run one verb as a process of its own, which is never silent for long; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     # What a run says is a log on standard output; of other verbs that is their answer, which a reader may parse.
-    HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["megazero", *given[:1]]))
+    HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["starting megazero", *given[:1]]))
     try:
-        return main(given)
+        code = main(given)
     finally:
         HEART.end()
+    return leave(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, error.exit_code)
     except OSError as error:
         return fail(said := of_system(error), said.exit_code)
+    except ModuleNotFoundError as error:
+        if (said := missing(error.name)) is None:
+            raise
+        return fail(said, said.exit_code)
     except Interrupted as interrupted:
         return fail(interrupted, interrupted.exit_code)
     except KeyboardInterrupt:
@@ -73,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from megazero.build.pipeline import check_world
     from megazero.config.file import load, name_of, refuse_unbuilt
     from megazero.launch.environment import world_from_environment
     from megazero.launch.signals import NOTED
@@ -82,6 +89,8 @@ def _train(options: argparse.Namespace) -> int:
         HEART.end()
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
+    if first and options.nproc is not None:
+        check_world(config, options.nproc, f"--nproc {options.nproc}")
     with ended_at_once(speaks=first), doing("loading torch"):
         from megazero.run.session import launch
 
@@ -143,6 +152,9 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     if not layouts:
         what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
         raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
+    if len(layouts) > options.layouts:
+        tell(f"{len(layouts)} layouts, not {options.layouts}: as many are needed to have every two values together")
+    HEART.now("comparing layouts", "")
     rows = []
     for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
@@ -173,9 +185,9 @@ def _schedule(options: argparse.Namespace) -> int:
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
     with doing("loading torch"):
-        from megazero.build.assemble import check_world
+        from megazero.build.pipeline import check_world
         from megazero.build.schedule_report import as_json, as_text, report
-        from megazero.comm.grid import data_size
+        from megazero.comm.sizes import data_size
 
     parallel = config.parallel
     world = options.nproc or parallel.tensor * parallel.pipeline
@@ -193,7 +205,8 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megazero.config.file import load, refuse_unbuilt
+    from megazero.build.pipeline import check_world
+    from megazero.config.file import flatten, load, refuse_unbuilt
     from megazero.plan.machines import MACHINES
     from megazero.tools.planning.job import as_json, find, plan, search_as_json
     from megazero.tools.planning.machine_file import machine_of
@@ -211,13 +224,10 @@ def _plan(options: argparse.Namespace) -> int:
     if options.search:
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
-        shown = search_as_text(found, machine, width())
+        shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    with doing("loading torch"):
-        from megazero.build.assemble import check_world
-
-    check_world(config, options.gpus)
+    check_world(config, options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens)
     if options.draw is not None:
@@ -239,7 +249,7 @@ def _simulate(options: argparse.Namespace) -> int:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
     check_name(options.draw, "simulate")
     with doing("loading torch"):
-        from megazero.build.assemble import check_world
+        from megazero.build.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
         from megazero.tools.dry_run.report import as_json, as_text, draw
 
@@ -304,10 +314,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
     certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
-    certify.add_argument("--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout")
-    layouts = "a sample of as many, or of all that must be there to have every two values together"
+    certify.add_argument(
+        "--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout (default: 8)"
+    )
+    layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
     certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
-    steps = "training steps to compare"
+    steps = "training steps to compare (default: 4)"
     certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
     plant = "plant faults into layouts and say which of them a certificate finds, in every precision"
     certify.add_argument("--plant", action="store_true", help=plant)
@@ -355,10 +367,11 @@ def _add_run_folders(verbs: Any) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="new tokens at most")
-    generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help="0 takes the likeliest token")
-    generate.add_argument("--top-k", type=_at_least(1, int), default=50)
-    generate.add_argument("--seed", type=_at_least(0, int), default=0)
+    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="new tokens at most (default: 100)")
+    likeliest = "0 takes the likeliest token (default: 0.8)"
+    generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help=likeliest)
+    generate.add_argument("--top-k", type=_at_least(1, int), default=50, help="of so many likeliest (default: 50)")
+    generate.add_argument("--seed", type=_at_least(0, int), default=0, help="of the draws (default: 0)")
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
     export = verbs.add_parser("export", help="write a run's weights as transformers reads them")

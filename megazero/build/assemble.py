@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.base.errors import UserError
 from megazero.base.heartbeat import doing
 from megazero.build.pipeline import layers_of, lowered
 from megazero.build.recompute import recompute
 from megazero.comm.context import CommContext
-from megazero.comm.grid import Axis, Grid, data_size, make_grid, single
+from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
@@ -56,29 +55,6 @@ class StageInputs:
 
 _LOG = logging.getLogger("megazero")
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-MOST_PASSES = 2**17  # of a pipeline's schedule, which is a list; 64 stages of 1,536 micro-batches are 98,304
-
-
-def check_world(config: Config, size: int) -> None:
-    """Holds the config against the number of ranks, before any of them meets another.
-
-    Raises:
-        UserError: 106, the sizes do not fit.
-    """
-    data = data_size(size, config.parallel.tensor, config.parallel.pipeline)
-    if config.batch.global_ % (config.batch.micro * data):
-        equation = "batch.global % (batch.micro * data ranks) == 0"
-        rest = config.batch.global_ % (config.batch.micro * data)
-        got = f"{config.batch.global_} % ({config.batch.micro} * {data}) = {rest}"
-        raise UserError(106, f"expected {equation}, got {got}", "change batch.global or batch.micro")
-    micro_batches = config.batch.global_ // (config.batch.micro * data)
-    stages = config.parallel.pipeline * (config.pipeline.chunks or 1)
-    if config.parallel.pipeline > 1 and stages * micro_batches > MOST_PASSES:
-        got = f"{stages} * {micro_batches} = {stages * micro_batches:,}"
-        what = f"expected stages * micro-batches <= {MOST_PASSES:,} in a step, got {got}"
-        raise UserError(106, what, "raise batch.micro or the number of data ranks")
 
 
 def grid_of(config: Config, comm: CommContext, world: World) -> Grid:

@@ -4,6 +4,8 @@ from __future__ import annotations  # a checked config is all that is needed, no
 
 from typing import TYPE_CHECKING
 
+from megazero.base.errors import UserError
+from megazero.comm.sizes import data_size
 from megazero.plan.layout import Layout
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
@@ -15,6 +17,34 @@ from megazero.schedules.simulate import simulate
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config
+
+
+MOST_PASSES = 2**17  # of a pipeline's schedule, which is a list; 64 stages of 1,536 micro-batches are 98,304
+
+
+def check_world(config: Config, size: int, given: str = "") -> None:
+    """Hold the config against the number of ranks, before any of them meets another.
+
+    Args:
+        given: how the number was asked for, where it was.
+
+    Raises:
+        UserError: 106, the sizes do not fit.
+    """
+    data, batch = data_size(size, config.parallel.tensor, config.parallel.pipeline), config.batch
+    if batch.global_ % (batch.micro * data):
+        equation = "batch.global % (batch.micro * data ranks) == 0"
+        got = f"{batch.global_} % ({batch.micro} * {data}) = {batch.global_ % (batch.micro * data)}"
+        each = batch.global_ // data
+        fits = next((micro for micro in range(min(batch.micro, each), 0, -1) if each % micro == 0), 0)
+        do = f"batch.micro={fits} would do" if fits and batch.global_ % data == 0 else "change batch.global"
+        raise UserError(106, f"expected {equation}, got {got}", do, where=given)
+    micro_batches = batch.global_ // (batch.micro * data)
+    stages = config.parallel.pipeline * (config.pipeline.chunks or 1)
+    if config.parallel.pipeline > 1 and stages * micro_batches > MOST_PASSES:
+        got = f"{stages} * {micro_batches} = {stages * micro_batches:,}"
+        what = f"expected stages * micro-batches <= {MOST_PASSES:,} in a step, got {got}"
+        raise UserError(106, what, "raise batch.micro or the number of data ranks", where=given)
 
 
 def model_shape(config: Config) -> ModelShape:

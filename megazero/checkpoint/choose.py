@@ -64,7 +64,7 @@ def load_newest(
     tried = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
     what, do = f"none of {len(steps)} checkpoints is whole (steps {tried})", "restore one, or start anew"
     if len(steps) == 1:
-        what, do = f"step {steps[0]} is not whole, and no other was to be tried", "restore it, resume from another"
+        what, do = f"step {steps[0]} is not whole, and there was no other to try", "restore it, or start anew"
     raise UserError(411, what, f"{do} in another run.dir", where=store.folder)
 
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megazero.base.errors import UserError
 from megazero.comm.context import CommContext
 from megazero.comm.lobby import together
+from megazero.comm.sizes import data_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,19 +66,6 @@ class Grid:
     pipeline: Axis
     world: Axis
     embedding_group: Axis
-
-
-def data_size(world: int, tensor: int, pipeline: int) -> int:
-    """What remains of the world for the data axis.
-
-    Raises:
-        UserError: 106, nothing whole remains.
-    """
-    if world % (tensor * pipeline):
-        what = "expected world % (parallel.tensor * parallel.pipeline) == 0, "
-        what += f"got {world} % ({tensor} * {pipeline}) = {world % (tensor * pipeline)}"
-        raise UserError(106, what, "start another number of ranks, or change parallel.tensor or parallel.pipeline")
-    return world // (tensor * pipeline)
 
 
 def single(comm: CommContext | None = None) -> Grid:

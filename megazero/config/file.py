@@ -28,6 +28,9 @@ from megazero.base.yaml_text import MOST_BYTES, parse_yaml
 from megazero.config import rules
 from megazero.config.schema import Config, resolved
 
+# What a library calls a type, and what its users do.
+_PLAINLY = {"a valid integer": "a whole number", "a valid tuple": "a list", "a valid string": "text"}
+_PLAINLY |= {"a valid boolean": "true or false", "a valid number": "a number"}
 _DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -180,7 +183,8 @@ def _read(path: Path, source: _Source) -> None:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise UserError(102, f"not YAML: {error.problem or error.context}", where=f"{path.name}{line}") from None
+        what, do = f"not YAML: {error.problem or error.context}", "indent the keys of a section alike, with spaces"
+        raise UserError(102, what, do, where=f"{path.name}{line}") from None
     except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, half a character ...
         what = str(error) or type(error).__name__
         raise UserError(102, f"cannot be read: {what}", "mend the file", where=path.name) from None
@@ -224,7 +228,9 @@ def _scalar(value: Any) -> Any:
 def _override(text: str, source: _Source) -> None:
     key, equals, value = text.partition("=")
     if not equals or "." not in key:
-        raise UserError(108, f"'{text}' is not section.key=value", where="command line")
+        known = [option for option in option_keys() if equals and option.rpartition(".")[2] == key]
+        hint = f"did you mean {known[0]}={value:.40}?" if known else ""
+        raise UserError(108, f"'{text}' is not section.key=value", hint, where="command line")
     try:
         parsed = _scalar(parse_yaml(value))
     except Exception:  # as in _read
@@ -253,11 +259,13 @@ def _unknown_keys(source: _Source) -> Iterator[UserError]:
         elif key in sections and value != {}:
             yield UserError(105, f"{key} is a section, got {spelt(value)}", where=source.locate(key))
         elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
-            yield UserError(104, f"unknown key {key}", _nearest(key, known, sections), where=source.locate(key))
+            yield UserError(104, f"unknown key {key}", nearest(key), where=source.locate(key))
 
 
-def _nearest(key: str, known: list[str], sections: list[str]) -> str:
-    """A hint: the key of the same name in another section, else the one (or the section) spelt most alike."""
+def nearest(key: str) -> str:
+    """Return a hint: the key of the same name in another section, else the one (or the section) spelt most alike."""
+    known = option_keys()
+    sections = _sections(known)
     same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]
     near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same else 0.5)
@@ -285,7 +293,10 @@ def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
         parts = [str(part) for part in item["loc"]]
         key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), None)
         if key is not None and item["type"] != "extra_forbidden":
-            lines[key] = UserError(105, f"{key}: {item['msg']}, got {spelt(item['input'])}", where=source.locate(key))
+            what = item["msg"].replace("Input should be", "expected")
+            for library, ours in _PLAINLY.items():
+                what = what.replace(library, ours)
+            lines[key] = UserError(105, f"{key}: {what}, got {spelt(item['input'])}", where=source.locate(key))
     return list(lines.values())
 
 

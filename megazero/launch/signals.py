@@ -99,4 +99,4 @@ class Signals:
         if self._raises and not self._held:
             raise StoppedEarly(number)
         if self._told is not None:
-            self._told(f"{self.first.name} has come: the run ends after this step, and saves first")
+            self._told(f"{self.first.name} has come: the run ends after the step that is under way, and saves first")

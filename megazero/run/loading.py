@@ -92,7 +92,7 @@ def described(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> s
     path, load = job.store.path(found.step), taken(found, job.load)
     if load == "optimizer":
         return f", beginning with weights and moments of {path}"
-    if job.load == "weights":
+    if load == "weights":
         return f", beginning with the weights of {path}"
     said = "" if found.progress is None else changes(found, about.config)
     return f", going on from {path}" + (f" with {said}" if said else "")
@@ -109,7 +109,8 @@ def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str |
 def changes(manifest: Manifest, config: Config) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
     theirs, ours = manifest.config, plain(config)
-    said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key]]
+    unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
+    said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key] and key not in unused]
     return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])
 
 

@@ -18,7 +18,8 @@ import xxhash
 from megazero import __version__
 from megazero.base.errors import UserError, is_refusal
 from megazero.base.heartbeat import HEART, doing
-from megazero.build.assemble import bucket_of, check_world, grid_of
+from megazero.build.assemble import bucket_of, grid_of
+from megazero.build.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
@@ -75,7 +76,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
     split = config.parallel.tensor, config.parallel.pipeline
     size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:
-        check_world(config, size)
+        check_world(config, size, f"--nproc {nproc}" if nproc else "")
     except UserError as error:
         if world.rank == 0:
             raise

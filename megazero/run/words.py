@@ -32,6 +32,8 @@ def beginning(
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, "
     start += f"into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
+    data = config.data
+    yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}"
     yield _resting(config, ready.trainer)
     if config.parallel.pipeline > 1:
         yield summary(report(config, grid.data.size)[0])

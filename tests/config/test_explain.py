@@ -88,8 +88,8 @@ def test_values_of_a_config(capsys, path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["modle"], "MZ-104 explain: no option or section modle; `megazero explain` lists all\n"),
-        (["model.layer"], "MZ-104 explain: no option or section model.layer; `megazero explain` lists all\n"),
+        (["modle"], "MZ-104 explain: no option or section modle; did you mean model?\n"),
+        (["model.layer"], "MZ-104 explain: no option or section model.layer; did you mean model.layers?\n"),
         (["model", "data"], "MZ-108 explain: one option or section at a time, got model data\n"),
         (["run.steps=3"], "MZ-108 explain: run.steps=3 changes a config; give --config\n"),
         (["--config", "tiny", "run.stpes=3"], "MZ-104 command line: unknown key run.stpes; did you mean run.steps?\n"),

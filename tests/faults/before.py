@@ -138,7 +138,7 @@ def _(site: Site) -> list[str]:
 
 usage(
     "a million layers",
-    "MZ-105 command line: model.layers: Input should be less than or equal to 4096, got 1000000",
+    "MZ-105 command line: model.layers: expected less than or equal to 4096, got 1000000",
     "model.layers=1000000",
 )
 usage(

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "schedules.actions",
         "zero.engine",
     },
-    "build": {
+    "build": {  # from a config to what computes a step
         "comm",
         "config",
         "data",

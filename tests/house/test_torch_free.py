@@ -25,6 +25,7 @@ FREE += (
     "megazero.tools.planning.job",
     "megazero.tools.planning.report",
     "megazero.tools.planning.machine_file",
+    "megazero.build.pipeline",
 )
 CHECK = "import importlib, sys; [importlib.import_module(m) for m in sys.argv[1:]]; sys.exit('torch' in sys.modules)"
 

@@ -53,10 +53,11 @@ def first(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory):
     return command("train.py", "--config", tiny_data.config, f"run.dir={folder.path}"), folder
 
 
-def test_command_succeeds_and_says_what_it_did(first):
+def test_command_succeeds_and_says_what_it_did(first, tiny_data: TinyData):
     result, folder = first
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
+    assert lines.pop(1) == f"data {tiny_data.train}, tokenizer {tiny_data.tokenizer}"
     assert lines.pop(6).startswith("memory of rank 0: 1.4 MB, planned ")  # after the second step is begun
     assert lines[0] == f"small: {PARAMETERS:,} parameters, 4 steps of 128 tokens on cpu, into {folder.path}"
     assert lines[1] == "ZeRO stage 1 over 1 data rank, resting on this rank between steps:"

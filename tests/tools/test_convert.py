@@ -153,7 +153,7 @@ def test_training_goes_on_from_what_was_imported(tiny_data: TinyData, tmp_path: 
         assert (done.returncode, done.stderr) == (
             0,
             "",
-        ) and f"going on from {run}/checkpoints/step_00000000" in done.stdout
+        ) and f"beginning with the weights of {run}/checkpoints/step_00000000" in done.stdout
         losses[name] = [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
     assert losses["one"] == pytest.approx(losses["four"], rel=2e-6)
     fresh = command(*line[:-1], f"run.dir={tmp_path / 'fresh'}")

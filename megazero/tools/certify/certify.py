@@ -18,7 +18,7 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import doing
-from megazero.build.assemble import check_world
+from megazero.build.pipeline import check_world
 from megazero.config.file import flatten
 from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config, Memory, Recompute

@@ -91,9 +91,9 @@ def import_run(source: Path, folder: RunFolder) -> str:
         raise UserError(110, what, "give another --out", where=folder.path) from None
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "give another --out", where=folder.path) from None
-    return f"{folder.path}: {config.model.layers} layers, step 0; train on it with " + (
-        f"--config {folder.config} checkpoint.resume={folder.path}, data.train and a run.dir of its own"
-    )
+    own = "data.train, data.tokenizer, data.valid and run.dir of your own"
+    line = f"--config {folder.config} checkpoint.resume={folder.path}"
+    return f"{folder.path}: {config.model.layers} layers, step 0; train on it with {line} and {own}"
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:

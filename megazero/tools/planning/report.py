@@ -1,7 +1,7 @@
 """A plan and a search for people: tables, and a picture of where a rank's memory and a step's time go."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megazero.base.files import replace_file
@@ -32,13 +32,27 @@ def as_text(plan: Plan, columns: int | None = None) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def search_as_text(found: Search, machine: Machine, columns: int | None = None) -> str:
-    """The best layouts with what makes them, and those that would be faster; as `as_text`."""
-    lines = [f"{found.tried} layouts tried; the fastest that fit:", ""]
+_SEARCHED = (
+    "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of them is "
+    "another than in the config"
+)
+
+
+def search_as_text(found: Search, machine: Machine, given: Mapping[str, object], columns: int | None = None) -> str:
+    """Return the best layouts with what makes them, and those that would be faster; as `as_text`.
+
+    Args:
+        given: the config's options by name; of a layout those are shown that are others.
+    """
+    lines = [*wrapped(f"{found.tried} layouts tried; {_SEARCHED}", columns, "  "), ""]
+    lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
     for one in found.best:
         rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
-        lines += [f"{rate}  data {one.layout.data}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
-        overrides = " ".join(f"{name}={_spelt(value)}" for name, value in options(one.layout))
+        lines += [f"{rate}  {one.layout.data:10}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
+        overrides = " ".join(
+            f"{name}={_spelt(value)}" for name, value in options(one.layout) if given.get(name) != value
+        )
+        overrides = overrides or "as the config is"
         parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
         lines += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]  # as a shell joins them
     lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
