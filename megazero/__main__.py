@@ -79,17 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from megazero.config_file import load, name_of, refuse_unbuilt
+    from megazero.early_look import look
     from megazero.parallel.launch import world_from_environment
     from megazero.parallel.signals import NOTED
-    from megazero.pipelining import check_world
 
-    first = world_from_environment().rank == 0
+    world = world_from_environment()
+    first = world.rank == 0
     if not first:
         HEART.end()
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    if first and options.nproc is not None:
-        check_world(config, options.nproc, f"--nproc {options.nproc}")
+    if not world.launcher:
+        look(config, name_of(options.config), options.nproc)
     with ended_at_once(speaks=first), doing("loading torch"):
         from megazero.run import launch
 
