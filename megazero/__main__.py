@@ -314,9 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
     certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
-    certify.add_argument(
-        "--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout (default: 8)"
-    )
+    certify.add_argument("--max-ranks", type=_at_least(1, int, 32), default=8, help="of a layout (default: 8)")
     layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
     certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
     steps = "training steps to compare (default: 4)"
