@@ -5,6 +5,7 @@ waiting. What a run that goes on finds wrong belongs into its log, so it is not 
 """
 
 from megazero.config import Config
+from megazero.config_file import run_dir
 from megazero.data.indexed_dataset import refuse_missing
 from megazero.data.tokenizer import open_tokenizer
 from megazero.pipelining import check_world
@@ -20,7 +21,7 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     """
     if nproc is not None:
         check_world(config, nproc, f"--nproc {nproc}")
-    folder, data = RunFolder(config.run.dir or f"runs/{name}"), config.data
+    folder, data = RunFolder(run_dir(config, name)), config.data
     if config.checkpoint.resume == "none":
         folder.refuse_if_taken(RunLock(folder.lock))
     if folder.path.exists() or config.checkpoint.resume not in ("none", "auto"):

@@ -21,7 +21,7 @@ from megazero.build_run import Ready, build_trainer
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpointing import Site, check_space
 from megazero.config import Config
-from megazero.config_file import dump, flatten
+from megazero.config_file import dump, flatten, run_dir
 from megazero.errors import UserError, is_refusal
 from megazero.expectation import Expectation
 from megazero.heartbeat import HEART, doing
@@ -361,7 +361,7 @@ def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[
 
 
 def _folder(config: Config, name: str) -> RunFolder:
-    return RunFolder(config.run.dir or f"runs/{name}")
+    return RunFolder(run_dir(config, name))
 
 
 def _fingerprint(config: Config, world: World) -> str:

@@ -7,7 +7,7 @@ no torch.
 import sys
 from collections.abc import Sequence
 
-from megazero.config_file import load, name_of, refuse_unbuilt
+from megazero.config_file import load, name_of, refuse_unbuilt, run_dir
 from megazero.errors import UserError
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(config.run.dir or f"runs/{name_of(name)}")
+    print(run_dir(config, name_of(name)))
     return 0
 
 

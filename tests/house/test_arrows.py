@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "trainer",
         "zero",
     },
-    "early_look": {"config", "data", "pipelining", "run_folder", "run_lock"},
+    "early_look": {"config", "config_file", "data", "pipelining", "run_folder", "run_lock"},
     "pipelining": {"config", "parallel.sizes", "plan", "schedules"},
     "out_of_memory": {"config", "parallel", "pipelining", "plan"},
     "recomputing": {"config", "memory", "model", "parallel", "schedules"},
