@@ -48,8 +48,12 @@ def encode_pieces(
         of_thread.connection = connections.get()  # there are as many as threads
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        of_thread.connection.send(texts)
-        return of_thread.connection.recv()
+        try:
+            of_thread.connection.send(texts)
+            return of_thread.connection.recv()
+        except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
+            what = "a worker process died (killed, or out of memory)"
+            raise UserError(216, what, "try fewer --workers") from error
 
     def oldest() -> Iterator[tuple[Piece, np.ndarray]]:
         batch, future = under_way.popleft()
@@ -66,9 +70,6 @@ def encode_pieces(
                     yield from oldest()
             while under_way:
                 yield from oldest()
-        except (EOFError, ConnectionError) as error:
-            what = "a worker process died (killed, or out of memory)"
-            raise UserError(216, what, "try fewer --workers") from error
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             for process in processes:
