@@ -5,20 +5,22 @@ out in batches of about a quarter of a megabyte; at most a few batches per worke
 memory does not grow with the corpus, and they are taken back in the order in which they went out, so the output is the
 same, byte for byte, whatever the number of workers.
 
-Workers are spawned, not forked: they inherit no threads and no locks. They leave Ctrl-C to the parent, and end when it
-does, however it ends.
+Workers are spawned, not forked: they inherit no threads and no locks. Each talks through a pipe of its own with a
+thread of ours. (Through one queue for all, a worker that is killed in the middle of a message leaves the others waiting
+for the queue's lock, and us for the rest of the message, for ever: Python's process pool hangs so.) They leave Ctrl-C
+to the parent, and end when it does, however it ends: then their pipe does.
 """
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -32,31 +34,47 @@ _BATCHES_PER_WORKER = 3  # on their way: one at work, one waiting, one done and 
 def encode_pieces(
     pieces: Iterable[Piece], tokenizer: Path, dtype: np.dtype, workers: int
 ) -> Generator[tuple[Piece, np.ndarray], None, None]:
-    """Every piece with its ids [n] of `dtype`, in order. Close the generator to end the workers.
+    """Yield every piece with its ids [n] of `dtype`, in order. Close the generator to end the workers.
 
     Raises:
         UserError: 216 when a worker process died; whatever reading the pieces raises.
     """
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
     under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
+    processes: list[BaseProcess] = []
+    connections: SimpleQueue[Connection] = SimpleQueue()
+    of_thread = threading.local()
+
+    def take_worker() -> None:
+        of_thread.connection = connections.get()  # there are as many as threads
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        try:
+            of_thread.connection.send(texts)
+            return of_thread.connection.recv()
+        except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
+            what = "a worker process died (killed, or out of memory)"
+            raise UserError(216, what, "try fewer --workers") from error
 
     def oldest() -> Iterator[tuple[Piece, np.ndarray]]:
         batch, future = under_way.popleft()
         return zip(batch, future.result(), strict=True)
 
-    try:
-        _start_workers(pool, workers)
-        for batch in _batches(pieces):
-            future = pool.submit(_encode, [piece.text for piece in batch], tokenizer, dtype)
-            under_way.append((batch, future))
-            if len(under_way) > _BATCHES_PER_WORKER * workers:
+    with ThreadPoolExecutor(workers, "encoding", take_worker) as threads:
+        try:
+            for process, connection in _start_workers(tokenizer, dtype, workers):
+                processes.append(process)
+                connections.put(connection)
+            for batch in _batches(pieces):
+                under_way.append((batch, threads.submit(encode, [piece.text for piece in batch])))
+                if len(under_way) > _BATCHES_PER_WORKER * workers:
+                    yield from oldest()
+            while under_way:
                 yield from oldest()
-        while under_way:
-            yield from oldest()
-    except BrokenProcessPool as error:
-        raise UserError(216, "a worker process died (killed, or out of memory)", "try fewer --workers") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -72,38 +90,30 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _start_workers(pool: ProcessPoolExecutor, workers: int) -> None:
-    """One idle task each, sent while Ctrl-C is blocked: new processes inherit that, and it reaches us afterwards.
+def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Start worker processes while Ctrl-C is blocked: they inherit that, and it reaches us afterwards.
 
     Without it an interrupt during their first half second prints one traceback per worker.
     """
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        for _ in range(workers):
-            pool.submit(os.getpid)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    context = multiprocessing.get_context("spawn")
+    for _ in range(workers):
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
+            process.start()
+            theirs.close()  # ours ends when the worker does
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        yield process, ours
 
 
-def _start_worker() -> None:
+def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
+    """Encode what comes until nobody is there to send more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A worker waits for tasks on a pipe that it holds open itself, so it would outlive a killed parent for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in worker processes only"
-    parent.join()
-    os._exit(1)
-
-
-@lru_cache(maxsize=1)
-def _open_tokenizer(path: Path) -> Tokenizer:
-    """Once per worker process."""
-    return Tokenizer(path)
-
-
-def _encode(texts: list[str], tokenizer: Path, dtype: np.dtype) -> list[np.ndarray]:
-    encode = _open_tokenizer(tokenizer).encode
-    return [np.array(encode(text), dtype) for text in texts]
+    encode = Tokenizer(path).encode
+    try:
+        while True:
+            connection.send([np.array(encode(text), dtype) for text in connection.recv()])
+    except (EOFError, ConnectionError, MemoryError):
+        return

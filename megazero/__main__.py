@@ -79,18 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from megazero.build.pipeline import check_world
     from megazero.config.file import load, name_of, refuse_unbuilt
     from megazero.launch.environment import world_from_environment
     from megazero.launch.signals import NOTED
+    from megazero.run.early_look import look
 
-    first = world_from_environment().rank == 0
+    world = world_from_environment()
+    first = world.rank == 0
     if not first:
         HEART.end()
     config = load(options.config, options.overrides)
     refuse_unbuilt(config)
-    if first and options.nproc is not None:
-        check_world(config, options.nproc, f"--nproc {options.nproc}")
+    if not world.launcher:
+        look(config, name_of(options.config), options.nproc)
     with ended_at_once(speaks=first), doing("loading torch"):
         from megazero.run.session import launch
 
@@ -314,9 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
     certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
-    certify.add_argument(
-        "--max-ranks", type=_at_least(1, int, 32), default=8, help="ranks of the largest layout (default: 8)"
-    )
+    certify.add_argument("--max-ranks", type=_at_least(1, int, 32), default=8, help="of a layout (default: 8)")
     layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
     certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
     steps = "training steps to compare (default: 4)"

@@ -4,7 +4,6 @@ import atexit
 import io
 import os
 import sys
-from contextlib import suppress
 
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
@@ -46,9 +45,7 @@ def leave(code: int) -> int:
     if "torch" not in sys.modules:
         return code
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    flush_output()  # standard error has no buffer beyond a line
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""What a user sees when something of theirs is wrong: one line with a code.
+"""Tell a user what of theirs is wrong: one line with a code.
 
     MZ-203 rank=0 step=17 data/train.bin: token 9001 in document 12 >= vocabulary 8192; use another tokenizer
 

@@ -1,5 +1,5 @@
-"""What a config's memory section puts around the parts of the model: which of them are computed again in backward, and
-how their inputs are kept until then.
+"""Put around the parts of the model what a config's memory section asks for: which of them are computed again in
+backward, and how their inputs are kept until then.
 """
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
@@ -74,12 +74,12 @@ def recompute(
 
 
 def _axis(config: Config, tensor: Axis) -> Axis:
-    """Whose ranks each keep a part of an input that all of them have; of size 1 where there is nothing to share."""
+    """Return the axis whose ranks each keep a part of an input that all have; of size 1 where nothing is shared."""
     return tensor if config.memory.partition and not config.parallel.sequence else Axis("tensor", comm=tensor.comm)
 
 
 def _no_ops(config: Config, axis: Axis, host: Host) -> list[str]:
-    """What was asked for and changes nothing."""
+    """Return a line for each option that was asked for and changes nothing."""
     lines = []
     if config.memory.partition and axis.size == 1:
         why = "the tensor axis has one rank"

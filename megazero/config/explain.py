@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from megazero.base.errors import UserError
 from megazero.base.terminal import wrapped
 from megazero.config import rules
-from megazero.config.file import flatten, nearest, spelt
+from megazero.config.file import flatten, nearest, option_keys, spelt
 from megazero.config.schema import Config
 
 
@@ -48,7 +48,7 @@ def explain(config: Config, selection: str | None) -> list[Option]:
         if selection is None or key == selection or key.startswith(f"{selection}.")
     ]
     if not options:
-        hint = nearest(selection) if selection is not None else ""
+        hint = nearest(selection, option_keys()) if selection is not None else ""
         raise UserError(104, f"no option or section {selection}", hint, where="explain")
     return options
 

@@ -108,6 +108,11 @@ def name_of(name_or_path: str) -> str:
     return path.stem if path.name != "config.yaml" else path.resolve().parent.name or path.stem
 
 
+def run_dir(config: Config, name: str) -> str:
+    """Return the folder of a run of a config of that name."""
+    return config.run.dir or f"runs/{name}"
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -259,12 +264,15 @@ def _unknown_keys(source: _Source) -> Iterator[UserError]:
         elif key in sections and value != {}:
             yield UserError(105, f"{key} is a section, got {spelt(value)}", where=source.locate(key))
         elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
-            yield UserError(104, f"unknown key {key}", nearest(key), where=source.locate(key))
+            yield UserError(104, f"unknown key {key}", nearest(key, known), where=source.locate(key))
 
 
-def nearest(key: str) -> str:
-    """Return a hint: the key of the same name in another section, else the one (or the section) spelt most alike."""
-    known = option_keys()
+def nearest(key: str, known: list[str]) -> str:
+    """Return a hint: the key of the same name in another section, else the one (or the section) spelt most alike.
+
+    Args:
+        known: all keys (`option_keys`).
+    """
     sections = _sections(known)
     same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
     candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]

@@ -75,9 +75,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path):
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = file_pair(prefix)
-        for path in (self.idx_path, self.bin_path):
-            if not path.exists():
-                raise UserError(201, f"no such token file{looked_up(path)}", _how_to_make(self.prefix), where=path)
+        refuse_missing(prefix)
         try:
             with open_regular(self.idx_path) as descriptor, open(descriptor, "rb", closefd=False) as file:
                 self.dtype, lengths, pointers, indices = _read_index(file, self.idx_path)
@@ -125,6 +123,14 @@ class IndexedDataset:
         """(document, position in it) of the token at this index of `tokens`."""
         document = int(np.searchsorted(self.document_offsets, token, side="right")) - 1
         return document, token - int(self.document_offsets[document])
+
+
+def refuse_missing(prefix: str | Path) -> None:
+    """Refuse a data set of which a file is missing. Raises UserError 201."""
+    bin_path, idx_path = file_pair(prefix)
+    for path in (idx_path, bin_path):
+        if not path.exists():
+            raise UserError(201, f"no such token file{looked_up(path)}", _how_to_make(Path(prefix)), where=path)
 
 
 def _how_to_make(prefix: Path) -> str:

@@ -97,3 +97,16 @@ class Tokenizer:
         if self._model.is_byte(i):
             return 1
         return len(self._model.id_to_piece(i).replace(SPACE_MARK, " ").encode())
+
+
+def open_tokenizer(path: str | Path, vocab: int) -> Tokenizer:
+    """Open the tokenizer of a model of `vocab` ids.
+
+    Raises:
+        UserError: 112, it has more pieces than that; 209, it cannot be read.
+    """
+    tokenizer = Tokenizer(path)
+    if tokenizer.vocab_size > vocab:
+        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
+        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
+    return tokenizer

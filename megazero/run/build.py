@@ -19,7 +19,7 @@ from megazero.comm.grid import Grid
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, validation_batches
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.observe.console import ConsoleSink
@@ -135,19 +135,6 @@ def _blame(
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype) if device.type == "cuda" else None
-
-
-def open_tokenizer(path: str, vocab: int) -> Tokenizer:
-    """The tokenizer of a model of `vocab` ids.
-
-    Raises:
-        UserError: 112, it has more pieces than that; 209, it cannot be read.
-    """
-    tokenizer = Tokenizer(path)
-    if tokenizer.vocab_size > vocab:
-        what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
-        raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
-    return tokenizer
 
 
 def _learning_rate(config: Config) -> LearningRate:

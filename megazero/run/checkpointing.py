@@ -1,5 +1,5 @@
-"""What of a run goes into its checkpoints, and comes out of them: the state of the engine as pieces of parameters, and
-in the manifest everything that is no tensor. Sees the config, as build/assemble.py does.
+"""Choose what of a run its checkpoints hold: the state of the engine as pieces of parameters, and in the manifest
+everything that is no tensor. Sees the config, as build/assemble.py does.
 """
 
 import contextlib

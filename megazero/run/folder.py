@@ -32,14 +32,13 @@ class RunFolder:
             UserError: 110, it holds a run already; 401, it cannot be written; 420, another job trains there.
         """
         if not resume:  # what is not ours is not touched
-            lock.refuse_if_held()  # who is told to remove a folder must not remove another job's
-            self._refuse_if_taken()
+            self.refuse_if_taken(lock)
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):
                 folder.mkdir(parents=True, exist_ok=True)
             dead = lock.take()
             if not resume:  # another job may have come and gone
-                self._refuse_if_taken()
+                self._refuse_a_run()
             self.board.unlink(missing_ok=True)  # of an earlier job
             for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
                 for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
@@ -57,7 +56,12 @@ class RunFolder:
             raise UserError(401, what, "choose another run.dir", where=where) from None
         return dead
 
-    def _refuse_if_taken(self) -> None:
+    def refuse_if_taken(self, lock: RunLock) -> None:
+        """Refuse a folder in which a job trains, or has trained. Raises UserError 420, 110."""
+        lock.refuse_if_held()  # who is told to remove a folder must not remove another job's
+        self._refuse_a_run()
+
+    def _refuse_a_run(self) -> None:
         for found in (self.metrics, *self.checkpoints.glob("step_*")):
             if found.exists():
                 do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"

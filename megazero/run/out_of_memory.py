@@ -23,7 +23,7 @@ _SHOWN = 4  # categories
 
 @contextmanager
 def explain_out_of_memory(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
-    """Around what allocates on a device.
+    """Turn errors of what allocates on a device, inside, into one line that says what takes how much.
 
     Raises:
         UserError: 330, instead of what the libraries say when there is no memory left.

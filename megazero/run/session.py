@@ -26,7 +26,7 @@ from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.comm.lobby import together
 from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, RankStatus
-from megazero.config.file import dump, flatten
+from megazero.config.file import dump, flatten, run_dir
 from megazero.config.schema import Config
 from megazero.launch.environment import (
     RankContext,
@@ -369,7 +369,7 @@ def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[
 
 
 def _folder(config: Config, name: str) -> RunFolder:
-    return RunFolder(config.run.dir or f"runs/{name}")
+    return RunFolder(run_dir(config, name))
 
 
 def _fingerprint(config: Config, world: World) -> str:

@@ -1,4 +1,4 @@
-"""What a run says of itself when it begins, and when it has come to its end."""
+"""Say of a run what it is when it begins, and what it has done at its end."""
 
 from collections.abc import Iterator
 

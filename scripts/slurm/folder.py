@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megazero.base.errors import UserError
-from megazero.config.file import load, name_of, refuse_unbuilt
+from megazero.config.file import load, name_of, refuse_unbuilt, run_dir
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    print(config.run.dir or f"runs/{name_of(name)}")
+    print(run_dir(config, name_of(name)))
     return 0
 
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import platform
 import resource
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -91,11 +94,12 @@ def test_what_it_refuses(fails, model: Path, tmp_path: Path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def start(tmp_path: Path, model: Path, text: bytes, limit: int | None = None) -> subprocess.Popen[str]:
-    """The command under way, with two workers and its own process group."""
+@contextmanager
+def start(tmp_path: Path, model: Path, text: bytes, limit: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    """The command under way, with two workers and its own process group; a test that fails leaves none of them."""
     (tmp_path / "x.txt").write_bytes(text)
     line = [sys.executable, REPOSITORY / "data_tools/preprocess.py", "--input", "x.txt", "--tokenizer", model]
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*line, "--output", "out/x", "--workers", "2"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -103,9 +107,15 @@ def start(tmp_path: Path, model: Path, text: bytes, limit: int | None = None) ->
         text=True,
         start_new_session=True,
         preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None,
-    )
+    ) as child:
+        try:
+            yield child
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
 
 
+SENDING = {"x86_64": ("1", "46"), "aarch64": ("64", "211")}.get(platform.machine(), ())  # write, sendmsg
 LONG = b"some words of text, over and over again\n" * 1_000_000  # 40 MB: a dozen seconds of work
 
 
@@ -138,6 +148,27 @@ def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
     assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
     until_gone(workers)
+
+
+def test_worker_killed_in_the_middle_of_a_message_is_one_line(tmp_path: Path, model: Path):
+    """The command does not read while it is stopped, and what a worker sends is longer than a pipe holds."""
+    with start(tmp_path, model, LONG) as child:
+        wait_for_tokens(tmp_path)
+        workers = children_of(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        assert SENDING, "which system calls send on this machine?"
+        until(lambda: any(sends(worker) for worker in workers))
+        os.kill(next(worker for worker in workers if sends(worker)), signal.SIGKILL)
+        child.send_signal(signal.SIGCONT)
+        stderr = without_heartbeat(child.communicate(timeout=300)[1])
+    assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
+    until_gone(workers)
+
+
+def sends(process: int) -> bool:
+    """Whether its main thread is held up in sending: in a system call that writes, with nobody who reads."""
+    call = Path(f"/proc/{process}/syscall").read_text().split()
+    return call[0] in SENDING
 
 
 @pytest.mark.usefixtures("usual_signals")

@@ -24,8 +24,8 @@ usage(
 )
 usage(
     "more ranks than the batch divides",
-    "MZ-106: expected batch.global % (batch.micro * data ranks) == 0, got "
-    "4 % (2 * 3) = 4; change batch.global or batch.micro",
+    "MZ-106 --nproc 3: expected batch.global % (batch.micro * data ranks) == 0, got "
+    "4 % (2 * 3) = 4; change batch.global",
     "--nproc",
     "3",
 )

@@ -134,7 +134,7 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
 
 
 def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str) -> Simulated:
-    """The same on a grid of one's own; within a FakeTensorMode.
+    """Simulate two steps on a given grid; within a FakeTensorMode.
 
     Args:
         grid: its ledger tells timelines.

@@ -1,0 +1,33 @@
+"""Look at what a new run names before torch is imported: a wrong path is told within a second, and leaves nothing.
+
+Of runs whose ranks a launcher started all ranks look together, later: one that ended here would leave the others
+waiting. What a run that goes on finds wrong belongs into its log, so it is not looked at here.
+"""
+
+from megazero.build.pipeline import check_world
+from megazero.config.file import run_dir
+from megazero.config.schema import Config
+from megazero.data.indexed_dataset import refuse_missing
+from megazero.data.tokenizer import open_tokenizer
+from megazero.run.folder import RunFolder
+from megazero.run.lock import RunLock
+
+
+def look(config: Config, name: str, nproc: int | None) -> None:
+    """Refuse wrong numbers of ranks, a folder that is taken, data that are not there, a tokenizer that does not fit.
+
+    Raises:
+        UserError: 106; 110, 420; 201; 209, 210, 112.
+    """
+    if nproc is not None:
+        check_world(config, nproc, f"--nproc {nproc}")
+    folder, data = RunFolder(run_dir(config, name)), config.data
+    if config.checkpoint.resume == "none":
+        folder.refuse_if_taken(RunLock(folder.lock))
+    if folder.path.exists() or config.checkpoint.resume not in ("none", "auto"):
+        return
+    if data.tokenizer is not None:
+        open_tokenizer(data.tokenizer, config.model.vocab)
+    refuse_missing(data.train)
+    if isinstance(data.valid, str):
+        refuse_missing(data.valid)
