@@ -1,7 +1,7 @@
 """The same few steps on any grid, and the logical tensors put together from all ranks."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -136,9 +136,9 @@ class Rank:
 
     def __init__(self, grid: Grid, layout: Layout, shape: Shape, precision: Precision):
         self.grid = rewired(grid, layout)
-        self.data, self.tensor = self.grid.data, self.grid.tensor
+        self.data, self.tensor = self.grid["data"], self.grid["tensor"]
         self.layout, self.shape = layout, shape
-        self.host = Host(CPU, grid.data.comm.ledger, apart=True)
+        self.host = Host(CPU, grid.comm.ledger, apart=True)
         self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE, self.host)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
@@ -170,9 +170,8 @@ class Rank:
 
 def rewired(grid: Grid, layout: Layout) -> Grid:
     """The grid with the layout's way to talk."""
-    comm = replace(grid.data.comm, bucket=layout.bucket)
-    comm = replace(comm, shared_memory=None) if layout.sockets else comm
-    return Grid(*(replace(getattr(grid, axis.name), comm=comm) for axis in fields(grid)))
+    comm = replace(grid.comm, bucket=layout.bucket)
+    return grid.with_comm(replace(comm, shared_memory=None) if layout.sockets else comm)
 
 
 def train_rank(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> Trained:

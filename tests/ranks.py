@@ -29,9 +29,18 @@ TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machin
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, tensor: int = 1, pipeline: int = 1
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    tensor: int = 1,
+    pipeline: int = 1,
+    shard: int | None = None,
 ) -> list[Any]:
-    """`function(grid, *arguments)` on each of `size` ranks; the data axis is what `tensor` and `pipeline` leave."""
+    """`function(grid, *arguments)` on each of `size` ranks; the data axis is what `tensor` and `pipeline` leave.
+
+    Args:
+        shard: data ranks over which ZeRO shards; None: all.
+    """
     if size == 1:
         return [function(single(), *arguments)]
     context = multiprocessing.get_context("fork")
@@ -40,7 +49,7 @@ def run_ranks(
         processes = []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            call = (rank, size, Path(folder) / "store", (tensor, pipeline), function, arguments, theirs)
+            call = (rank, size, Path(folder) / "store", (tensor, pipeline, shard), function, arguments, theirs)
             process = context.Process(target=_be, args=call, daemon=True)
             process.start()
             theirs.close()
@@ -75,7 +84,7 @@ def _be(
     rank: int,
     size: int,
     store: Path,
-    axes: tuple[int, int],
+    axes: tuple[int, int, int | None],
     function: Callable[..., Any],
     arguments: tuple,
     end: Connection,
@@ -84,7 +93,7 @@ def _be(
         torch.set_num_threads(1)
         place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), store)
         comm = connect(place, timeout=TIMEOUT, fingerprint="test")
-        grid: Grid = make_grid(tensor=axes[0], pipeline=axes[1], comm=comm, device_type="cpu")
+        grid: Grid = make_grid(tensor=axes[0], pipeline=axes[1], shard_ranks=axes[2], comm=comm, device_type="cpu")
         end.send_bytes(pickle.dumps((True, function(grid, *arguments))))  # send would share tensors' memory
         dist.barrier()  # nobody leaves while others still talk
     except BaseException:

@@ -13,7 +13,7 @@ import torch
 
 from megazero.__main__ import main
 from megazero.comm.context import CommContext
-from megazero.comm.grid import Axis, single
+from megazero.comm.grid import Axis, Grid, single
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.config import rules
 from megazero.config.file import load
@@ -158,7 +158,7 @@ def test_ranks_of_a_launcher_learn_that_they_share_gpus(
 def test_ranks_that_share_gpus_say_so():
     comm = CommContext()
     grid = single(replace(comm, host_staging=staging_pool(torch.device("cpu"), comm.ledger)))
-    said = sharing(World(0, 2, 0, shares_gpus=True), replace(grid, world=Axis("world", 2, comm=grid.world.comm)))
+    said = sharing(World(0, 2, 0, shares_gpus=True), Grid({**grid, "world": Axis("world", 2, comm=grid.comm)}))
     assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and talk by gloo through pinned")
 
 

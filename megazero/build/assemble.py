@@ -8,7 +8,7 @@ from __future__ import annotations  # a checked config is all that is needed, no
 
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from megazero.build.recompute import recompute
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.host import Host
+from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.kernels.operations import REFERENCE, Operations
@@ -34,9 +35,9 @@ from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
 from megazero.schedules.layers import Layers
 from megazero.zero.engine import Engine
-from megazero.zero.layout import Entry, UnitLayout, lay_out
+from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
-from megazero.zero.placement import STAGES, ParallelAxes, Placement, Precision
+from megazero.zero.placement import STAGES, Placement, Precision, UnitAxes
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
         return single(comm)
     # What talks through the host's memory has groups for tensors of the host, whatever computes.
     parallel, device_type = config.parallel, "cuda" if comm.backend == "nccl" else "cpu"
-    return make_grid(tensor=parallel.tensor, pipeline=parallel.pipeline, comm=comm, device_type=device_type)
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "shard_ranks": config.zero.shard_ranks}
+    return make_grid(comm=comm, device_type=device_type, **sizes)
 
 
 def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
@@ -100,10 +102,17 @@ def precision_of(config: Config) -> Precision:
     return Precision(dtype, torch.float32 if wide else dtype)
 
 
-def axes_of(config: Config, grid: Grid) -> ParallelAxes:
+def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
+    """Return the function that gives each unit, by its name, the ranks that share it."""
     assert config.zero.stage is not None, "a resolved config"
-    stage = STAGES[config.zero.stage]
-    return ParallelAxes(grid.data, grid.tensor, config.parallel.sequence, stage, grid.pipeline, grid.embedding_group)
+    axes = UnitAxes(
+        shard=grid["shard"],
+        tensor=grid["tensor"],
+        stage=STAGES[config.zero.stage],
+        replica=grid["replica"],
+        sequence=config.parallel.sequence,
+    )
+    return lambda unit: replace(axes, copies=grid["ends"]) if unit == TIED else axes
 
 
 def offload_of(config: Config, host: Host) -> Offload | None:
@@ -123,21 +132,22 @@ def build_units(
     names: Collection[str],
     *,
     seed: int | None,
-    axes: ParallelAxes,
+    axes: Callable[[str], UnitAxes],
     precision: Precision,
     device: torch.device,
+    ledger: Ledger,
     offload: Offload | None = None,
     ops: Operations = REFERENCE,
 ) -> list[Unit]:
-    """Gives each of the named units of the model memory for what of it rests on this rank, and initial values.
+    """Give each of the named units of the model memory for what of it rests on this rank, and initial values.
 
     Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
 
     Args:
         seed: of the initial values; None: nobody looks at them, and they are left as they are.
+        axes: of each unit, by its name.
         ops: the kernels to use, where gradients are delivered.
     """
-    ledger = axes.data.comm.ledger
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
     units = []
     with doing("making parameters", len(names)) as progress:
@@ -145,9 +155,8 @@ def build_units(
             if name not in names:
                 continue
             declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
-            shared = name == TIED and axes.embedding_group.size > 1
             layout = unit_layout_of(name, declarations)
-            unit = Unit(layout, axes, precision, device, (whole, partial), offload, shared=shared, ops=ops)
+            unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops)
             if seed is not None:
                 unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             model.materialise(unit.make_parameters())
@@ -157,8 +166,8 @@ def build_units(
 
 
 def unit_layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
-    """Where the parameters of a unit lie."""
-    return lay_out(unit, [Entry(n, d.local_shape, d.decay, d.split) for n, d in declarations.items()])
+    """Return where the parameters of a unit lie."""
+    return lay_out(unit, [Entry(n, d.local_shape, Group(d.decay), d.split) for n, d in declarations.items()])
 
 
 def build_engine(
@@ -166,7 +175,8 @@ def build_engine(
     stages: Sequence[range],
     *,
     seed: int | None,
-    axes: ParallelAxes,
+    axes: Callable[[str], UnitAxes],
+    grid: Grid,
     precision: Precision,
     device: torch.device,
     optimizer: Optimizer,
@@ -189,12 +199,22 @@ def build_engine(
     on_path = model.units_of_layers()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
+    comm = grid.comm
     units = build_units(
-        model, names, seed=seed, axes=axes, precision=precision, device=device, offload=offload, ops=ops
+        model,
+        names,
+        seed=seed,
+        axes=axes,
+        precision=precision,
+        device=device,
+        ledger=comm.ledger,
+        offload=offload,
+        ops=ops,
     )
     there = "host_" if offload is not None and offload.optimizer else ""
-    o, comm = optimizer, axes.data.comm
-    comm.ledger.hold(f"{there}optimizer", 2 * sum(unit.masters.nbytes for unit in units))  # moments
+    o = optimizer
+    held = len(AdamW.STATE) * sum(unit.masters.nbytes for unit in units)
+    comm.ledger.hold(f"{there}optimizer", held)
     adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=comm.bucket, ops=update_ops)
     comm.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
@@ -204,7 +224,7 @@ def build_engine(
         adam,
         clip=o.clip,
         tokens_per_step=tokens_per_step,
-        axes=axes,
+        grid=grid,
         scaling=precision.parameters == torch.float16,
         ops=update_ops,
         offload=offload,
@@ -237,14 +257,14 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations, hos
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
     """
-    return assemble(config, grid, device, ops, host or Host(device, grid.world.comm.ledger), config.run.seed)
+    return assemble(config, grid, device, ops, host or Host(device, grid.comm.ledger), config.run.seed)
 
 
 def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host, seed: int | None) -> Built:
     """The same with initial values of another seed; None: with anything in its memory."""
-    layers, precision, axes = layers_of(config), precision_of(config), axes_of(config, grid)
-    stages = layers.of_rank(grid.pipeline.rank)
-    model = build_model(config, ops, grid.tensor)
+    layers, precision = layers_of(config), precision_of(config)
+    stages = layers.of_rank(grid["pipeline"].rank)
+    model = build_model(config, ops, grid["tensor"])
     offload = offload_of(config, host)
     updates_there = offload is not None and offload.optimizer
     recomputed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
@@ -252,7 +272,8 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
         model,
         list(stages.values()),
         seed=seed,
-        axes=axes,
+        axes=axes_of(config, grid),
+        grid=grid,
         precision=precision,
         device=device,
         optimizer=config.optimizer,
@@ -262,9 +283,9 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
         recomputed=recomputed,
         offload=offload,
     )
-    each = axes.stage.gradients is Placement.SHARD
+    each = STAGES[config.zero.stage or 0].gradients is Placement.SHARD
     tied = config.model.tie_embeddings
-    local = config.model.seq_len // (grid.tensor.size if config.parallel.sequence else 1)
+    local = config.model.seq_len // (grid["tensor"].size if config.parallel.sequence else 1)
     chunks = {}
     for (index, parts), passes in zip(stages.items(), engine.passes, strict=True):
         last = parts.stop == len(model.layers)
@@ -273,9 +294,9 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
     pipeline = Pipeline(
         chunks,
         len(layers.parts),
-        grid.pipeline.rank,
+        grid["pipeline"].rank,
         lambda m: lowered(layers, m, each=each, tied=tied),
-        Transport(grid.pipeline, layers.rank_of, precision.parameters, device),
+        Transport(grid["pipeline"], layers.rank_of, precision.parameters, device),
         lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
         engine.reduce_tied,
     )

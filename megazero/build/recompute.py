@@ -52,14 +52,14 @@ def recompute(
             block.attention.core = Recomputed(block.attention.core, PlainStore)
     if config.memory.recompute != "full":
         return set()
-    axis = _axis(config, grid.tensor)
+    axis = _axis(config, grid["tensor"])
     host_of = host if config.memory.offload and host.apart else None
     for line in _no_ops(config, axis, host):
         _LOG.info(line)
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     numel = config.model.seq_len * config.batch.micro * config.model.hidden
-    numel //= grid.tensor.size if config.parallel.sequence else 1
-    micro_batches = config.batch.global_ // (config.batch.micro * grid.data.size)
+    numel //= grid["tensor"].size if config.parallel.sequence else 1
+    micro_batches = config.batch.global_ // (config.batch.micro * grid["data"].size)
     kept = layers.kept_inputs(micro_batches)
     pool = Pool(dtype, device, ledger, "inputs")
     recomputed: set[Layer] = set()

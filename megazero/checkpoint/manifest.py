@@ -22,7 +22,8 @@ from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
 
 FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
-KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of AdamW: what the optimizer updates, and its two moments
+_STATE, _MOST_STATE = re.compile("[a-z][a-z_]{0,31}"), 8  # names of an optimizer's state; their number
+WEIGHT = "weight"  # the first of the kinds of values: what the optimizer updates; then the state it declares
 _STEP = re.compile(r"step_([0-9]{8,10})")
 _MOST_DIMS, _MOST_METRICS = 8, 100
 _DO = "restore the file, or resume from another step"
@@ -219,8 +220,7 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
 
 def _contradiction(manifest: Manifest) -> str | None:
     """Whatever would make a reader look outside a file, or leave an element unread."""
-    kinds = KINDS[:1] if manifest.progress is None else KINDS
-    if manifest.dtype not in DTYPES or manifest.block != BLOCK or list(kinds) != manifest.kinds:
+    if manifest.dtype not in DTYPES or manifest.block != BLOCK or not _are_kinds(manifest):
         return f"dtype {manifest.dtype}, block {manifest.block}, kinds {manifest.kinds}"
     for index, file in enumerate(manifest.files):
         if len(file.blocks) != -(-file.size // BLOCK):
@@ -244,6 +244,14 @@ def _contradiction(manifest: Manifest) -> str | None:
         if end != logical.numel:
             return f"{name} has {end} of {logical.numel} elements"
     return None
+
+
+def _are_kinds(manifest: Manifest) -> bool:
+    """Return whether the kinds are the weight and names of an optimizer's state, of weights alone no more than that."""
+    weight, state = manifest.kinds[:1], manifest.kinds[1:]
+    named = len(state) <= _MOST_STATE and all(_STATE.fullmatch(kind) for kind in state)
+    distinct = len({*manifest.kinds}) == len(manifest.kinds)
+    return weight == [WEIGHT] and named and distinct and bool(state) == (manifest.progress is not None)
 
 
 def step_of(path: Path) -> int | None:

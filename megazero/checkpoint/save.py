@@ -26,7 +26,7 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.base.files import announce_file, flush_folder
 from megazero.base.reading import parse_object, read_file
-from megazero.checkpoint.manifest import KINDS, PartFile, Progress, shard_name
+from megazero.checkpoint.manifest import PartFile, Progress, shard_name
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
@@ -63,6 +63,11 @@ class ShardState:
     pieces: Sequence[Piece]
     tensors: Mapping[str, Tensor]
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds that there is something of, in their order."""
+        return tuple(self.tensors) if self.pieces else ()
+
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
@@ -98,7 +103,7 @@ class Saver:
         tidy: Callable[[Callable[[], bool]], None] | None,
     ):
         self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
-        self._sources = [holding.tensors[kind] for holding in holdings for kind in KINDS if holding.pieces]
+        self._sources = [holding.tensors[kind] for holding in holdings for kind in holding.kinds]
         # What is on a GPU has to be copied to be written at all.
         snapshot = snapshot or any(source.is_cuda for source in self._sources)
         copies = (torch.empty_like(source, device="cpu", pin_memory=source.is_cuda) for source in self._sources)
@@ -257,7 +262,7 @@ def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
     """In the order of the file: unit by unit, kind by kind, as they lie in memory."""
     for holding in holdings:
-        for kind in KINDS if holding.pieces else ():
+        for kind in holding.kinds:
             buffer = next(buffers)
             for piece in holding.pieces:
                 yield _Entry(kind, piece, buffer[piece.at : piece.at + piece.stop - piece.start])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import KINDS, Manifest, read_manifest
+from megazero.checkpoint.manifest import WEIGHT, Manifest, read_manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.save import ShardState
@@ -83,6 +83,6 @@ def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict
     """Some of a checkpoint's parameters, whole. Raises UserError 410: damaged."""
     dtype = DTYPES[manifest.dtype]
     flat = {name: torch.empty(manifest.tensors[name].numel, dtype=dtype) for name in names}
-    holdings = [ShardState([Piece(name, 0, len(values), 0)], {KINDS[0]: values}) for name, values in flat.items()]
+    holdings = [ShardState([Piece(name, 0, len(values), 0)], {WEIGHT: values}) for name, values in flat.items()]
     load_tensors(folder, manifest, holdings, rank=0, size=1)
     return {name: values.view(manifest.tensors[name].shape) for name, values in flat.items()}

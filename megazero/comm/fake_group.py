@@ -14,20 +14,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.context import CommContext
-from megazero.comm.grid import Grid, joined, lay_out
+from megazero.comm.grid import Grid, lay_out
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport
 
 
-def alone(rank: int, world: int, *, tensor: int, pipeline: int, backend: str, bucket: int, ledger: Ledger) -> Grid:
+def alone(
+    rank: int,
+    world: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    backend: str,
+    bucket: int,
+    ledger: Ledger,
+    shard_ranks: int | None = None,
+) -> Grid:
     """The axes of a rank whose others do not exist.
 
     Args:
         backend: "nccl", or "gloo" between ranks of one host.
 
     Raises:
-        UserError: 106, see `data_size`.
+        UserError: 106, see `shards_and_replicas`.
     """
     shared_memory = FakeSharedMemory(world) if backend == "gloo" and world > 1 else None
     comm = CommContext(
@@ -39,9 +49,8 @@ def alone(rank: int, world: int, *, tensor: int, pipeline: int, backend: str, bu
     )
     if shared_memory is not None:
         ledger.hold("staging", Outbox.size(world))
-    grid = lay_out(rank, world, tensor=tensor, pipeline=pipeline, comm=comm)
-    axes = (grid.tensor, grid.data, grid.pipeline, grid.world, grid.embedding_group)
-    return joined(grid, {axis.name: FakeProcessGroup(axis.rank, axis.size) for axis in axes})
+    grid = lay_out(rank, world, tensor=tensor, pipeline=pipeline, shard_ranks=shard_ranks, comm=comm)
+    return grid.with_groups({axis.name: FakeProcessGroup(axis.rank, axis.size) for axis in grid.values()})
 
 
 class _Done(dist.Work):

@@ -1,17 +1,18 @@
-"""The grid of ranks: pipeline x data x tensor, the tensor axis fastest.
+"""The grid of ranks, as an ordered mapping of axes: pipeline, replica, shard, tensor, the tensor axis fastest.
 
-    rank = (pipeline rank x data size + data rank) x tensor size + tensor rank
+    rank = ((pipeline rank x replicas + replica rank) x shards + shard rank) x tensor size + tensor rank
 
-so that the ranks that talk most, those of one tensor axis, are neighbours on one host. A layer, a unit or a loader
-receives the axes it uses, never the whole grid. An axis of size 1 is the identity: the same code runs, and every
-region, reduction and slice along it leaves what it gets as it is.
+so that the ranks that talk most, those of one tensor axis, are neighbours on one host, and next to them those over
+which ZeRO shards. A new axis is one row of `AXES`: its place in the rank order, and the sums of which its ranks have
+parts. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1 is the identity:
+the same code runs, and every region, reduction and slice along it leaves what it gets as it is.
 
-Words: an *axis* is a direction of the grid, a *dim* one of a tensor.
+Words: an *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,30 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazero.comm.context import CommContext
 from megazero.comm.lobby import together
-from megazero.comm.sizes import data_size
+from megazero.comm.sizes import shards_and_replicas
+
+
+@dataclass(frozen=True)
+class AxisRow:
+    """One row of the table of axes.
+
+    Attributes:
+        name: of the axis.
+        partial: the sums of which each rank along the axis has a part: "gradients" (its ranks see other samples) and
+            "loss" (of a step). What is partial for some units alone, they say themselves (`zero/placement.py`).
+    """
+
+    name: str
+    partial: frozenset[str]
+
+
+AXES = (  # slowest first
+    AxisRow("pipeline", frozenset({"loss"})),
+    AxisRow("replica", frozenset({"gradients", "loss"})),
+    AxisRow("shard", frozenset({"gradients", "loss"})),
+    AxisRow("tensor", frozenset()),
+)
+JOINED = {"data": ("replica", "shard"), "world": tuple(row.name for row in AXES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +52,12 @@ class Axis:
     """One direction of the grid as one rank sees it.
 
     Attributes:
-        name: "tensor", "pipeline", "data", "world" or "ends".
+        name: of a row of `AXES`, of a joined axis, or "ends"; "data" for the shard axis where it is the data axis.
         size: how many ranks lie along it.
         rank: this rank's place, 0 <= rank < size.
         first, stride: the global ranks along it are first, first + stride, ...
         group: the process group of these ranks; None where nothing is ever sent (one rank, a model on meta).
-        wire: how this rank talks; shared by all its axes.
+        comm: how this rank talks; shared by all its axes.
     """
 
     name: str
@@ -48,100 +72,165 @@ class Axis:
         assert 0 <= self.rank < self.size, f"{self.name}: rank {self.rank} outside an axis of {self.size}"
 
     def shard(self, total: int) -> int:
-        """How many of `total` rows one rank holds; the last ranks' rows may be padding (`total` rounded up)."""
+        """Return how many of `total` rows one rank holds; the last ranks' rows may be padding."""
         return -(-total // self.size)
 
     @property
     def ranks(self) -> range:
-        """The global ranks along the axis."""
+        """Return the global ranks along the axis."""
         return range(self.first, self.first + self.size * self.stride, self.stride)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """All axes of one rank; `world` runs through every rank, `ends` from the first to the last of a pipeline."""
+class Grid(Mapping[str, Axis]):
+    """All axes of one rank by their name: the rows of `AXES`, the joined ones, and "ends", the ends of a pipeline.
 
-    tensor: Axis
-    data: Axis
-    pipeline: Axis
-    world: Axis
-    embedding_group: Axis
+    Where all data ranks are one shard group, "shard" and "data" are the same axis, and its name is "data".
+    """
+
+    def __init__(self, axes: Mapping[str, Axis]):
+        self._axes = dict(axes)
+
+    def __getitem__(self, name: str) -> Axis:
+        return self._axes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    @property
+    def comm(self) -> CommContext:
+        """Return how this rank talks."""
+        return self._axes["world"].comm
+
+    def partial(self, what: str) -> list[Axis]:
+        """Return the axes along which each rank has a part of a sum: first those of other samples, then fastest first.
+
+        The order is that in which sums are taken, so it is part of what every number is.
+        """
+        rows = sorted(AXES[::-1], key=lambda row: "gradients" not in row.partial)
+        names = [row.name for row in rows if what in row.partial]
+        for joined, parts in JOINED.items():  # one sum instead of several
+            if names[: len(parts)] == list(reversed(parts)):
+                names[: len(parts)] = [joined]
+        return [self._axes[name] for name in names]
+
+    def with_comm(self, comm: CommContext) -> "Grid":
+        """Return the same grid whose ranks talk in another way."""
+        return self._replaced({axis: replace(axis, comm=comm) for axis in self._distinct()})
+
+    def with_groups(self, groups: Mapping[str, dist.ProcessGroup | None]) -> "Grid":
+        """Return the same grid with the process group of each axis that has more than one rank, by its name."""
+        talking = [axis for axis in self._distinct() if axis.size > 1]
+        return self._replaced({axis: replace(axis, group=groups[axis.name]) for axis in talking})
+
+    def _distinct(self) -> list[Axis]:
+        return list(dict.fromkeys(self._axes.values()))
+
+    def _replaced(self, by: Mapping[Axis, Axis]) -> "Grid":
+        return Grid({name: by.get(axis, axis) for name, axis in self._axes.items()})
 
 
 def single(comm: CommContext | None = None) -> Grid:
-    """The grid of a run of one process."""
-    comm = comm or CommContext()
-    return Grid(*(Axis(name, comm=comm) for name in ("tensor", "data", "pipeline", "world", "ends")))
+    """Return the grid of a run of one process."""
+    return lay_out(0, 1, comm=comm or CommContext())
 
 
-def lay_out(rank: int, world: int, *, tensor: int, pipeline: int, comm: CommContext) -> Grid:
-    """Where a rank stands on every axis; nobody can be reached along them yet.
+def lay_out(
+    rank: int, world: int, *, comm: CommContext, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None
+) -> Grid:
+    """Return where a rank stands on every axis; nobody can be reached along them yet.
+
+    Args:
+        shard_ranks: neighbouring data ranks over which ZeRO shards; None: all.
 
     Raises:
-        UserError: 106, see `data_size`.
+        UserError: 106, see `shards_and_replicas`.
     """
-    sizes = {"pipeline": pipeline, "data": data_size(world, tensor, pipeline), "tensor": tensor}
-    axes, stride = {"world": Axis("world", world, rank, comm=comm)}, world
-    for name, size in sizes.items():
+    shard, replicas = shards_and_replicas(world, tensor, pipeline, shard_ranks)
+    sizes = {"pipeline": pipeline, "replica": replicas, "shard": shard, "tensor": tensor}
+    axes, stride = {}, world
+    for row in AXES:
+        size = sizes[row.name]
         stride //= size
         place = rank // stride % size
-        axes[name] = Axis(name, size, place, rank - place * stride, stride, comm=comm)
-    return Grid(**axes, embedding_group=_ends(axes["pipeline"]))
+        axes[row.name] = Axis(row.name, size, place, rank - place * stride, stride, comm=comm)
+    for name, parts in JOINED.items():
+        axes[name] = _join(name, [axes[part] for part in parts])
+    if replicas == 1:
+        axes["shard"] = axes["data"]
+    axes["ends"] = _ends(axes["pipeline"])
+    return Grid(axes)
 
 
-def joined(grid: Grid, groups: Mapping[str, dist.ProcessGroup | None]) -> Grid:
-    """The same with the process group of each axis that has more than one rank, by its name."""
-    axes = (getattr(grid, field.name) for field in fields(grid))
-    return Grid(*(replace(axis, group=groups[axis.name]) if axis.size > 1 else axis for axis in axes))
+def _join(name: str, parts: list[Axis]) -> Axis:
+    """Return the axis through neighbouring ones, slowest first."""
+    size, rank, last = 1, 0, parts[-1]
+    for part in parts:
+        size, rank = size * part.size, rank * part.size + part.rank
+    first = last.ranks[last.rank] - rank * last.stride
+    return Axis(name, size, rank, first, last.stride, comm=last.comm)
 
 
-def make_grid(*, tensor: int, pipeline: int, comm: CommContext, device_type: str) -> Grid:
-    """The grid over the default process group. Every rank calls it.
+def make_grid(
+    *, comm: CommContext, device_type: str, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None
+) -> Grid:
+    """Make the grid over the default process group. Every rank calls it.
 
     Raises:
-        UserError: 106, see `data_size`; 311, a rank did not come while the groups were made.
+        UserError: 106, see `shards_and_replicas`; 311, a rank did not come while the groups were made.
     """
-    grid = lay_out(dist.get_rank(), dist.get_world_size(), tensor=tensor, pipeline=pipeline, comm=comm)
+    sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks}
+    grid = lay_out(dist.get_rank(), dist.get_world_size(), comm=comm, **sizes)
     with together(comm.lobby, "axes"):
-        groups = _groups_of_gloo(grid) if comm.backend == "gloo" else _groups_of_mesh(grid, device_type)
-        groups |= {"world": dist.group.WORLD, "ends": _group_of_ends(grid.pipeline, groups["pipeline"])}
-    return joined(grid, groups)
+        groups = _groups_of_mesh(grid, device_type) if comm.backend == "nccl" else {}
+        for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
+            if axis.size > 1 and axis.name not in groups:
+                groups[axis.name] = _group_of(axis, grid["world"].size)
+        groups |= {"world": dist.group.WORLD, "ends": _group_of_ends(grid["pipeline"], groups.get("pipeline"))}
+    return grid.with_groups(groups)
 
 
-def _groups_of_gloo(grid: Grid) -> dict[str, dist.ProcessGroup | None]:
-    """Return the group of each axis. torch's mesh would give ranks half an hour to come."""
-    world, groups = torch.arange(grid.world.size), {}
-    for axis in (grid.pipeline, grid.data, grid.tensor):
-        groups[axis.name] = None
-        lines = world.view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size)
-        for ranks in lines.tolist() if axis.size > 1 else []:
-            made = dist.new_group(ranks, timeout=axis.comm.timeout) if axis.size < len(world) else dist.group.WORLD
-            if ranks == list(axis.ranks):
-                groups[axis.name] = made
-    return groups
+def _group_of(axis: Axis, world: int) -> dist.ProcessGroup | None:
+    """Return the group of an axis. Every rank calls it, and makes those of all others along the same direction.
+
+    On gloo torch's mesh would give ranks half an hour to come.
+    """
+    if axis.size == world:
+        return dist.group.WORLD
+    lines = torch.arange(world).view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size)
+    own = None
+    for ranks in lines.tolist():
+        made = dist.new_group(ranks, timeout=axis.comm.timeout)
+        if ranks == list(axis.ranks):
+            assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
+            own = made
+    return own
 
 
 def _groups_of_mesh(grid: Grid, device_type: str) -> dict[str, dist.ProcessGroup | None]:
-    """Return the group of each axis from torch's device mesh, which splits NCCL's communicators."""
-    axes = {axis.name: axis for axis in (grid.pipeline, grid.data, grid.tensor)}
+    """Return the groups of the rows of `AXES` from torch's device mesh, which splits NCCL's communicators."""
+    axes = {axis.name: axis for axis in (grid[row.name] for row in AXES)}
     with warnings.catch_warnings():  # torch notes on CPU-only builds that groups of one rank are not needed
         warnings.simplefilter("ignore", UserWarning)
         sizes = tuple(axis.size for axis in axes.values())
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes))
-    groups = {name: mesh.get_group(name) if axis.size > 1 else None for name, axis in axes.items()}
-    for name, group in groups.items():
-        if group is not None:
-            _set_pg_timeout(axes[name].comm.timeout, group)  # the mesh gives its groups the backend's default
+    groups: dict[str, dist.ProcessGroup | None] = {}
+    for name, axis in axes.items():
+        if axis.size > 1:
+            groups[name] = group = mesh.get_group(name)
+            _set_pg_timeout(axis.comm.timeout, group)  # the mesh gives its groups the backend's default
     return groups
 
 
-def parallel_axes(pipeline: Axis) -> list[range]:
-    """The ranks of every pipeline of the world, which differ in their data and tensor ranks."""
+def pipelines(pipeline: Axis) -> list[range]:
+    """Return the ranks of every pipeline of the world, which differ in their data and tensor ranks."""
     return [range(first, first + pipeline.size * pipeline.stride, pipeline.stride) for first in range(pipeline.stride)]
 
 
 def _ends(pipeline: Axis) -> Axis:
-    """The first and the last rank of a pipeline; for those between, nobody."""
+    """Return the axis of the first and the last rank of a pipeline; for those between, of nobody else."""
     last = pipeline.size - 1
     if last == 0 or pipeline.rank not in (0, last):
         return Axis("ends", comm=pipeline.comm)
@@ -150,10 +239,10 @@ def _ends(pipeline: Axis) -> Axis:
 
 
 def _group_of_ends(pipeline: Axis, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """That of the first and the last rank of a pipeline of `group`. Every rank of the world calls it."""
+    """Return the group of the first and the last rank of a pipeline of `group`. Every rank of the world calls it."""
     last = pipeline.size - 1
     if last > 1:
-        for ranks in parallel_axes(pipeline):
+        for ranks in pipelines(pipeline):
             made = dist.new_group([ranks[0], ranks[last]], timeout=pipeline.comm.timeout)
             if ranks.start == pipeline.first and pipeline.rank in (0, last):
                 assert isinstance(made, dist.ProcessGroup), "this rank is one of them"

@@ -14,3 +14,20 @@ def data_size(world: int, tensor: int, pipeline: int) -> int:
         what += f"got {world} % ({tensor} * {pipeline}) = {world % (tensor * pipeline)}"
         raise UserError(106, what, "start another number of ranks, or change parallel.tensor or parallel.pipeline")
     return world // (tensor * pipeline)
+
+
+def shards_and_replicas(world: int, tensor: int, pipeline: int, shard_ranks: int | None) -> tuple[int, int]:
+    """Return the sizes of the shard and the replica axis, which together are the data axis.
+
+    Args:
+        shard_ranks: data ranks over which ZeRO shards; None: all.
+
+    Raises:
+        UserError: 106, they do not divide the data ranks, or nothing whole remains for these.
+    """
+    data = data_size(world, tensor, pipeline)
+    shard = data if shard_ranks is None else shard_ranks
+    if data % shard:
+        what = f"expected data ranks % zero.shard_ranks == 0, got {data} % {shard} = {data % shard}"
+        raise UserError(106, what, "change zero.shard_ranks or the number of ranks")
+    return shard, data // shard

@@ -20,7 +20,7 @@ from megazero.comm.processes import Process, host_id
 # Where operations go on: what one rank waits for from one other, and the axes of the grid. "ends" are the first and the
 # last rank of a pipeline.
 P2P = "p2p"
-AXES = (P2P, "world", "pipeline", "data", "tensor", "ends")
+AXES = (P2P, "world", "pipeline", "data", "tensor", "ends", "replica", "shard")
 
 _HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
 _IDENTITY, _IDENTITY_AT = struct.Struct("<Q8s"), 128  # start of the process, digest of the host's identity

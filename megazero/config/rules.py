@@ -118,6 +118,13 @@ RELATIONS: tuple[Relation, ...] = (
         "profile a step that the run has",
     ),
     Relation(
+        ("zero.shard_ranks", "zero.stage"),
+        "zero.stage >= 1 with zero.shard_ranks",
+        lambda v: v["zero.shard_ranks"] is None or v["zero.stage"] >= 1,
+        lambda v: f"zero.stage {v['zero.stage']}, which shards nothing",
+        "take zero.stage=1, 2 or 3, or zero.shard_ranks=null",
+    ),
+    Relation(
         ("checkpoint.load", "checkpoint.resume"),
         "checkpoint.load == all with checkpoint.resume none",
         lambda v: v["checkpoint.load"] == "all" or v["checkpoint.resume"] != "none",

@@ -105,6 +105,10 @@ class Zero(Section):
         default=None,
         description="What rests sharded over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters; null: 1.",
     )
+    shard_ranks: Annotated[int, Field(ge=1, le=2**14)] | None = Field(
+        default=None,
+        description="Neighbouring data ranks over which that is sharded, replicated over the rest; null: all.",
+    )
     grad_dtype: Literal["param", "fp32"] = Field(
         default="fp32", description="Gradients in the parameter's dtype or fp32."
     )

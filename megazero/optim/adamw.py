@@ -9,6 +9,7 @@ count as they were, without the host knowing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ from megazero.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """What one call of the kernel updates: elements of a unit's shard with one decay; `step` counts its updates."""
+    """What one call of the kernel updates: elements of a unit's shard of one group; `step` counts its updates."""
 
     where: slice
     decay: float
+    lr_factor: float
     step: Tensor
 
 
@@ -33,13 +35,16 @@ class AdamW:
     Args:
         units: their masters are updated in place.
         betas, eps: of Adam.
-        weight_decay: applied to the decayed part of each unit.
+        weight_decay: applied to the groups that decay.
         bucket: bytes; 16-bit gradients are widened in pieces of this size, where the kernel does not do it.
         ops: the kernels to use, where the masters are.
 
     Attributes:
-        moments: of each unit the two moments of its shard.
+        state: of each unit the two moments of its shard.
     """
+
+    KIND: ClassVar[str] = "adamw"
+    STATE: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -52,8 +57,8 @@ class AdamW:
         ops: Operations,
     ):
         self.betas, self.eps = betas, eps
-        self._adamw = ops.adamw_ if all(unit.updated.dtype.itemsize == 2 for unit in units) else None
-        self.moments = {unit: (torch.zeros_like(unit.masters), torch.zeros_like(unit.masters)) for unit in units}
+        self._adamw = ops.adamw_ if all(unit.updated.values.dtype.itemsize == 2 for unit in units) else None
+        self.state = {unit: {name: torch.zeros_like(unit.masters) for name in self.STATE} for unit in units}
         self._pieces = {unit: _pieces(unit, weight_decay, bucket if self._widens(unit) else None) for unit in units}
         widened = [
             piece.where.stop - piece.where.start
@@ -66,20 +71,21 @@ class AdamW:
 
     @property
     def staging_bytes(self) -> int:
+        """Return the bytes in which 16-bit gradients are widened."""
         return self._staging.nbytes
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Updates done, for each piece of the unit."""
+        """Return the updates done, for each piece of the unit."""
         return [piece.step for piece in self._pieces[unit]]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """One update of a unit's masters, with gradients multiplied by `scale`; `unit.updated` has them too then.
+        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
 
         Args:
             scale: 0-dim, any float dtype.
             skip: 0-dim fp32; when 1 nothing changes.
         """
-        first, second = self.moments[unit]
+        first, second = self.state[unit].values()
         divide_by: Tensor | None = None
         if unit.masters.dtype == torch.float64:
             # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
@@ -104,7 +110,7 @@ class AdamW:
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
-                lr=lr,
+                lr=lr * piece.lr_factor,
                 weight_decay=piece.decay,
                 eps=self.eps,
                 maximize=False,
@@ -114,20 +120,20 @@ class AdamW:
     def _update_in_one_pass(
         self, kernel: Callable[..., None], unit: Unit, *, lr: float, divide_by: Tensor, skip: Tensor
     ) -> None:
-        first, second = self.moments[unit]
+        flats = (unit.masters, unit.reduced_gradients, *self.state[unit].values(), unit.updated.values)
         for piece in self._pieces[unit]:
             kernel(
-                *(flat[piece.where] for flat in (unit.masters, unit.reduced_gradients, first, second, unit.updated)),
+                *(flat[piece.where] for flat in flats),
                 *(piece.step, divide_by, skip),
-                *(lr, *self.betas, self.eps, piece.decay),
+                *(lr * piece.lr_factor, *self.betas, self.eps, piece.decay),
             )
 
     def _widens(self, unit: Unit) -> bool:
-        """Gradients are put into the masters' precision before the update."""
+        """Return whether gradients are put into the masters' precision before the update."""
         return self._adamw is None and unit.reduced_gradients.dtype != unit.masters.dtype
 
     def _gradients(self, unit: Unit, where: slice) -> Tensor:
-        """In the masters' precision."""
+        """Return some gradients in the masters' precision."""
         gradients = unit.reduced_gradients[where]
         if gradients.dtype == unit.masters.dtype:
             return gradients
@@ -135,13 +141,13 @@ class AdamW:
 
 
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
-    """The decayed part of a unit's shard, then the rest; in pieces of `bucket` bytes."""
-    start, stop = unit.shard.start, unit.shard.stop
-    border = min(max(unit.layout.decayed, start), stop)
+    """Return the groups of a unit's shard, in pieces of `bucket` bytes."""
     longest = unit.numel if bucket is None else max(bucket // unit.masters.element_size() // 16 * 16, 16)
     pieces = []
-    for first, last, decay in ((start, border, weight_decay), (border, stop, 0.0)):
-        for cut in range(first, last, longest):
-            where = slice(cut - start, min(cut + longest, last) - start)
-            pieces.append(_Piece(where, decay, torch.zeros((), dtype=torch.float32, device=unit.masters.device)))
+    for group, elements in unit.layout.group_slices(unit.shard):
+        assert group.optimizer == AdamW.KIND, f"unit {unit.layout.name}: a group for {group.optimizer}"
+        for cut in range(elements.start, elements.stop, longest):
+            where = slice(cut, min(cut + longest, elements.stop))
+            step = torch.zeros((), dtype=torch.float32, device=unit.masters.device)
+            pieces.append(_Piece(where, weight_decay if group.decay else 0.0, group.lr_factor, step))
     return pieces

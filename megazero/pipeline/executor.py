@@ -162,7 +162,7 @@ class Pipeline:
         stage = self.stages[index]
         gradient = self._transport.take(B, index, m) if stage.loss is None else None
         if action.kind is B:
-            gradient = stage.backward(m, gradient, reduce=(index, m) in self._reduced)
+            gradient = stage.backward(m, gradient, **self._reduction(action))
         else:
             gradient = stage.backward_input(m, gradient)
         if gradient is not None:
@@ -171,8 +171,12 @@ class Pipeline:
             self._transport.put(B, index - 1, m, gradient)
 
     def _backward_weight(self, action: Action) -> None:
-        index, m = action.stage, action.micro_batch
-        self.stages[index].backward_weight(m, reduce=(index, m) in self._reduced)
+        self.stages[action.stage].backward_weight(action.micro_batch, **self._reduction(action))
+
+    def _reduction(self, action: Action) -> dict[str, bool]:
+        """Return whether gradients are reduced after a backward pass, and whether it is the step's last."""
+        last = action.micro_batch == len(self._batches) - 1
+        return {"reduce": (action.stage, action.micro_batch) in self._reduced, "last": last}
 
     def _post(self, action: Action) -> None:
         self._transport.post(action, self._shape(self._batches[action.micro_batch]))

@@ -21,11 +21,11 @@ class StageGradients(Protocol):
 
     def forward(self, micro_batch: int) -> None: ...
 
-    def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool) -> None: ...
+    def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool) -> None: ...
 
     def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None: ...
 
-    def backward_weight(self, micro_batch: int, *, reduce: bool) -> None: ...
+    def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None: ...
 
     def finish_reduction(self) -> None: ...
 
@@ -78,15 +78,16 @@ class Stage:
         self._live[micro_batch] = arrived, get_gradient_edge(y) if self.loss is None else self.loss(y, feed)
         return y.detach()
 
-    def backward(self, micro_batch: int, gradient: Tensor | None, *, reduce: bool) -> Tensor | None:
+    def backward(self, micro_batch: int, gradient: Tensor | None, *, reduce: bool, last: bool) -> Tensor | None:
         """The gradient of the stage's input, None in the first stage.
 
         Args:
             gradient: of its output; None in the last stage.
             reduce: it is followed by a reduction of the gradients.
+            last: it is the step's last micro-batch.
         """
         arrived, begin = self._begin(micro_batch, gradient)
-        self.passes.backward(micro_batch, begin, reduce=reduce)
+        self.passes.backward(micro_batch, begin, reduce=reduce, last=last)
         return self._gradient(arrived)
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
@@ -95,8 +96,8 @@ class Stage:
         self.passes.backward_input(micro_batch, begin)
         return self._gradient(arrived)
 
-    def backward_weight(self, micro_batch: int, *, reduce: bool) -> None:
-        self.passes.backward_weight(micro_batch, reduce=reduce)
+    def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
+        self.passes.backward_weight(micro_batch, reduce=reduce, last=last)
 
     def finish_reduction(self) -> None:
         self.passes.finish_reduction()

@@ -80,11 +80,11 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     ops = choose(config.precision.kernels, device, dtype)
     built = build(config, grid, device, ops)
     engine, pipeline = built.engine, built.pipeline
-    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
+    feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     flops = model_shape(config).flops_per_token()
-    work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid.world.size)
-    first = grid.world.rank == 0
-    comm, folder = grid.world.comm, site.folder
+    work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid["world"].size)
+    first = grid["world"].rank == 0
+    comm, folder = grid.comm, site.folder
     expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
 
     def now(step: int, phase: str) -> None:
@@ -98,7 +98,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         engine,
         pipeline,
         lambda batch, step: feed(batch, step, True),
-        loader_of(config, train, grid.data),
+        loader_of(config, train, grid["data"]),
         _validation(
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
@@ -108,7 +108,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         TrainSchedule(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
         Stopping(
-            grid.world,
+            grid["world"],
             device,
             site.signals,
             folder.stop,
@@ -127,10 +127,10 @@ def _blame(
     own: Fault | None, say: Callable[[int, str | None], UserError], grid: Grid, device: torch.device
 ) -> UserError:
     """The error of the rank that has found something in its own part of a step first; of rank 0 if none has."""
-    found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid.world, "agree", device)]
+    found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid["world"], "agree", device)]
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
-    return say(rank, own[1] if own else None) if rank == grid.world.rank else FailedElsewhere(rank, 301)
+    return say(rank, own[1] if own else None) if rank == grid["world"].rank else FailedElsewhere(rank, 301)
 
 
 def _peak_flops(config: Config, device: torch.device) -> float | None:
@@ -157,9 +157,9 @@ def _validation(
     token_bytes = None if tokenizer is None else tokenizer.token_bytes()
 
     def batches() -> Iterator[MicroBatch]:
-        return validation_batches(dataset, micro, samples, data_rank=grid.data.rank, num_data=grid.data.size)
+        return validation_batches(dataset, micro, samples, data_rank=grid["data"].rank, num_data=grid["data"].size)
 
-    validation = Validation(batches, losses, token_bytes, grid.data, grid.pipeline, device)
+    validation = Validation(batches, losses, token_bytes, grid.partial("loss"), grid["pipeline"].size, device)
     validation.check(str(dataset.stream.dataset.bin_path))
     return validation
 

@@ -19,7 +19,7 @@ from megazero.base.errors import UserError
 from megazero.base.files import flush_file
 from megazero.build.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, Progress
+from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, Progress
 from megazero.checkpoint.pieces import pieces_of
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Saver, ShardState, WrittenShard
@@ -36,7 +36,7 @@ from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
-from megazero.zero.placement import Placement, shard_slice
+from megazero.zero.layout import aligned
 from megazero.zero.unit import Unit
 
 
@@ -49,9 +49,9 @@ def holdings_to_save(built: Built, grid: Grid) -> list[ShardState]:
     """What only this rank saves: its share of every unit, whatever rests where."""
     numel = _numel(built)
     return [
-        _holding(built, grid, unit, shard_slice(unit.numel, Placement.SHARD, grid.data), numel, once=True)
+        _holding(built, grid, unit, _share(unit), numel, once=True)
         for unit in built.engine.units
-        if not (unit.shared and grid.embedding_group.rank == 1)  # the first rank of the pipeline has it too
+        if unit.axes.copies.rank == 0  # the first rank of the pipeline has it too
     ]
 
 
@@ -61,15 +61,27 @@ def holdings_to_load(built: Built, grid: Grid) -> list[ShardState]:
     return [_holding(built, grid, unit, unit.shard, numel, once=False) for unit in built.engine.units]
 
 
+def _share(unit: Unit) -> slice:
+    """Return the elements of a unit that this rank saves: those that it updates, shared out among ranks that do too."""
+    shard, replica = unit.axes.shard, unit.axes.replica
+    if len(unit.masters) == unit.numel:
+        rank, size = replica.rank * shard.size + shard.rank, replica.size * shard.size
+    else:
+        rank, size = replica.rank, replica.size
+    each = aligned(len(unit.masters), size) // size
+    first, last = (min(unit.shard.start + place * each, unit.shard.stop) for place in (rank, rank + 1))
+    return slice(first, last)
+
+
 def _numel(built: Built) -> dict[str, int]:
     return {name: math.prod(shape) for name, shape in shapes_of(built).items()}
 
 
 def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[str, int], *, once: bool) -> ShardState:
-    pieces = tuple(pieces_of(unit.layout, share, numel, grid.tensor, once=once))
-    flats = (unit.masters, *built.engine.optimizer.moments[unit])
+    pieces = tuple(pieces_of(unit.layout, share, numel, grid["tensor"], once=once))
+    flats = {WEIGHT: unit.masters, **built.engine.optimizer.state[unit]}
     within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
-    return ShardState(pieces, {kind: flat[within] for kind, flat in zip(KINDS, flats, strict=True)})
+    return ShardState(pieces, {kind: flat[within] for kind, flat in flats.items()})
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,8 @@ class CheckpointMetadata:
     Attributes:
         run: its id.
         shapes: of every parameter.
-        dtype: of the optimizer's parameters and moments.
+        dtype: of the optimizer's parameters and state.
+        kinds: of values: the weight, and the optimizer's state.
     """
 
     run: str
@@ -118,6 +131,7 @@ class CheckpointMetadata:
     grid: Grid
     shapes: Mapping[str, list[int]]
     dtype: torch.dtype
+    kinds: tuple[str, ...]
     identity: Identity
 
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
@@ -128,14 +142,14 @@ class CheckpointMetadata:
             for name, pieces in part.tensors.items():
                 tensors[name] += pieces
         assert config.zero.stage is not None, "a resolved config"
-        sizes = {axis.name: axis.size for axis in (grid.tensor, grid.pipeline, grid.data)}
+        sizes = {name: grid[name].size for name in ("tensor", "pipeline", "data")}
         return Manifest(
             format=FORMAT,
             run=self.run,
             step=step,
             grid={**sizes, "stage": config.zero.stage},
             dtype=NAMES[self.dtype],
-            kinds=list(KINDS),
+            kinds=list(self.kinds),
             tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=_by_start)) for n, s in self.shapes.items()},
             block=BLOCK,
             files=[File(name=p.shard.name, size=p.shard.size, blocks=list(p.shard.blocks)) for p in parts],
@@ -148,8 +162,9 @@ class CheckpointMetadata:
 
 
 def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity) -> CheckpointMetadata:
-    dtype = built.engine.units[0].masters.dtype
-    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, identity)
+    """Return what every manifest of this run says alike."""
+    dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
+    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity)
 
 
 def checkpoints_of(
@@ -170,18 +185,18 @@ def checkpoints_of(
         if options.keep is not None and site.lock.held:
             retire(store, options.keep, warn, stop)
 
-    first = grid.world.rank == 0
+    first = grid["world"].rank == 0
     saver = Saver(
         store,
         holdings_to_save(built, grid),
-        rank=grid.world.rank,
-        size=grid.world.size,
+        rank=grid["world"].rank,
+        size=grid["world"].size,
         snapshot=options.async_,
         conclude=conclude if first else None,
         tidy=tidy if first else None,
     )
-    grid.world.comm.ledger.hold("checkpoint", saver.copy_bytes)
-    return Checkpoints(saver, grid.world, device, every=options.every, background=options.async_)
+    grid.comm.ledger.hold("checkpoint", saver.copy_bytes)
+    return Checkpoints(saver, grid["world"], device, every=options.every, background=options.async_)
 
 
 def _require_ours(site: RunContext, step: int) -> None:
@@ -210,7 +225,7 @@ def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None
         UserError: 403, there is not room for one, or with several for two; 401, the disk does not answer.
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())
-    one = elements * len(KINDS) * about.dtype.itemsize
+    one = elements * len(about.kinds) * about.dtype.itemsize
     needed = one * (1 if config.checkpoint.every is None else 2)
     try:
         free = shutil.disk_usage(folder).free

@@ -14,16 +14,16 @@ from megazero.run.folder import RunFolder
 
 def write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
     """Write the ledgers of all ranks into the run's folder. Every rank calls it; a disk that is full is a warning."""
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     mine = {
-        "rank": grid.world.rank,
+        "rank": grid["world"].rank,
         "bytes": ledger.bytes_as_dict(),
         "traffic": ledger.traffic_as_dict(),
         "seconds": ledger.seconds,
         "reserved_peak_bytes": reserved_peak_bytes(device),
     }
-    rows = gather_bytes(json.dumps(mine).encode(), grid.world, "agree", device)
-    if grid.world.rank == 0:
+    rows = gather_bytes(json.dumps(mine).encode(), grid["world"], "agree", device)
+    if grid["world"].rank == 0:
         try:
             replace_file(folder.ledger, json.dumps([json.loads(row) for row in rows], indent=1).encode() + b"\n")
         except OSError as error:

@@ -55,6 +55,9 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if manifest.progress is None and load == "optimizer":
         raise UserError(412, "holds weights alone, no moments", "give checkpoint.load=weights", where=where)
     load = taken(manifest, load)
+    if load != "weights" and manifest.kinds != list(about.kinds):
+        what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
+        raise UserError(412, what, "give checkpoint.load=weights", where=where)
     theirs, ours = manifest.config, plain(about.config)
     names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
     odd = [f"{key} {theirs.get(key)} -> {ours[key]}" for key in ours if key in names and theirs.get(key) != ours[key]]

@@ -35,12 +35,12 @@ def explain_out_of_memory(config: Config, grid: Grid, device: torch.device) -> I
             raise
         found = _ASKED.search(str(error))
         asked = f" when {_mb(float(found[1]) * _UNITS[found[2]])} MB more were asked for" if found else ""
-        held = {category: held.now for category, held in grid.world.comm.ledger.bytes.items() if held.now}
+        held = {category: held.now for category, held in grid.comm.ledger.bytes.items() if held.now}
         shown = sorted(held.items(), key=lambda pair: -pair[1])[:_SHOWN]
         what = f"out of memory{asked}; there are " + ", ".join(f"{name} {_mb(size)}" for name, size in shown) + " MB"
         spare = sorted(_spare(config, grid, device), reverse=True)
         do = ", ".join(f"{option} spares {_mb(size)} MB" for size, option in spare[:3]) or "more ranks"
-        raise UserError(330, what, do, rank=grid.world.rank) from None
+        raise UserError(330, what, do, rank=grid["world"].rank) from None
 
 
 def _is_it(error: Exception) -> bool:
@@ -53,7 +53,7 @@ def _is_it(error: Exception) -> bool:
 
 def _spare(config: Config, grid: Grid, device: torch.device) -> Iterator[tuple[float, str]]:
     """(bytes that this rank would have less by its plan, option) of what the config leaves."""
-    layout, rank = layout_of(config, grid.world.size, apart=device.type != "cpu"), grid.pipeline.rank
+    layout, rank = layout_of(config, grid["world"].size, apart=device.type != "cpu"), grid["pipeline"].rank
     now = memory(layout, rank).peak
     for option, changed in _changes(layout, apart=device.type != "cpu"):
         if (less := now - memory(changed, rank).peak) > 0:

@@ -35,8 +35,8 @@ class Expectation:
     """
 
     def __init__(self, config: Config, grid: Grid, device: torch.device, ops: Operations):
-        self._layout = layout_of(config, grid.world.size, apart=device.type != "cpu")
-        self._grid, self._ledger, self._ops = grid, grid.world.comm.ledger, ops
+        self._layout = layout_of(config, grid["world"].size, apart=device.type != "cpu")
+        self._grid, self._ledger, self._ops = grid, grid.comm.ledger, ops
 
     def write(self, path: Path) -> None:
         """plan.json: memory and traffic of each rank of a pipeline. That it cannot be written is a warning."""
@@ -55,9 +55,9 @@ class Expectation:
         Args:
             activations: the most that a step has allocated.
         """
-        planned, held = self._of(self._grid.pipeline.rank), measured(self._ledger, activations)
+        planned, held = self._of(self._grid["pipeline"].rank), measured(self._ledger, activations)
         there = sum(held.values())
-        line = f"memory of rank {self._grid.world.rank}: {there / 1e6:,.1f} MB, planned {planned.peak / 1e6:,.1f} MB"
+        line = f"memory of rank {self._grid['world'].rank}: {there / 1e6:,.1f} MB, planned {planned.peak / 1e6:,.1f} MB"
         logging.getLogger("megazero").info(line)
         far = abs(there - planned.peak) > max(_NOTABLE_BYTES, _NOTABLE_SHARE * planned.peak)
         if far:
@@ -65,7 +65,7 @@ class Expectation:
             worst = max(names, key=lambda name: abs(held.get(name, 0) - planned.held.get(name, 0)))
             both = f"{held.get(worst, 0) / 1e6:,.1f} for {planned.held.get(worst, 0) / 1e6:,.1f}"
             warn(f"{line}; most of it {worst}, {both}")
-        elif self._grid.world.rank == 0:
+        elif self._grid["world"].rank == 0:
             with HEART.aside():
                 print(line, flush=True)
 

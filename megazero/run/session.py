@@ -149,8 +149,8 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
             return dead
 
     try:
-        with together(grid.world.comm.lobby, "run folder"):  # whose board does not tell yet who is missing
-            dead = agree(grid.world, place.world.device, create)
+        with together(grid.comm.lobby, "run folder"):  # whose board does not tell yet who is missing
+            dead = agree(grid["world"], place.world.device, create)
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
         return _train_in(config, name, place, grid, folder, lock)
@@ -172,8 +172,8 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
 
 def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
-    with together(grid.world.comm.lobby, "logs"):
-        log_file = agree(grid.world, device, lambda: settle_in(folder, place))
+    with together(grid.comm.lobby, "logs"):
+        log_file = agree(grid["world"], device, lambda: settle_in(folder, place))
     log = logging.getLogger("megazero")
     if place.world.shares_gpus:
         log.info(line := sharing(place.world, grid))
@@ -181,15 +181,15 @@ def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder:
             _say(line)
     try:
         where, load = config.checkpoint.resume, config.checkpoint.load
-        own = agree(grid.world, device, lambda: find_job(where, load, folder, lock.word) if first else None)
-        job = share(own, grid.world, device)
+        own = agree(grid["world"], device, lambda: find_job(where, load, folder, lock.word) if first else None)
+        job = share(own, grid["world"], device)
         if job.stopped:
             if first:
                 folder.release()
                 _say(f"nothing done: {folder.stop} is there; remove it to train")
             return 0
-        agree(grid.world, device, lambda: folder.early_stops.refuse() if first else None)
-        agree(grid.world, device, lambda: refuse_fewer(job, config.run.steps) if first else None)
+        agree(grid["world"], device, lambda: folder.early_stops.refuse() if first else None)
+        agree(grid["world"], device, lambda: refuse_fewer(job, config.run.steps) if first else None)
         site = RunContext(folder, lock, job, place.signals)
         ran = _trained(config, grid, place, site, name, log_file)
     except BaseException as error:
@@ -205,11 +205,11 @@ def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder:
     trainer, done = ran
     trained = trainer.first < done
     # A job that was killed behind its last save has left some of this undone.
-    if trained or from_first(first and not folder.ledger.exists(), grid.world, device):
+    if trained or from_first(first and not folder.ledger.exists(), grid["world"], device):
         write_ledger(folder, grid, device)
     stopped = trainer.reason if done < config.run.steps or trainer.owes else None
     if stopped is not None and stopped.exit_code == REQUEUE and done == trainer.first:
-        agree(grid.world, device, lambda: folder.early_stops.add(stopped.text) if first else None)
+        agree(grid["world"], device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
         if trained or (stopped is None and folder.picture_is_old()):
             _draw(folder)
@@ -238,7 +238,7 @@ def _trained(
         with explain_out_of_memory(config, grid, device), doing("building the model"):
             return build_trainer(config, grid, device, site)
 
-    ready = agree(grid.world, device, built)
+    ready = agree(grid["world"], device, built)
     trainer = ready.trainer
     try:
         found = _loaded(grid, device, site, ready)
@@ -261,13 +261,13 @@ def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) ->
     """Have all ranks read what the run begins with; None: it begins with nothing."""
     about, ops = ready.about, ready.ops
     kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
-    names = gather_bytes(kernels.encode(), grid.world, "agree", device)
-    agree(grid.world, device, lambda: _same_kernels(names))
+    names = gather_bytes(kernels.encode(), grid["world"], "agree", device)
+    agree(grid["world"], device, lambda: _same_kernels(names))
     return resume(
         site.job,
         ready.holdings,
         lambda manifest, where: check_same(manifest, about, where, site.job.load),
-        world=grid.world,
+        world=grid["world"],
         device=device,
         warn=warn,
     )
@@ -277,7 +277,7 @@ def _begin_files(
     config: Config, grid: Grid, device: torch.device, site: RunContext, ready: Ready, found: Manifest | None
 ) -> Undone:
     """Find what is left to do; where that is training, have the folder say what is trained now."""
-    first, folder, trainer = grid.world.rank == 0, site.folder, ready.trainer
+    first, folder, trainer = grid["world"].rank == 0, site.folder, ready.trainer
     trains = not (site.job.own and found is not None and found.step >= config.run.steps)
     due = found is not None and trainer.validates(found.step)
 
@@ -291,13 +291,13 @@ def _begin_files(
             Expectation(config, grid, device, ready.ops).write(folder.plan)
         return asdict(Undone(trains, row, not folder.ledger.exists(), folder.picture_is_old()))
 
-    return Undone(**from_first(agree(grid.world, device, lambda: begun() if first else None), grid.world, device))
+    return Undone(**from_first(agree(grid["world"], device, lambda: begun() if first else None), grid["world"], device))
 
 
 def _announce(config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None) -> None:
     start, *more = beginning(config, grid, site, ready, name, found)
     logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
-    if grid.world.rank == 0:
+    if grid["world"].rank == 0:
         _say("\n".join([start, *more]))
         for text in doubts(config, site, ready, found):
             warn(text)

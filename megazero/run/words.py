@@ -36,7 +36,7 @@ def beginning(
     yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}"
     yield _resting(config, ready.trainer)
     if config.parallel.pipeline > 1:
-        yield summary(report(config, grid.data.size)[0])
+        yield summary(report(config, grid["data"].size)[0])
 
 
 def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:
@@ -63,20 +63,22 @@ def ending(trainer: Trainer, folder: RunFolder, seconds: float) -> str:
 
 def sharing(world: World, grid: Grid) -> str:
     """Return the line that says what `--share-gpus` means here."""
-    if grid.world.comm.host_staging is None:
+    if grid.comm.host_staging is None:
         return "--share-gpus changes nothing: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
-    what = f"--share-gpus: {grid.world.size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
+    what = f"--share-gpus: {grid['world'].size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
     return f"{what} and talk by gloo through pinned memory: for trying layouts out, every message waits for the host"
 
 
 def _resting(config: Config, trainer: Trainer) -> str:
-    units, axes = trainer.engine.units, trainer.engine.axes
-    title = f"ZeRO stage {config.zero.stage} over {axes.data.size} data rank{'s' * (axes.data.size > 1)}, "
-    return title + "resting on this rank between steps:\n" + resting_table(units, axes)
+    grid = trainer.engine.grid
+    shard, replicas = grid["shard"].size, grid["replica"].size
+    title = f"ZeRO stage {config.zero.stage} over {shard} data rank{'s' * (shard > 1)}, "
+    title += f"replicated over {replicas} such groups, " if replicas > 1 else ""
+    return title + "resting on this rank between steps:\n" + resting_table(trainer.engine.units)
 
 
 def _devices(grid: Grid, device: torch.device) -> str:
-    if grid.world.size == 1:
+    if grid["world"].size == 1:
         return str(device)
-    axes = ((a.name, a.size) for a in (grid.tensor, grid.pipeline, grid.data) if a.size > 1)
-    return f"{grid.world.size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"
+    axes = ((a.name, a.size) for a in (grid["tensor"], grid["pipeline"], grid["data"]) if a.size > 1)
+    return f"{grid['world'].size} {device.type} ranks ({' x '.join(f'{name} {size}' for name, size in axes)})"

@@ -5,7 +5,7 @@ total nats / (ln 2 x bytes of text that the scored tokens stand for).
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -37,8 +37,8 @@ class Validation:
         batches: gives this rank's, from the first; as many on every rank.
         losses: token losses [S, B] of some of them, without gradients or dropout; of none where the last stage is not.
         token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
-        data: the axis whose ranks share the batches out among themselves.
-        pipeline: the axis on one rank of which the last stage is.
+        axes: along which each rank has a part of the sums.
+        stages: ranks of the pipeline.
         device: of this rank.
     """
 
@@ -47,12 +47,12 @@ class Validation:
         batches: Callable[[], Iterable[MicroBatch]],
         losses: Callable[[list[MicroBatch]], list[Tensor]],
         token_bytes: np.ndarray | None,
-        data: Axis,
-        pipeline: Axis,
+        axes: Sequence[Axis],
+        stages: int,
         device: torch.device,
     ):
-        self._batches, self._losses, self._data, self._device = batches, losses, data, device
-        self._pipeline = pipeline
+        self._batches, self._losses, self._axes, self._device = batches, losses, axes, device
+        self._at_once = _AT_ONCE * stages if stages > 1 else 1
         self._count = 0  # of the batches, once they have been checked
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
@@ -79,9 +79,8 @@ class Validation:
         """
         sums = [0.0, 0.0, 0.0]
         batches = iter(self._batches())
-        at_once = _AT_ONCE * self._pipeline.size if self._pipeline.size > 1 else 1
         with doing("validating", self._count) as progress:
-            while some := list(islice(batches, at_once)):
+            while some := list(islice(batches, self._at_once)):
                 if stop():
                     return None
                 for batch, losses_SB in zip(some, self._losses(some), strict=False):  # of none, or of all
@@ -91,7 +90,8 @@ class Validation:
                         sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
                 progress.advance(len(some))
         everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
-        all_reduce(all_reduce(everyone, self._data, "validation"), self._pipeline, "validation")
+        for axis in self._axes:
+            all_reduce(everyone, axis, "validation")
         nats, tokens, size = everyone.tolist()
         loss = nats / tokens if tokens else math.nan
         return Score(loss, nats / (math.log(2) * size) if size else None)

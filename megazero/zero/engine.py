@@ -23,17 +23,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import all_reduce, start_all_reduce
+from megazero.comm.collectives import all_reduce
+from megazero.comm.grid import Grid
 from megazero.kernels.operations import Operations
-from megazero.optim.adamw import AdamW
 from megazero.optim.clip import clip_factor, unit_squares
 from megazero.optim.delayed import Delayed
 from megazero.optim.loss_scale import LossScale
+from megazero.optim.optimizer import Optimizer
 from megazero.zero.gather import Gather
 from megazero.zero.hooks import Layer, watch
 from megazero.zero.offload import Offload
-from megazero.zero.placement import ParallelAxes
-from megazero.zero.reduce import Reduction
+from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
 from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
@@ -71,7 +71,7 @@ class Engine:
         optimizer: over the same units.
         clip: the largest global gradient norm let through; 0 for no clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
-        spread: the ranks that share the step.
+        grid: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use, where the update is.
         offload: what rests on the host, and is updated there; None: nothing.
@@ -85,28 +85,28 @@ class Engine:
         stages: list[list[str]],
         units: list[Unit],
         order: list[str],
-        optimizer: AdamW,
+        optimizer: Optimizer,
         *,
         clip: float,
         tokens_per_step: int,
-        axes: ParallelAxes,
+        grid: Grid,
         scaling: bool,
         ops: Operations,
         offload: Offload | None = None,
     ):
-        self._host = offload.host if offload is not None and offload.optimizer else None
-        self.units, self.optimizer, self.axes, self.ops = units, optimizer, axes, ops
+        self._host = None if offload is None else offload.updater
+        self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device
-        self.gather = Gather(axes.data, device)
+        self.gather = Gather(device)
         self._delayed: Delayed | None = None
-        if offload is not None and offload.delayed:
-            self._delayed = Delayed(self.gather.publish, offload.host.thread())
+        if self._host is not None and offload is not None and offload.delayed:
+            self._delayed = Delayed(self.gather.publish, self._host.thread())
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.passes = list(self._passes(stages, device))
         # Of a unit on both ends the first is counted, and the other is its copy.
-        copies = {unit for unit in units if unit.shared and axes.embedding_group.rank == 1}
+        copies = {unit for unit in units if unit.axes.copies.rank > 0}
         self._counted = [unit for unit in units if unit not in copies]
         self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
         self._num_units = len(order)
@@ -121,7 +121,7 @@ class Engine:
         for names in stages:
             own = [self._units[name] for name in names if name not in taken]
             taken.update(names)
-            yield StageGradients([self._units[name] for name in names], Reduction(own, self.axes, device), self.gather)
+            yield StageGradients([self._units[name] for name in names], Reduction(own, device), self.gather)
 
     def watch(
         self, parts: Sequence[Layer], names: Sequence[list[str]], *, keep_last: bool, recomputed: Container[Layer] = ()
@@ -151,21 +151,18 @@ class Engine:
         return self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step)
 
     def reduce_tied(self) -> None:
-        """Sums the reduced gradients of what the first and the last stage share, once a step."""
-        for unit in self.units:
-            if unit.shared:
-                reduced = unit.take_reduced(0)
-                unit.put_reduced(0, all_reduce(reduced, self.axes.embedding_group, "tied"))
+        """Sum the reduced gradients of what the first and the last stage share, once a step."""
+        sum_copies(self.units)
 
     def finish_step(self, lr: float) -> StepResult:
         """Clips and updates, unless there is a reason not to."""
-        axes = self.axes
-        self._complete_tails()
+        sum_tp_replicated(reversed(self.units))
         if self._host is not None:
             self._host.settle()
-        squares = unit_squares(self._counted, self._places, self._num_units, axes, self.ops)
-        totals = all_reduce(all_reduce(self._totals, axes.data, "loss"), axes.pipeline, "loss")
-        loss_sum, valid = totals.unbind()
+        squares = unit_squares(self._counted, self._places, self._num_units, self.grid["pipeline"], self.ops)
+        for axis in self.grid.partial("loss"):
+            all_reduce(self._totals, axis, "loss")
+        loss_sum, valid = self._totals.unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
         norm = squares.sum().sqrt() * factor
@@ -258,18 +255,6 @@ class Engine:
             for interval in unit.layout.intervals:
                 yield interval.name, unit.parameter(interval.name)
             self.gather.reshard([unit])
-
-    def _complete_tails(self) -> None:
-        if not self.axes.sequence:
-            return
-        under_way = []
-        for unit in reversed(self.units):
-            first = max(0, unit.layout.tp_replicated - unit.shard.start)
-            if first < len(unit.masters):
-                pending = start_all_reduce(unit.take_reduced(first), self.axes.tensor, "tail")
-                under_way.append((unit, first, pending))
-        for unit, first, pending in under_way:
-            unit.put_reduced(first, pending.wait())
 
 
 def _not_finite(unit: Unit) -> list[str]:

@@ -8,33 +8,27 @@ the next forward waits for a unit when it gets there.
 
 import torch
 
-from megazero.comm.collectives import MOST_UNREAD, Pending, start_all_gather_in_place
-from megazero.comm.grid import Axis
+from megazero.comm.collectives import MOST_UNREAD, Pending
 from megazero.comm.streams import SideStream
 from megazero.zero.unit import Unit
 
 
 class Gather:
-    """Which units have their parameters, or will have them soon.
+    """Gathers parameters along the axes of their units, and knows which are on their way."""
 
-    Args:
-        data: the axis over which they are gathered.
-    """
-
-    def __init__(self, data: Axis, device: torch.device):
-        self._data, self._stream = data, SideStream(device)
+    def __init__(self, device: torch.device):
+        self._stream = SideStream(device)
         self._coming: dict[Unit, tuple[torch.Tensor, Pending]] = {}
 
     def prefetch(self, units: list[Unit]) -> None:
-        """They will be needed soon."""
+        """Start to gather units that will be needed soon."""
         for unit in units:
             if unit.whole is None and unit not in self._coming:
                 with self._time(unit), self._stream.aside():
-                    whole = unit.allocate_unsharded()
-                    self._coming[unit] = whole, start_all_gather_in_place(whole, self._data, "parameters")
+                    self._coming[unit] = unit.start_unshard()
 
     def unshard(self, units: list[Unit]) -> None:
-        """They are needed now."""
+        """Wait for units that are needed now."""
         self.prefetch(units)
         for unit in units:
             if unit not in self._coming:
@@ -48,27 +42,26 @@ class Gather:
                 unit.install(whole)
 
     def publish(self, unit: Unit) -> None:
-        """The unit has been updated: everybody gets its parameters, where they rest whole."""
+        """Start to send a unit's updated parameters to where they rest."""
         if unit in self._coming:
             self.unshard([unit])  # of the update before, if nothing has needed it since
         unit.depart()
-        if unit.parameters_rest_whole and len(unit.masters) < unit.numel:
+        if unit.publishes:
             with self._time(unit), self._stream.aside():
-                pending = start_all_gather_in_place(unit.parameters, self._data, "parameters")
-            self._coming[unit] = unit.parameters, pending
+                self._coming[unit] = unit.parameters.values, unit.start_publish()
             # What is left lying for the next forward must not hold up whatever comes before it.
             while sum(pending.unread for _, pending in self._coming.values()) > MOST_UNREAD // 2:
                 self.unshard([next(iter(self._coming))])
 
     def reshard(self, units: list[Unit]) -> None:
-        """They are not needed for now."""
+        """Free the gathered parameters of units that are not needed for now."""
         for unit in units:
             unit.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
-        """No unit is needed for now, nor will what is on its way to one be right after an update."""
+        """Free all units; what is on its way to one would not be that of the update to come."""
         self.unshard([unit for unit in self._coming if not unit.parameters_rest_whole])
         self.reshard(units)
 
     def _time(self, unit: Unit):
-        return self._data.comm.ledger.time(unit.layout.name, "gather")
+        return unit.axes.shard.comm.ledger.time(unit.layout.name, "gather")

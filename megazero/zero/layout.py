@@ -1,24 +1,25 @@
 """Where each parameter lies in its unit's flat buffer.
 
-A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters that decay come
-first, then the rest, and of these last the ones that every rank of the tensor axis holds whole (norms, biases of row
-weights, learned positions), each group in the model's order:
+A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters lie in groups that an
+optimizer treats alike, those that decay first; at the end of the last group lie the parameters that every rank of the
+tensor axis holds whole (norms, biases of row weights, learned positions):
 
-    | decayed | not decayed, split over the tensor axis | not decayed, whole: the tail |
+    | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated |
 
-(with a few elements of padding behind the first and the last, zero for ever and never saved)
+(with a few elements of padding behind each group, zero for ever and never saved)
 
 so that
 
-- Adam is at most one fused call for each weight-decay value,
-- with sequence parallelism, where a rank has seen only its own tokens of what the tail's gradients sum up, one
-  all-reduce of the tail over the tensor axis completes them, and the norm counts them once,
+- an optimizer makes at most one fused call for each group,
+- with sequence parallelism, where a rank has seen only its own tokens of what the end's gradients sum up, one
+  all-reduce of it over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
 - any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
   grid is read on another by the overlap of intervals.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Elements that what decays, what does not, and every shard are made a multiple of. Vectorised kernels treat the last
@@ -28,16 +29,32 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
+class Group:
+    """How parameters that lie together are updated.
+
+    Attributes:
+        decay: whether weight decay applies.
+        lr_factor: what the learning rate is multiplied by.
+        optimizer: the kind that updates them (`optim/optimizer.py`).
+    """
+
+    decay: bool
+    lr_factor: float = 1.0
+    optimizer: str = "adamw"
+
+
+@dataclass(frozen=True)
 class Entry:
-    """A parameter before it has a place: full name, this rank's shape, whether it decays, whether it is split."""
+    """A parameter before it has a place: full name, this rank's shape, its group, whether it is split."""
 
     name: str
     shape: tuple[int, ...]
-    decay: bool
+    group: Group
     split: bool
 
     @property
     def numel(self) -> int:
+        """Return the number of its elements on this rank."""
         return math.prod(self.shape)
 
 
@@ -58,40 +75,55 @@ class UnitLayout:
     Attributes:
         name: of the unit, for messages and profiles.
         intervals: every parameter once, in buffer order.
-        decayed: elements [0, decayed) decay, padding included; [decayed, numel) do not.
-        tail: elements [tail, numel) are whole on every rank of the tensor axis.
+        groups: each with the element at which it begins; it ends where the next one begins, padding included.
+        tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
+        aligned: elements with the padding behind the last group.
     """
 
     name: str
     intervals: tuple[Interval, ...]
-    decayed: int
+    groups: tuple[tuple[Group, int], ...]
     tp_replicated: int
+    aligned: int
 
     @property
     def numel(self) -> int:
+        """Return the number of elements without the padding at the end."""
         return self.intervals[-1].stop
 
     def padded(self, parts: int) -> int:
-        """Elements with the padding that lets `parts` ranks have equal shards."""
-        return aligned(max(self.numel, self.decayed), parts)
+        """Return the number of elements with the padding that lets `parts` ranks have equal shards."""
+        return aligned(self.aligned, parts)
+
+    def group_slices(self, elements: slice) -> Iterator[tuple[Group, slice]]:
+        """Yield the groups that have some of `elements`, and which, counted from the first of these."""
+        starts = [start for _, start in self.groups]
+        for (group, start), end in zip(self.groups, [*starts[1:], elements.stop], strict=True):
+            first, last = max(start, elements.start), min(end, elements.stop)
+            if first < last:
+                yield group, slice(first - elements.start, last - elements.start)
 
 
 def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
-    """Places the entries of one unit one behind the other, decayed ones first."""
-    assert all(entry.split or not entry.decay for entry in entries), "what decays is a matrix, and split"
-    # sorted is stable: the model's order within each group
-    ordered = sorted(entries, key=lambda entry: (not entry.decay, not entry.split))
-    intervals, start = [], 0
-    decayed = aligned(sum(entry.numel for entry in entries if entry.decay))
-    for entry in ordered:
-        start = start if entry.decay else max(start, decayed)
-        intervals.append(Interval(entry.name, entry.shape, start, start + entry.numel))
-        start += entry.numel
-    tp_replicated = next((i.start for i, e in zip(intervals, ordered, strict=True) if not e.split), start)
-    return UnitLayout(name, tuple(intervals), decayed, tp_replicated)
+    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split."""
+    groups = sorted(dict.fromkeys(entry.group for entry in entries), key=lambda group: not group.decay)
+    assert all(e.split or e.group == groups[-1] for e in entries), "what is whole over the tensor axis lies at the end"
+    intervals, starts, position = [], [], 0
+    tp_replicated: int | None = None
+    for group in groups:
+        position = aligned(position)
+        starts.append((group, position))
+        members = [entry for entry in entries if entry.group == group]
+        for entry in sorted(members, key=lambda entry: not entry.split):  # stable: the model's order
+            if not entry.split and tp_replicated is None:
+                tp_replicated = position
+            intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel))
+            position += entry.numel
+    end = position if tp_replicated is None else tp_replicated
+    return UnitLayout(name, tuple(intervals), tuple(starts), end, aligned(position))
 
 
 def aligned(numel: int, parts: int = 1) -> int:
-    """`numel` rounded up so that each of `parts` equal parts is a multiple of the alignment."""
+    """Return `numel` rounded up so that each of `parts` equal parts is a multiple of the alignment."""
     unit = ALIGNMENT * parts
     return -(-numel // unit) * unit

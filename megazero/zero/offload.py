@@ -17,44 +17,55 @@ import torch
 from torch import Tensor
 
 from megazero.comm.host import Host
+from megazero.zero.placement import FlatBuffer, redistribute
 
 
 @dataclass(frozen=True, eq=False)
 class Offload:
-    """
+    """Which kinds of a unit's values rest on the host.
+
     Attributes:
-        host: where to; apart from the device.
-        optimizer, parameters: what.
+        host: whose memory is apart from the device's; None: nothing rests there.
+        optimizer, parameters: what does.
         delayed: updates go on beside the next step (`optim/delayed.py`).
     """
 
-    host: Host
-    optimizer: bool
-    parameters: bool
+    host: Host | None
+    optimizer: bool = False
+    parameters: bool = False
     delayed: bool = False
+
+    @property
+    def updater(self) -> Host | None:
+        """Return the host that updates, or None: the device does."""
+        return self.host if self.optimizer else None
+
+    @property
+    def parameters_home(self) -> Host | None:
+        """Return the host on which the parameters rest, or None: they rest on the device."""
+        return self.host if self.parameters else None
 
 
 class HostGradients:
     """The reduced gradients of one unit's shard, on the host between the reductions of a step and its update.
 
     Attributes:
-        gradients: flat.
+        buffer: all of them.
         begun: they hold something of this step.
         wait: returns when nobody reads those of the step before any more.
     """
 
-    def __init__(self, host: Host, numel: int, dtype: torch.dtype):
-        self._host = host
-        self.gradients = host.zeros(numel, dtype, "gradients")
+    def __init__(self, host: Host, shard: slice, dtype: torch.dtype):
+        self.buffer = FlatBuffer(host.zeros(shard.stop - shard.start, dtype, "gradients"), {}, 0, host)
         self.begun = False
         self.wait: Callable[[], object] = lambda: None
 
     def send(self, reduced: Tensor, at: int = 0) -> None:
-        """From the device, to elements [at, ...)."""
+        """Copy from the device to elements [at, ...)."""
         self.wait()
-        self._host.send(reduced, self.gradients[at : at + len(reduced)], "gradients")
+        redistribute(FlatBuffer(reduced, {}, at), self.buffer, "gradients")
         self.begun = True
 
     def bring(self, into: Tensor, at: int = 0) -> None:
-        """To the device."""
-        self._host.bring(self.gradients[at : at + len(into)], into, "gradients")
+        """Copy elements [at, ...) to the device."""
+        redistribute(self.buffer.part(slice(at, at + len(into))), FlatBuffer(into, {}, at), "gradients")

@@ -1,4 +1,7 @@
-"""What rests where: a ZeRO stage is a row of a table, a communication is a change of placement.
+"""Where flat buffers rest, and the one function that moves them: a ZeRO stage is a row of a table, a communication is a
+change of placement.
+
+Along the axis over which a unit is sharded:
 
     | stage | parameters | gradients                 | optimizer state |
     |-------|------------|---------------------------|-----------------|
@@ -7,23 +10,38 @@
     | 2     | Replicate  | Shard                     | Shard           |
     | 3     | Shard      | Shard                     | Shard           |
 
-Rajbhandari et al. 2019 (ZeRO), section 5: the ranks of the data axis hold replicas of the parameters, and each computes
-the gradients of its own samples (Partial: the sum over the ranks is meant). Partial gradients gather over the
-micro-batches of a step and change their placement once, at its end; sharded ones are reduced into the shard after each
-micro-batch. Gradients go to where the optimizer state is; updated parameters come from there, and sharded ones are
-gathered wherever they are used. A rank's shard is one of `size` equal intervals of a unit's flat buffer.
+Along the axis of its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: what a rank
+holds, those of the other shard groups hold too, and the reduced gradients of a shard are summed over them once a step.
+
+Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: the sum
+over the ranks is meant). Partial gradients are accumulated over the micro-batches of a step and change their placement
+once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients go to where the optimizer
+state is; updated parameters come from there, and sharded ones are gathered wherever they are used. A rank's shard is
+one of `size` equal intervals of a unit's flat buffer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from megazero.comm.collectives import (
+    Pending,
+    done,
+    start_all_gather_in_place,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megazero.comm.grid import Axis
+from megazero.comm.host import Host
+from megazero.comm.pool import same_place
 
 
 class Placement(Enum):
-    """Where a flat buffer's meaning lies along the data axis."""
+    """What the ranks of an axis hold of a flat buffer."""
 
     REPLICATE = "every rank holds all of it"
     PARTIAL = "the sum over all ranks is meant"
@@ -32,7 +50,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """Where parameters, gradients and optimizer state rest between their uses."""
+    """Where parameters, gradients and optimizer state rest between their uses, along one axis."""
 
     parameters: Placement
     gradients: Placement
@@ -45,6 +63,7 @@ STAGES = {
     2: ZeroStage(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
     3: ZeroStage(Placement.SHARD, Placement.SHARD, Placement.SHARD),
 }
+REPLICAS = STAGES[0]  # along the axis of replicas, in every stage
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,7 @@ class Precision:
 
     Attributes:
         parameters: of what forward and backward compute with, and of activations.
-        gradients: in which they gather and are summed over ranks.
+        gradients: in which they are accumulated and summed over ranks.
     """
 
     parameters: torch.dtype = torch.float32
@@ -61,34 +80,113 @@ class Precision:
 
     @property
     def masters(self) -> torch.dtype:
-        """Of the parameters that the optimizer updates, and of its moments: fp32 beside 16-bit parameters."""
+        """Return the dtype of what the optimizer updates, and of its state: fp32 beside 16-bit parameters."""
         return torch.float64 if self.parameters == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelAxes:
-    """Over which ranks a step is spread.
+class UnitAxes:
+    """The ranks that share a unit, and along which axes its gradients are partial.
 
     Attributes:
-        data: ranks with other samples.
+        stage: what rests sharded over `shard`.
+        shard: ranks with other samples, each with its own interval of what rests sharded.
+        replica: ranks with other samples that hold the same interval as this one.
         tensor: ranks with other parts of the matrices.
         sequence: gradients of what is whole over the tensor axis are partial there.
-        stage: what rests sharded over the data axis.
-        pipeline: ranks with other stages of the model.
-        ends: the first and the last of these, which may share a weight.
+        copies: ranks that have the unit too, and have seen another use of it (a tied weight on two pipeline stages).
     """
 
-    data: Axis
+    shard: Axis
     tensor: Axis
-    sequence: bool
     stage: ZeroStage = STAGES[0]
-    pipeline: Axis = field(default_factory=lambda: Axis("pipeline"))
-    embedding_group: Axis = field(default_factory=lambda: Axis("ends"))
+    replica: Axis = field(default_factory=lambda: Axis("replica"))
+    sequence: bool = False
+    copies: Axis = field(default_factory=lambda: Axis("ends"))
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBuffer:
+    """What a rank holds of one kind of a unit's values.
+
+    Attributes:
+        values: flat.
+        placements: along each axis; REPLICATE along those that are not named.
+        first: the element of the unit's whole flat buffer at which `values` begins.
+        host: the home: the memory of the host, or, if None, the device's.
+    """
+
+    values: Tensor
+    placements: Mapping[Axis, Placement]
+    first: int = 0
+    host: Host | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def elements(self) -> slice:
+        """Return the elements of the unit's flat buffer that are here."""
+        return slice(self.first, self.first + len(self.values))
+
+    def part(self, elements: slice, placements: Mapping[Axis, Placement] | None = None) -> "FlatBuffer":
+        """Return some of the elements, in the same memory; as what they are of other placements, if given."""
+        values = self.values[elements.start - self.first : elements.stop - self.first]
+        return FlatBuffer(values, self.placements if placements is None else placements, elements.start, self.host)
 
 
 def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
-    """The elements of a flat buffer of `numel` (a multiple of the axis' size) that a rank holds."""
+    """Return the elements of a flat buffer of `numel` (a multiple of the axis' size) that a rank holds."""
     if placement is not Placement.SHARD:
         return slice(0, numel)
     part = numel // axis.size
     return slice(axis.rank * part, (axis.rank + 1) * part)
+
+
+def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False) -> Pending:
+    """Start to bring what `source` means to where `target` rests: copy between homes, gather, reduce.
+
+    | along an axis        | operation                                                     |
+    |----------------------|---------------------------------------------------------------|
+    | Shard -> Replicate   | all-gather; the rank's own elements are copied to their place |
+    | Partial -> Shard     | reduce-scatter; the memory of `source` may hold anything then |
+    | Partial -> Replicate | all-reduce, in the memory of `target`                         |
+    | the same, size 1     | nothing, or a copy where the memory is another                |
+
+    Axes follow each other in the order of `source.placements`. This is the only place that starts any of these.
+
+    Args:
+        purpose: as the ledger and profiles name it.
+        accumulate: a reduce-scatter's sum is added to what `target` holds.
+    """
+    changes = {
+        axis: (before, target.placements.get(axis, Placement.REPLICATE))
+        for axis, before in source.placements.items()
+        if axis.size > 1 and before is not target.placements.get(axis, Placement.REPLICATE)
+    }
+    scattered = next((axis for axis, change in changes.items() if change[1] is Placement.SHARD), None)
+    if scattered is None:
+        _copy(source, target, purpose)
+        pending = done(target.values)
+    else:
+        pending = start_reduce_scatter(source.values, scattered, purpose, out=target.values, accumulate=accumulate)
+    for axis, (before, _) in changes.items():
+        if axis is scattered:
+            continue
+        start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
+        pending = pending.then_start(partial(start, target.values, axis, purpose))
+    return pending
+
+
+def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> None:
+    """Copy the elements of `source` to their place in `target`, rounded to its dtype, if they are not there."""
+    into = target.part(source.elements).values
+    if same_place(source.values, into):
+        return
+    if source.host is target.host:
+        into.copy_(source.values)
+    elif source.host is not None:
+        source.host.bring(source.values, into, purpose)
+    else:
+        assert target.host is not None, "one of two different homes is the host"
+        target.host.send(source.values.to(into.dtype), into, purpose)

@@ -1,19 +1,29 @@
-"""Gradients go to where the optimizer state is, as soon as a unit has all of them.
+"""Where gradients are reduced: over the ranks with other samples, and over those that have seen other uses.
 
 A unit's reduction begins when its last gradient has arrived, and is finished when the next unit's begins: what is
 received is added up while the backward of another unit has computed something to send. Reductions begin in one fixed
 order, the reverse of the forward's, whatever the order in which units become complete; a unit that backward never
 reached takes its turn with zeros at the end, because the other ranks wait for it.
+
+    along           sum                                          when
+    shard           of other samples, to where the optimizer     stages 0, 1: once a step; 2, 3: each micro-batch
+                    state is
+    replica         of the other shard groups' samples,          once a step, behind the last sum over the shards
+                    of each rank's shard only
+    copies          of the other uses of a tied weight           once a step, `sum_copies`
+    tensor          of the tokens of the other ranks, of what    once a step, `sum_tp_replicated`
+                    is whole on each (sequence parallelism)
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from megazero.comm.collectives import Pending, done, start_all_reduce, start_reduce_scatter
+from megazero.comm.collectives import Pending, done
+from megazero.comm.grid import Axis
 from megazero.comm.streams import SideStream
-from megazero.zero.placement import ParallelAxes, Placement
+from megazero.zero.placement import FlatBuffer, Placement, redistribute
 from megazero.zero.unit import Unit
 
 _UNDER_WAY = 1  # reductions that may be begun and not finished
@@ -26,8 +36,9 @@ class Reduction:
         units: in forward order.
     """
 
-    def __init__(self, units: list[Unit], axes: ParallelAxes, device: torch.device):
-        self._units, self._spread = units, axes
+    def __init__(self, units: list[Unit], device: torch.device):
+        self._units = units
+        self._last = False
         self._stream = SideStream(device)
         self._ready = [False] * len(units)
         self._next = -1  # the unit whose reduction begins next; -1: none in this backward
@@ -39,28 +50,30 @@ class Reduction:
             unit.deliveries.on_complete = lambda index=index: self._complete(index)
 
     def clear(self) -> None:
-        """What was gathered before is past."""
+        """Forget the gradients of the step before."""
         self._reduced.clear()
         self._next = -1
 
-    def begin_backward(self, *, reduce: bool) -> None:
-        """The gradients of a micro-batch come now.
+    def begin_backward(self, *, reduce: bool, last: bool) -> None:
+        """Prepare for the gradients of a micro-batch.
 
         Args:
-            reduce: they, and those that have gathered before, are reduced as units become complete.
+            reduce: they, and those that were accumulated before, are reduced as units become complete.
+            last: no more come in this step.
         """
+        self._last = last
         self._next = len(self._units) - 1 if reduce else -1
         self._ready = [False] * len(self._units)
 
     def end_backward(self) -> None:
-        """Closes what backward never reached."""
+        """Close what backward never reached."""
         self._ready = [True] * len(self._units)
         self._begin_ready()
         for unit in self._units:
             unit.deliveries.end()
 
     def finish(self) -> None:
-        """Waits for what is under way."""
+        """Wait for what is under way."""
         self._finish(0)
 
     def _complete(self, index: int) -> None:
@@ -71,7 +84,7 @@ class Reduction:
         while self._next >= 0 and self._ready[self._next]:
             unit = self._units[self._next]
             self._next -= 1
-            with self._spread.data.comm.ledger.time(unit.layout.name, "reduce"):
+            with unit.axes.shard.comm.ledger.time(unit.layout.name, "reduce"):
                 unit.close_gradients()
                 with self._stream.aside():
                     self._under_way.append((unit, self._start(unit)))
@@ -80,27 +93,45 @@ class Reduction:
     def _finish(self, leave: int) -> None:
         while len(self._under_way) > leave:
             unit, pending = self._under_way.popleft()
-            with self._spread.data.comm.ledger.time(unit.layout.name, "reduce"):
+            with unit.axes.shard.comm.ledger.time(unit.layout.name, "reduce"):
                 with self._stream.aside():
                     pending.wait()
                 self._stream.join()
             if self.inspect is None:
-                unit.park()
+                unit.end_reduce()
             if not unit.gradients_rest_whole:
                 unit.drop_gradients()
 
     def _start(self, unit: Unit) -> Pending:
-        data = self._spread.data
-        partial = unit.partial
-        assert partial is not None
         if self.inspect is not None:
             self.inspect(unit)
-            return done(partial)
+            return done(torch.empty(0))
         accumulate = unit in self._reduced
         self._reduced.add(unit)
-        if data.size == 1:
-            return done(partial)
-        if self._spread.stage.optimizer is Placement.REPLICATE:
-            return start_all_reduce(partial, data, "gradients")
-        unit.open_share(accumulate=accumulate)
-        return start_reduce_scatter(partial, data, "gradients", out=unit.own_gradients, accumulate=accumulate)
+        return unit.start_reduce(accumulate=accumulate, last=self._last)
+
+
+def sum_copies(units: Iterable[Unit]) -> None:
+    """Sum the reduced gradients of what the first and the last pipeline stage share, once a step."""
+    for unit in units:
+        if unit.axes.copies.size > 1:
+            _sum(unit, unit.axes.copies, 0, "tied")()
+
+
+def sum_tp_replicated(units: Iterable[Unit]) -> None:
+    """Sum the reduced gradients of what is whole on every tensor rank, where each has seen its own tokens only."""
+    under_way = []
+    for unit in units:
+        first = max(0, unit.layout.tp_replicated - unit.shard.start)
+        if unit.axes.sequence and first < len(unit.masters):
+            under_way.append(_sum(unit, unit.axes.tensor, first, "tail"))
+    for finish in under_way:
+        finish()
+
+
+def _sum(unit: Unit, axis: Axis, first: int, purpose: str) -> Callable[[], None]:
+    """Start to sum reduced gradients, of elements [first, ...) of a shard, over an axis; return what ends it."""
+    reduced = unit.take_reduced(first)
+    buffer = FlatBuffer(reduced, {axis: Placement.PARTIAL})
+    pending = redistribute(buffer, FlatBuffer(reduced, {}), purpose)
+    return lambda: unit.put_reduced(first, pending.wait())

@@ -1,17 +1,18 @@
 """What rests on a rank between steps, as a table: the stage's row with the bytes it really takes here."""
 
-from megazero.zero.placement import ParallelAxes, Placement
+from megazero.zero.placement import Placement
 from megazero.zero.unit import Unit
 
 _WORDS = {Placement.REPLICATE: "all", Placement.PARTIAL: "all", Placement.SHARD: "1/{size}"}
 
 
-def resting_table(units: list[Unit], axes: ParallelAxes) -> str:
-    """Three lines: parameters, gradients, optimizer state; bytes of this rank, in all and for each of its parameters.
+def resting_table(units: list[Unit]) -> str:
+    """Return three lines: the bytes of parameters, gradients and optimizer state here, in all and per parameter.
 
     The parameters counted are those of this rank's part of the model, without padding.
     """
-    shard_slice, stage = axes.data.comm.ledger.bytes, axes.stage
+    axes = units[0].axes
+    held, stage = axes.shard.comm.ledger.bytes, axes.stage
     parameters = sum(interval.stop - interval.start for unit in units for interval in unit.layout.intervals)
     lines = []
     for name, placement in (
@@ -19,10 +20,8 @@ def resting_table(units: list[Unit], axes: ParallelAxes) -> str:
         ("gradients", stage.gradients),
         ("optimizer", stage.optimizer),
     ):
-        here, there = (
-            shard_slice[category].now if category in shard_slice else 0 for category in (name, f"host_{name}")
-        )
-        size, share = here + there, _WORDS[placement].format(size=axes.data.size)
+        here, there = (held[category].now if category in held else 0 for category in (name, f"host_{name}"))
+        size, share = here + there, _WORDS[placement].format(size=axes.shard.size)
         lines.append(f"  {name:<11}{share:>6}{size / 1e6:>10,.1f} MB{size / parameters:>8.2f} bytes per parameter")
         if there:
             lines.append(f"  {'on the host':<17}{there / 1e6:>10,.1f} MB of these")

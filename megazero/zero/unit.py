@@ -8,8 +8,8 @@ Whatever rests is allocated once and kept for the whole run, each kind in one fl
     masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
                  where that is the same
 
-What does not rest whole is whole for a while in a buffer of the pool: gathered parameters (`whole`) between `attach`
-and `detach`, the gradients of one micro-batch (`partial`) from the first that is delivered until they are reduced.
+What does not rest whole is whole for a while in a buffer of the pool: gathered parameters (`whole`) between `install`
+and `release`, the gradients of one micro-batch (`partial`) from the first that is delivered until they are reduced.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.collectives import Pending
+from megazero.comm.host import Host
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.offload import HostGradients, Offload
-from megazero.zero.placement import ParallelAxes, Placement, Precision, shard_slice
+from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute, shard_slice
 
 # Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
 _INITIAL_PIECE = 1 << 20
@@ -33,70 +35,61 @@ class Unit:
 
     Args:
         layout: who lies where.
-        spread: the ranks that share it, and what rests where.
+        axes: the ranks that share it, and what rests where along them.
         precision: dtypes.
         device: of everything that computes.
         pools: for whole parameters and whole gradients.
         offload: what rests on the host; None: nothing.
-        shared: the first and the last stage of a pipeline both have it, on different ranks.
         ops: the kernels to use, where gradients are wider than parameters.
 
     Attributes:
         numel: elements of the whole flat buffer with its padding, which is zero and stays so.
         shard: the elements that this rank updates.
-        whole: all parameters, while this rank has them.
-        partial: this rank's gradients of all parameters, while it has them.
+        parameters, gradients: what rests of them.
+        masters: what the optimizer updates, flat.
         updated: where an update leaves the parameters as forward and backward see them, or will: the masters
             themselves, what rests here, or memory of the host from where they depart.
+        whole: all parameters, while this rank has them.
+        partial: this rank's gradients of all parameters, while it has them.
+        parameters_rest_whole, gradients_rest_whole: all of them rest on the device.
     """
 
     def __init__(
         self,
         layout: UnitLayout,
-        axes: ParallelAxes,
+        axes: UnitAxes,
         precision: Precision,
         device: torch.device,
         pools: tuple[Pool, Pool],
         offload: Offload | None = None,
         *,
-        shared: bool = False,
         ops: Operations = REFERENCE,
     ):
-        self.layout, self._pools, self._offload = layout, pools, offload
-        self.device, self.shared = device, shared
-        stage, data, ledger = axes.stage, axes.data, axes.data.comm.ledger
-        updates_there = offload is not None and offload.optimizer
-        rests_there = offload is not None and offload.parameters
-        self.numel = layout.padded(data.size)
-        self.shard = shard_slice(self.numel, stage.optimizer, data)
-        resting = shard_slice(self.numel, stage.parameters, data)
-        self._first = resting.start
-
-        def zeros(elements: slice, dtype: torch.dtype, category: str, there: bool = False) -> Tensor:
-            numel = elements.stop - elements.start
-            if there and offload is not None:
-                return offload.host.zeros(numel, dtype, category)
-            ledger.hold(category, numel * dtype.itemsize)
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-        self.parameters = zeros(resting, precision.parameters, "parameters", rests_there)
-        self.masters = self.own_parameters
+        self.layout, self.axes, self.device, self._pools = layout, axes, device, pools
+        self._offload = offload = offload or Offload(None)
+        stage, updater = axes.stage, offload.updater
+        self.numel = layout.padded(axes.shard.size)
+        self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)
+        resting = shard_slice(self.numel, stage.parameters, axes.shard)
+        self.parameters = self._rest(resting, precision.parameters, "parameters", offload.parameters_home)
         # A delayed update may not touch what the step beside it sees.
-        apart = updates_there != rests_there or (offload is not None and offload.delayed)
+        apart = updater is not offload.parameters_home or offload.delayed
+        masters = self.own_parameters
         if precision.masters != precision.parameters or apart:
-            self.masters = zeros(self.shard, precision.masters, "optimizer", updates_there)
-        self.host_gradients = None
-        if offload is not None and offload.optimizer:
-            self.host_gradients = HostGradients(offload.host, len(self.masters), precision.gradients)
-        parks = updates_there and stage.gradients is Placement.SHARD
-        resting_gradients = slice(0, 0) if parks else shard_slice(self.numel, stage.gradients, data)
-        self.gradients = zeros(resting_gradients, precision.gradients, "gradients")
-        self.updated = self.masters if apart else self.own_parameters
-        if updates_there and apart and precision.masters != precision.parameters:
-            self.updated = zeros(self.shard, precision.parameters, "parameters", there=True)
-        # A stage 3 shard on the host that is the whole, with one data rank, still has to come.
-        self.whole: Tensor | None = None if rests_there or len(self.parameters) < self.numel else self.parameters
-        self.partial: Tensor | None = self.gradients if self.gradients_rest_whole else None
+            masters = self._rest(self.shard, precision.masters, "optimizer", updater)
+        self.masters = masters.values
+        self.host_gradients = None if updater is None else HostGradients(updater, self.shard, precision.gradients)
+        on_host = updater is not None and stage.gradients is Placement.SHARD
+        elements = slice(0, 0) if on_host else shard_slice(self.numel, stage.gradients, axes.shard)
+        self.gradients = self._rest(elements, precision.gradients, "gradients", None)
+        self.updated = masters if apart else self.own_parameters
+        if updater is not None and apart and precision.masters != precision.parameters:
+            self.updated = self._rest(self.shard, precision.parameters, "parameters", updater)
+        # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
+        self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters_home is None
+        self.gradients_rest_whole = len(self.gradients) == self.numel
+        self.whole: Tensor | None = self.parameters.values if self.parameters_rest_whole else None
+        self.partial: Tensor | None = self.gradients.values if self.gradients_rest_whole else None
         self._share: Tensor | None = None
         self.deliveries = DeliveryCounter(layout.name)
         self.views = {i.name: GradientAccumulator(self, i.name, ops) for i in layout.intervals}
@@ -105,81 +98,76 @@ class Unit:
         if self.partial is not None:
             self._show_gradients()
 
-    @property
-    def parameters_rest_whole(self) -> bool:
-        """On the device."""
-        there = self._offload is not None and self._offload.parameters
-        return len(self.parameters) == self.numel and not there
+    def _rest(self, elements: slice, dtype: torch.dtype, category: str, host: Host | None) -> FlatBuffer:
+        """Return zeros for some elements that rest here, on the host or, if None, on the device."""
+        numel = elements.stop - elements.start
+        placement = Placement.SHARD if numel < self.numel else Placement.REPLICATE
+        if host is not None:
+            values = host.zeros(numel, dtype, category)
+        else:
+            self.axes.shard.comm.ledger.hold(category, numel * dtype.itemsize)
+            values = torch.zeros(numel, dtype=dtype, device=self.device)
+        return FlatBuffer(values, {self.axes.shard: placement}, elements.start, host)
 
     @property
-    def gradients_rest_whole(self) -> bool:
-        """On the device."""
-        return len(self.gradients) == self.numel
-
-    @property
-    def own_parameters(self) -> Tensor:
-        """Those that this rank updates, as forward and backward see them."""
-        return self.parameters[self.shard.start - self._first : self.shard.stop - self._first]
+    def own_parameters(self) -> FlatBuffer:
+        """Return those that this rank updates, as forward and backward see them."""
+        return self.parameters.part(self.shard, {self.axes.shard: self.axes.stage.optimizer})
 
     @property
     def own_gradients(self) -> Tensor:
-        """Where the reduced gradients of what this rank updates end up on the device."""
+        """Return where the reduced gradients of what this rank updates end up on the device."""
         if self.gradients_rest_whole:
-            return self.gradients[self.shard]
+            return self.gradients.values[self.shard]
         if len(self.gradients):
-            return self.gradients
+            return self.gradients.values
         share = self._share if self._share is not None else self.partial
         assert share is not None, f"the gradients of unit {self.layout.name} are on the host"
         return share
 
     @property
     def reduced_gradients(self) -> Tensor:
-        """The same where the update finds them, at the end of a step: on the device or on the host."""
-        return self.own_gradients if self.host_gradients is None else self.host_gradients.gradients
+        """Return them where the update finds them, at the end of a step: on the device or on the host."""
+        return self.own_gradients if self.host_gradients is None else self.host_gradients.buffer.values
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
-        """Writes initial values of what rests here; `initial(name, start, stop)` gives an interval of one parameter."""
-        first = min(self._first, self.shard.start)
-        last = max(self._first + len(self.parameters), self.shard.stop)
+        """Write initial values of what rests here; `initial(name, start, stop)` gives an interval of one parameter."""
+        first = min(self.parameters.first, self.shard.start)
+        last = max(self.parameters.elements.stop, self.shard.stop)
+        own = self.own_parameters.values
         for interval in self.layout.intervals:
             end = min(interval.stop, last)
             for start in range(max(interval.start, first), end, _INITIAL_PIECE):
                 stop = min(start + _INITIAL_PIECE, end)
                 values = initial(interval.name, start - interval.start, stop - interval.start)
-                values = values.to(
-                    self.masters.dtype
-                )  # rounded as an update rounds, so that a skipped one changes nothing
-                _write(values, start, self.parameters, self._first)
-                if not same_place(self.masters, self.own_parameters):
+                values = values.to(self.masters.dtype)  # rounded as an update rounds, so that a skipped changes nothing
+                _write(values, start, self.parameters.values, self.parameters.first)
+                if not same_place(self.masters, own):
                     _write(values, start, self.masters, self.shard.start)
         self.round_masters()  # an update that is skipped leaves there what there is
 
     def make_parameters(self) -> dict[str, nn.Parameter]:
-        """What the model has to see as its parameters: views of this unit's memory, wherever that will be."""
+        """Return what the model has to see as its parameters: views of this unit's memory, wherever that will be."""
         for interval in self.layout.intervals:
             parameter = nn.Parameter(self._nothing if self.whole is None else _view(self.whole, interval))
             parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
             self._members.append((interval, parameter))
         return {interval.name: parameter for interval, parameter in self._members}
 
-    def allocate_unsharded(self) -> Tensor:
-        """A buffer for all parameters, with this rank's own in their place."""
-        whole = self._pools[0].take(self.numel)
-        if self._offload is not None and self._offload.parameters:
-            self._offload.host.bring(self.parameters, whole[self.shard], "parameters")
-        else:
-            whole[self.shard].copy_(self.parameters)
-        return whole
+    def start_unshard(self) -> tuple[Tensor, Pending]:
+        """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
+        whole = FlatBuffer(self._pools[0].take(self.numel), {})
+        return whole.values, redistribute(self.parameters, whole, "parameters")
 
     def install(self, whole: Tensor) -> None:
-        """The model sees its parameters in this buffer, from `borrow`."""
+        """Show the model its parameters in this buffer, of `start_unshard`."""
         assert self.whole is None, f"unit {self.layout.name} is there already"
         self.whole = whole
         for interval, parameter in self._members:
             parameter.data = _view(whole, interval)
 
     def release(self) -> None:
-        """The gathered parameters are gone, and whoever touches one sees an empty tensor."""
+        """Free the gathered parameters; whoever touches one then sees an empty tensor."""
         if self.parameters_rest_whole or self.whole is None:
             return
         self._pools[0].give(self.whole)
@@ -188,49 +176,68 @@ class Unit:
             parameter.data = self._nothing
 
     def round_masters(self) -> None:
-        """What forward and backward see of the masters is in `updated`."""
-        if not same_place(self.updated, self.masters):
-            self.updated.copy_(self.masters)
+        """Write to `updated` what forward and backward see of the masters."""
+        if not same_place(self.updated.values, self.masters):
+            self.updated.values.copy_(self.masters)
 
     def depart(self) -> None:
-        """What has been updated goes where it rests, if it rests elsewhere."""
-        offload, own = self._offload, self.own_parameters
-        if offload is None or same_place(self.updated, own):
-            return
-        if offload.optimizer and offload.parameters:
-            own.copy_(self.updated)
-        elif offload.optimizer:
-            offload.host.bring(self.updated, own, "parameters")
-        else:
-            offload.host.send(self.updated.to(own.dtype), own, "parameters")
+        """Copy what has been updated to where it rests, if it rests elsewhere."""
+        redistribute(self.updated, self.own_parameters, "parameters")
+
+    @property
+    def publishes(self) -> bool:
+        """Return whether parameters rest whole of which this rank updates a part."""
+        return self.parameters_rest_whole and len(self.masters) < self.numel
+
+    def start_publish(self) -> Pending:
+        """Start to gather the updated parameters into where all of them rest."""
+        return redistribute(self.own_parameters, self.parameters, "parameters")
 
     def open_gradients(self) -> None:
-        """Makes sure that there is a place for gradients of all parameters."""
+        """Make sure that there is a place for gradients of all parameters."""
         if self.partial is not None:
             return
         self.partial = self._pools[1].take(self.numel)
         self._show_gradients()
-        if self._offload is not None:
-            self._offload.host.join()  # what was here may still be on its way to the host
+        self._join_host()
         if self.host_gradients is not None and self.host_gradients.begun and len(self.masters) == self.numel:
-            self.host_gradients.bring(self.partial)  # with one data rank gradients gather here, and nowhere else
+            self.host_gradients.bring(self.partial)  # with one shard rank gradients are accumulated here alone
             for view in self.views.values():
                 view.fresh = False
         else:
             self._clear_padding(self.partial)
 
-    def open_share(self, *, accumulate: bool) -> None:
-        """Makes sure that there is a place for the reduced gradients, with what has gathered of them if asked for."""
+    def start_reduce(self, *, accumulate: bool, last: bool) -> Pending:
+        """Start to reduce the partial gradients to where the optimizer state is.
+
+        Args:
+            accumulate: earlier ones of this step have been reduced; these are added.
+            last: no more come in this step, so that the sum over the replicas can be taken.
+        """
+        assert self.partial is not None, f"unit {self.layout.name} has no gradients"
+        axes, placement = self.axes, Placement.PARTIAL
+        if axes.shard.size > 1 and len(self.masters) < self.numel:
+            self._open_share(accumulate=accumulate)
+        target = {axes.shard: axes.stage.optimizer, axes.replica: Placement.REPLICATE if last else placement}
+        return redistribute(
+            FlatBuffer(self.partial, {axes.shard: placement, axes.replica: placement}),
+            FlatBuffer(self.own_gradients, target, self.shard.start),
+            "gradients",
+            accumulate=accumulate,
+        )
+
+    def _open_share(self, *, accumulate: bool) -> None:
+        """Make sure that there is a place for the reduced gradients, with what has been reduced if asked for."""
         if self.gradients_rest_whole or len(self.gradients):
             return
-        assert self._offload is not None and self.host_gradients is not None
+        assert self.host_gradients is not None, "they rest there"
         self._share = self._pools[1].take(len(self.masters))
-        self._offload.host.join()
+        self._join_host()
         if accumulate:
             self.host_gradients.bring(self._share)
 
-    def park(self) -> None:
-        """The gradients have been reduced: they go to where the update is."""
+    def end_reduce(self) -> None:
+        """Send reduced gradients to where the update is, if it is on the host."""
         if self.host_gradients is not None:
             self.host_gradients.send(self.own_gradients)
         if self._share is not None:
@@ -238,7 +245,7 @@ class Unit:
             self._share = None
 
     def take_reduced(self, first: int) -> Tensor:
-        """Reduced gradients of elements [first, ...) of the shard, on the device; `put_reduced` has to follow."""
+        """Return reduced gradients from element `first` of the shard on; `put_reduced` has to follow."""
         if self.host_gradients is None:
             return self.own_gradients[first:]
         reduced = self._pools[1].take(len(self.masters) - first)
@@ -246,44 +253,45 @@ class Unit:
         return reduced
 
     def put_reduced(self, first: int, reduced: Tensor) -> None:
-        """What has become of them."""
+        """Write the reduced gradients back and free the buffer."""
         if self.host_gradients is not None:
             self.host_gradients.send(reduced, first)
             self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
-        """A parameter that no delivery has reached has a zero gradient, not what the memory held before."""
+        """Write zeros where no delivery has reached a parameter: the memory holds anything."""
         self.open_gradients()
         for view in self.views.values():
             view.close()
 
     def drop_gradients(self) -> None:
-        """The partial gradients have been reduced: their place is free."""
+        """Free the place of the partial gradients, which have been reduced."""
         if self.partial is not None and not self.gradients_rest_whole:
             self._pools[1].give(self.partial)
             self.partial = None
         self.forget_gradients()
 
     def begin_step(self) -> None:
-        """What gradients there are belong to a step that is past."""
+        """Forget the gradients of the step before."""
         self.deliveries.clear()
         self.forget_gradients()
         if self.host_gradients is not None:
             self.host_gradients.begun = False
 
     def forget_gradients(self) -> None:
-        """The next delivery to each parameter is the first."""
+        """Let the next delivery to each parameter be the first."""
         for view in self.views.values():
             view.fresh = True
 
     def parameter(self, name: str) -> Tensor:
-        """The values of one parameter of a unit that is there, as a view."""
+        """Return the values of one parameter of a unit that is whole here, as a view."""
         assert self.whole is not None, f"unit {self.layout.name} is not there"
         return _view(self.whole, next(i for i in self.layout.intervals if i.name == name))
 
-    def name_at(self, position: int) -> str:
-        """The parameter that an element of the flat buffer belongs to."""
-        return next(i.name for i in reversed(self.layout.intervals) if i.start <= position)
+    def _join_host(self) -> None:
+        """Queue what follows behind what was sent to the host: the buffer may still be on its way there."""
+        if self._offload.host is not None:
+            self._offload.host.join()
 
     def _show_gradients(self) -> None:
         assert self.partial is not None
@@ -303,7 +311,7 @@ def _view(flat: Tensor, interval: Interval) -> Tensor:
 
 
 def _write(values: Tensor, start: int, flat: Tensor, first: int) -> None:
-    """Puts the values of elements [start, ...) into `flat`, which holds elements [first, ...), as far as it does."""
+    """Write the values of elements [start, ...) to `flat`, which holds elements [first, ...), as far as it does."""
     begin, end = max(start, first), min(start + len(values), first + len(flat))
     if begin < end:
         flat[begin - first : end - first] = values[begin - start : end - start]

@@ -106,7 +106,7 @@ def measured(kind: str, folder: str, rounds: int) -> Comparison:
 
 
 def meet_again(grid: Grid) -> None:
-    gather_bytes(b"", grid.world, "agree", CPU)
+    gather_bytes(b"", grid["world"], "agree", CPU)
 
 
 def _progress(step: int) -> Progress:
@@ -169,7 +169,7 @@ def _ours(
 ) -> Callable[[], float]:
     run = RunFolder(where)
     lock = RunLock(run.lock)
-    if grid.world.rank == 0:
+    if grid["world"].rank == 0:
         run.create(lock, resume=True)
     meet_again(grid)
     job = ResumePoint("bench", "bench", False, str(run.checkpoints), [], True)
@@ -180,7 +180,7 @@ def _ours(
     steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> None:
-        if grid.world.rank == 0:
+        if grid["world"].rank == 0:
             for step in store.steps():
                 shutil.rmtree(store.path(step))
         meet_again(grid)
@@ -213,7 +213,7 @@ def _ours(
             store.steps(),
             holdings,
             check=lambda manifest, where: None,
-            world=grid.world,
+            world=grid["world"],
             device=CPU,
             damaged=lambda step, fault: print(fault, file=sys.stderr),
         )
@@ -228,17 +228,17 @@ def _dcp(
 ) -> Callable[[], float]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    mesh = init_device_mesh("cpu", (grid.world.size,))
+    mesh = init_device_mesh("cpu", (grid["world"].size,))
     state = {}
     for unit in built.engine.units:
-        for name, flat in zip(("weight", "m", "v"), (unit.masters, *built.engine.optimizer.moments[unit]), strict=True):
+        for name, flat in {"weight": unit.masters, **built.engine.optimizer.state[unit]}.items():
             # Its staging for async_save copies whole storages, and fails where a tensor is a part of one.
             own = flat.clone() if kind in ("stall", "behind") else flat
             state[f"{unit.layout.name}.{name}"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
     steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> Path:
-        if grid.world.rank == 0:
+        if grid["world"].rank == 0:
             shutil.rmtree(where, ignore_errors=True)
         meet_again(grid)
         return where / str(next(steps))

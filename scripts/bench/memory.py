@@ -126,7 +126,7 @@ def our_rank(mode: str, rank: int, size: int, store: str) -> Callable[[], float]
 
 def _step(mode: str, grid) -> tuple[Callable[[], float], Callable[[], dict[str, int]]]:
     """One training step, and what is held then."""
-    config, ledger = config_of(mode, grid.tensor.size), grid.world.comm.ledger
+    config, ledger = config_of(mode, grid["tensor"].size), grid.comm.ledger
     built = build(config, grid, CPU, choose("auto", CPU, torch.float32), Host(CPU, ledger, apart=True))
     feed = feeder(config, grid)
     steps = iter(range(1 << 30))

@@ -194,7 +194,7 @@ def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[
             gradient = None
             for i, stage in reversed(list(enumerate(stages))):
                 gradient = timed(i, 1, lambda stage=stage, g=gradient, m=m: stage.backward_input(m, g))
-                timed(i, 2, lambda stage=stage, m=m: stage.backward_weight(m, reduce=m == 1))
+                timed(i, 2, lambda stage=stage, m=m: stage.backward_weight(m, reduce=m == 1, last=m == 1))
         for stage in stages:
             stage.finish_reduction()
         began = time.perf_counter()

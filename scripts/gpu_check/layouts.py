@@ -102,13 +102,13 @@ def settings(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_
 
 def train(layout: Layout, grid: Grid, device: torch.device) -> Results:
     """One rank's part of `STEPS` steps. The host is apart from the device, also where both are the CPU."""
-    host = Host(device, grid.world.comm.ledger, apart=True)
+    host = Host(device, grid.comm.ledger, apart=True)
     built = build(config_of(layout), grid, device, REFERENCE, host)
-    feed_of = feeds_of(grid.tensor, device, layout.sequence)
+    feed_of = feeds_of(grid["tensor"], device, layout.sequence)
     micro_batches = GLOBAL_BATCH // (layout.micro * layout.data)
 
     def passes(step: int) -> None:
-        batches = [_batch(step, m, grid.data.rank, layout) for m in range(micro_batches)]
+        batches = [_batch(step, m, grid["data"].rank, layout) for m in range(micro_batches)]
         built.pipeline.train(batches, lambda batch: feed_of(batch, step, True))
 
     return record(built, passes, STEPS, LR, CLIP)

@@ -77,7 +77,7 @@ def _stepper(kernels: str, device: torch.device, model: dict[str, Any], batch: i
     layout = Layout("training", dtype="bf16", micro=batch)
     ops = choose(kernels, device, torch.bfloat16)
     built = build(config_of(layout, model, batch), single(), device, ops)
-    feed = feeds_of(single().tensor, device, False)
+    feed = feeds_of(single()["tensor"], device, False)
     generator = torch.Generator().manual_seed(0)
 
     def step(number: int) -> float:

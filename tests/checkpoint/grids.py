@@ -45,7 +45,7 @@ class Saving:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_validate(options)})
         self.folder = RunFolder(folder)
         lock = RunLock(self.folder.lock)
-        if self.grid.world.rank == 0:
+        if self.grid["world"].rank == 0:
             self.folder.create(lock, resume=True)
         job = ResumePoint("word", "run", False, str(self.folder.checkpoints), [], True)
         site = RunContext(self.folder, lock, job, Signals())
@@ -69,7 +69,7 @@ class Saving:
         self.checkpoints.finish()
         self.checkpoints.tidy()
         self.checkpoints.close()
-        if self.grid.world.rank == 0:
+        if self.grid["world"].rank == 0:
             self.lock.release()
 
 
@@ -113,7 +113,7 @@ def load_all(
             [step],
             holdings,
             check=lambda manifest, where, about=saving.about: check_same(manifest, about, where),
-            world=rank.grid.world,
+            world=rank.grid["world"],
             device=CPU,
             damaged=lambda step, fault: None,
         )
@@ -122,7 +122,9 @@ def load_all(
         rank.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
         saving.save(step)
         saving.close()
-        read = load_tensors(store.path(step), manifest, holdings, rank=rank.grid.world.rank, size=rank.grid.world.size)
+        read = load_tensors(
+            store.path(step), manifest, holdings, rank=rank.grid["world"].rank, size=rank.grid["world"].size
+        )
         ids = [
             sample_id(later, index_of(rank.data.rank, m, row, rank.data.size, layout.micro), GLOBAL_BATCH)
             for later in range(step, step + AHEAD)

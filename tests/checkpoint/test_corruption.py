@@ -123,7 +123,7 @@ def try_all(grid: Grid, layout: Layout, folders: list[Path]) -> list[str]:
                 [2],
                 holdings,
                 check=lambda manifest, where: None,
-                world=grid.world,
+                world=grid["world"],
                 device=CPU,
                 damaged=lambda step, fault, said=said: said.append(fault),
             )
@@ -163,7 +163,7 @@ def test_together_the_ranks_see_every_byte(
 def bytes_read(grid: Grid, layout: Layout, folder: Path) -> int:
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
     holdings = holdings_to_load(rank.built, rank.grid)
-    return load_tensors(folder, read_manifest(folder), holdings, rank=grid.world.rank, size=grid.world.size)
+    return load_tensors(folder, read_manifest(folder), holdings, rank=grid["world"].rank, size=grid["world"].size)
 
 
 def test_each_rank_reads_what_it_needs(written, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,7 @@ def test_values_that_are_no_numbers_are_not_saved(
         honest(self, unit, **options)
         calls.append(unit)
         if len(calls) == 6:  # of five units, in the second step
-            self.moments[unit][1][5] = float("inf")
+            self.state[unit]["exp_avg_sq"][5] = float("inf")
 
     monkeypatch.setattr(AdamW, "update", update)
     with pytest.raises(

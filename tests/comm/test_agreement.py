@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 def fail_on(grid: Grid, bad: tuple[int, ...]) -> str:
     def action() -> int:
-        if grid.world.rank in bad:
-            raise UserError(205, f"on {grid.world.rank}")
-        return grid.world.rank
+        if grid["world"].rank in bad:
+            raise UserError(205, f"on {grid['world'].rank}")
+        return grid["world"].rank
 
     try:
-        return str(agree(grid.world, CPU, action))
+        return str(agree(grid["world"], CPU, action))
     except FailedElsewhere as error:
         return f"elsewhere: {error} ({error.exit_code})"
     except UserError as error:
@@ -34,4 +34,4 @@ def test_all_have_their_result_or_all_stop():
 
 def test_a_fault_of_our_own_is_not_kept_back():
     with pytest.raises(ZeroDivisionError):
-        agree(single().world, CPU, lambda: 1 // 0)
+        agree(single()["world"], CPU, lambda: 1 // 0)

@@ -33,7 +33,7 @@ def rank_order_sum(size: int, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def reduce_everything(grid: Grid) -> list[Tensor]:
-    return [all_reduce(values(grid.data.rank, n, d), grid.data, "test") for d in DTYPES for n in LENGTHS]
+    return [all_reduce(values(grid["data"].rank, n, d), grid["data"], "test") for d in DTYPES for n in LENGTHS]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -44,11 +44,11 @@ def test_all_reduce_adds_in_rank_order(size: int):
 
 
 def scatter_and_gather(grid: Grid, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    mine = values(grid.data.rank, 12 * columns, torch.float32).view(12, columns)
+    mine = values(grid["data"].rank, 12 * columns, torch.float32).view(12, columns)
     before = mine.clone()
-    part = start_reduce_scatter(mine, grid.data, "test").wait()
+    part = start_reduce_scatter(mine, grid["data"], "test").wait()
     assert torch.equal(mine, before), "the input is the caller's"
-    return part, all_gather(part, grid.data, "test"), all_reduce(before, grid.data, "test")
+    return part, all_gather(part, grid["data"], "test"), all_reduce(before, grid["data"], "test")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -62,7 +62,7 @@ def test_reduce_scatter_and_all_gather_are_an_all_reduce(size: int):
 
 
 def say(grid: Grid) -> list[bytes]:
-    return gather_bytes(b"x" * grid.world.rank + b"\x00\xff", grid.world, "test", torch.device("cpu"))
+    return gather_bytes(b"x" * grid["world"].rank + b"\x00\xff", grid["world"], "test", torch.device("cpu"))
 
 
 def test_bytes_of_any_length_are_gathered():
@@ -70,8 +70,10 @@ def test_bytes_of_any_length_are_gathered():
 
 
 def both_axes(grid: Grid) -> tuple[float, float, float]:
-    mine = torch.tensor([10.0**grid.world.rank])
-    return tuple(float(all_reduce(mine.clone(), axis, "test")) for axis in (grid.tensor, grid.data, grid.world))
+    mine = torch.tensor([10.0 ** grid["world"].rank])
+    return tuple(
+        float(all_reduce(mine.clone(), axis, "test")) for axis in (grid["tensor"], grid["data"], grid["world"])
+    )
 
 
 def test_axes_of_the_grid_are_the_ranks_they_say():
@@ -81,7 +83,7 @@ def test_axes_of_the_grid_are_the_ranks_they_say():
 
 
 def several_under_way(grid: Grid) -> list[float]:
-    pending = [start_all_reduce(torch.tensor([float(i)]), grid.data, "test") for i in range(5)]
+    pending = [start_all_reduce(torch.tensor([float(i)]), grid["data"], "test") for i in range(5)]
     return [float(p.wait()) for p in reversed(pending)]
 
 
@@ -90,11 +92,11 @@ def test_operations_under_way_together_do_not_mix():
 
 
 def count(grid: Grid) -> dict:
-    all_reduce(torch.ones(10), grid.data, "a")  # padded to 12
-    all_reduce(torch.ones(20_000, dtype=torch.float64), grid.data, "b")
-    start_reduce_scatter(torch.ones(8, 3), grid.data, "c").wait()
-    all_gather(torch.ones(2, 3, dtype=torch.bfloat16), grid.data, "c")
-    return grid.data.comm.ledger.traffic_as_dict()
+    all_reduce(torch.ones(10), grid["data"], "a")  # padded to 12
+    all_reduce(torch.ones(20_000, dtype=torch.float64), grid["data"], "b")
+    start_reduce_scatter(torch.ones(8, 3), grid["data"], "c").wait()
+    all_gather(torch.ones(2, 3, dtype=torch.bfloat16), grid["data"], "c")
+    return grid.comm.ledger.traffic_as_dict()
 
 
 def test_the_ledger_counts_by_the_ring_formula():
@@ -117,9 +119,9 @@ def test_an_axis_of_one_is_the_identity_and_counts_nothing():
 
 def strided(grid: Grid) -> str:
     with pytest.raises(AssertionError, match="strided view"):
-        all_reduce(torch.ones(4, 4)[:, ::2], grid.data, "a")
+        all_reduce(torch.ones(4, 4)[:, ::2], grid["data"], "a")
     with pytest.raises(AssertionError, match="no 2 equal parts"):
-        start_reduce_scatter(torch.ones(3), grid.data, "a")
+        start_reduce_scatter(torch.ones(3), grid["data"], "a")
     return "refused"
 
 

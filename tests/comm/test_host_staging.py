@@ -5,7 +5,7 @@ they are taken and again when they are given back: NaN in every floating dtype, 
 """
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,13 +59,13 @@ class PoisonedPool(Pool):
 
 def bounced(grid: Grid, *, sockets: bool = False) -> Grid:
     """The same ranks, whose tensors gloo cannot reach."""
-    comm = grid.world.comm
+    comm = grid.comm
     comm = replace(comm, host_staging=PoisonedPool(comm.ledger), shared_memory=None if sockets else comm.shared_memory)
-    return Grid(*(replace(getattr(grid, axis.name), comm=comm) for axis in fields(grid)))
+    return grid.with_comm(comm)
 
 
 def pool_of(grid: Grid) -> PoisonedPool:
-    pool = grid.world.comm.host_staging
+    pool = grid.comm.host_staging
     assert isinstance(pool, PoisonedPool)
     return pool
 
@@ -92,9 +92,9 @@ def everything(axis: Axis, dtype: torch.dtype, length: int) -> list[Tensor]:
 
 
 def same_bits(grid: Grid, sockets: bool) -> bool:
-    plain = through_sockets(grid.data) if sockets else grid.data
+    plain = through_sockets(grid["data"]) if sockets else grid["data"]
     apart = bounced(grid, sockets=sockets)
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     for dtype in DTYPES:
         for length in LENGTHS:
             expected = everything(plain, dtype, length)
@@ -116,8 +116,8 @@ def test_every_operation_gives_the_same_bits(size: int, sockets: bool) -> None:
 
 def in_pieces(grid: Grid, sockets: bool) -> bool:
     """1 KiB at a time."""
-    comm = replace(grid.data.comm, bucket=1 << 10, shared_memory=None if sockets else grid.data.comm.shared_memory)
-    plain = replace(grid.data, comm=comm)
+    comm = replace(grid.comm, bucket=1 << 10, shared_memory=None if sockets else grid.comm.shared_memory)
+    plain = replace(grid["data"], comm=comm)
     apart = replace(plain, comm=replace(comm, host_staging=PoisonedPool(comm.ledger)))
     expected, found = (everything(axis, torch.float32, 3001) for axis in (plain, apart))
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -161,7 +161,7 @@ def test_the_device_is_read_by_the_start_and_written_by_the_wait() -> None:
 
 def under_way(grid: Grid, seed: int) -> bool:
     apart = bounced(grid)
-    return stress(apart, seed) >= 195 and gather_bytes(b"x" * grid.world.rank, apart.world, "test", CPU)[3] == b"xxx"
+    return stress(apart, seed) >= 195 and gather_bytes(b"x" * grid["world"].rank, apart.world, "test", CPU)[3] == b"xxx"
 
 
 def test_many_operations_under_way_do_not_mix() -> None:
@@ -256,7 +256,7 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
         )
         comm = rendezvous.connect(place, timeout=TIMEOUT, fingerprint="test")
         grid = grid_of(resolved(Config(zero=Zero(stage=0))), comm, place.world)
-        total = all_reduce(torch.ones(3), grid.data, "test").tolist()
+        total = all_reduce(torch.ones(3), grid["data"], "test").tolist()
         seen |= {"backend": comm.backend, "sum": total, "held": comm.ledger.bytes["host_bounce"].now}
         (folder / f"{place.world.rank}").write_text(json.dumps(seen))
         rendezvous.disconnect()

@@ -15,7 +15,8 @@ MANY = 5 * PARCELS
 
 
 def axis_of(grid: Grid, sockets: bool) -> Axis:
-    return replace(grid.pipeline, comm=replace(grid.pipeline.comm, shared_memory=None)) if sockets else grid.pipeline
+    axis = grid["pipeline"]
+    return replace(axis, comm=replace(axis.comm, shared_memory=None)) if sockets else axis
 
 
 def value(channel: int, number: int, numel: int = 3000) -> torch.Tensor:
@@ -55,10 +56,10 @@ def test_everything_arrives_once_whatever_the_order(sockets: bool) -> None:
 def large(grid: Grid, dtype: torch.dtype) -> bool:
     """A message of several slots, and an empty one."""
     channel = Channel(0, 0, 1, "test")
-    messages = PointToPoint(grid.pipeline, [channel])
+    messages = PointToPoint(grid["pipeline"], [channel])
     big = torch.arange((5 << 20) + 3).to(dtype)
     for x in (big, big[:0]):
-        if grid.pipeline.rank == 0:
+        if grid["pipeline"].rank == 0:
             messages.send(channel, x)
             messages.finish()
         else:
@@ -73,7 +74,7 @@ def test_long_messages_go_in_pieces(dtype: torch.dtype) -> None:
 
 def around(grid: Grid) -> bool:
     """Every rank sends to the next while all wait for the one before, and their outboxes are full."""
-    axis = grid.pipeline
+    axis = grid["pipeline"]
     channels = [Channel(i, i, (i + 1) % axis.size, "test") for i in range(axis.size)]
     messages = PointToPoint(axis, channels)
     for number in range(MANY):

@@ -44,7 +44,7 @@ def numerical(function, x: Tensor, tensor: Axis, shared: bool) -> Tensor:
 
 def check(grid: Grid, sequence: bool, kind: str) -> tuple[Tensor, Tensor]:
     """(autograd's gradient, the numerical one) of one rank's input."""
-    tensor = grid.tensor
+    tensor = grid["tensor"]
     region = Region(tensor, sequence, "block")
     rows = S // tensor.size if sequence else S
     weigh = doubles(S, B, F, seed=tensor.rank + 50)  # outputs inside a region differ from rank to rank
@@ -80,16 +80,16 @@ def test_backward_is_the_gradient_of_all_ranks_outputs(kind: str, sequence: bool
 
 
 def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
-    region = Region(grid.tensor, sequence, "block")
+    region = Region(grid["tensor"], sequence, "block")
     if kind == "gelu":
         mlp = GeluMlp(D, F, bias=True, out_std=0.02, region=region, ops=REFERENCE)
     else:
         mlp = SwigluMlp(D, F, bias=False, out_std=0.02, region=region, ops=REFERENCE)
     for parameter in list(mlp.parameters()):
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
-    x = torch.ones(S // grid.tensor.size if sequence else S, B, D, requires_grad=True)
+    x = torch.ones(S // grid["tensor"].size if sequence else S, B, D, requires_grad=True)
     mlp(x, BatchContext(0, torch.arange(B))).sum().backward()
-    return {purpose: sent["elements"] for purpose, sent in grid.tensor.comm.ledger.traffic_as_dict()["tensor"].items()}
+    return {purpose: sent["elements"] for purpose, sent in grid.comm.ledger.traffic_as_dict()["tensor"].items()}
 
 
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])

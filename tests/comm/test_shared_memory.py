@@ -20,9 +20,9 @@ def through_sockets(axis: Axis) -> Axis:
 
 
 def both_ways(grid: Grid) -> bool:
-    sockets = replace(grid, data=through_sockets(grid.data))
-    assert grid.data.comm.shared_memory is not None and grid.data.comm.shared_memory.reached == frozenset(
-        range(grid.world.size)
+    sockets = grid.with_comm(replace(grid.comm, shared_memory=None))
+    assert grid.comm.shared_memory is not None and grid.comm.shared_memory.reached == frozenset(
+        range(grid["world"].size)
     )
     pairs = zip(reduce_everything(grid), reduce_everything(sockets), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
@@ -39,11 +39,11 @@ def stress(grid: Grid, seed: int) -> int:
     """Random operations on two axes, up to five under way, waited for in random order; each result is checked."""
     choose, checked, pending = random.Random(seed), 0, []
     for number in range(200):
-        axis = choose.choice([grid.tensor, grid.data])
+        axis = choose.choice([grid["tensor"], grid["data"]])
         rows = axis.size * choose.choice([1, 3, 4000])
         ranks = torch.tensor([float(rank) for rank in axis.ranks])
         kind = choose.choice(["reduce", "scatter", "gather"])
-        mine = torch.full((rows, 3), grid.world.rank + number * 100.0)
+        mine = torch.full((rows, 3), grid["world"].rank + number * 100.0)
         if kind == "reduce":
             expected = torch.full((rows, 3), float((ranks + number * 100).sum()))
             pending.append((start_all_reduce(mine, axis, "test"), expected))
@@ -67,8 +67,8 @@ def test_operations_on_two_axes_under_way_together(seed: int):
 
 def many_under_way(grid: Grid, count: int) -> list[float]:
     """More operations than there are slots or labels, waited for in reverse, with others on another axis between."""
-    pending = [start_all_reduce(torch.full((1000,), float(i)), grid.data, "test") for i in range(count)]
-    between = [float(start_all_reduce(torch.ones(1), grid.tensor, "test").wait()) for _ in range(50)]
+    pending = [start_all_reduce(torch.full((1000,), float(i)), grid["data"], "test") for i in range(count)]
+    between = [float(start_all_reduce(torch.ones(1), grid["tensor"], "test").wait()) for _ in range(50)]
     assert between == [2.0] * 50
     return [float(operation.wait()[0]) for operation in reversed(pending)]
 
@@ -80,8 +80,8 @@ def test_any_number_of_operations_may_be_under_way(count: int):
 
 
 def one_long_under_way(grid: Grid) -> list[float]:
-    first = start_all_reduce(torch.ones(3), grid.data, "test")
-    rest = [float(start_all_reduce(torch.ones(3), grid.data, "test").wait()[0]) for _ in range(shared.LABELS * 2)]
+    first = start_all_reduce(torch.ones(3), grid["data"], "test")
+    rest = [float(start_all_reduce(torch.ones(3), grid["data"], "test").wait()[0]) for _ in range(shared.LABELS * 2)]
     assert rest == [2.0] * len(rest)
     return first.wait().tolist()
 
@@ -100,14 +100,14 @@ def test_where_boxes_cannot_be_opened_sockets_are_used(monkeypatch: pytest.Monke
         opened(self, rank, handle)
 
     monkeypatch.setattr(shared.SharedMemoryTransport, "open", forbidden)
-    reached = run_ranks(3, lambda grid: (grid.world.comm.shared_memory.reached, reduce_everything(grid)[0].shape))
+    reached = run_ranks(3, lambda grid: (grid.comm.shared_memory.reached, reduce_everything(grid)[0].shape))
     assert [ranks for ranks, _ in reached] == [frozenset({0}), frozenset({1}), frozenset({2})]
 
 
 def silent_peer(grid: Grid) -> str:
-    shared_memory = grid.world.comm.shared_memory
+    shared_memory = grid.comm.shared_memory
     assert shared_memory is not None
-    if grid.world.rank == 0:
+    if grid["world"].rank == 0:
         return "silent"
     with pytest.raises(TimeoutError, match="no answer within"):
         SharedMemoryTransport.wait_for(_impatient(shared_memory), 0, "world", Label(1, 2))

@@ -64,7 +64,7 @@ def files(outcome: Outcome) -> Any:
 
 
 def held(outcome: Outcome) -> Any:
-    return outcome.trainer.engine.axes.data.comm.ledger.bytes_as_dict()
+    return outcome.trainer.engine.grid.comm.ledger.bytes_as_dict()
 
 
 def folder(outcome: Outcome) -> Any:

@@ -49,7 +49,7 @@ def _(site: Site) -> list[str]:
 
     def update(self: AdamW, unit: object, **options: object) -> None:
         honest(self, unit, **options)  # type: ignore[arg-type]
-        self.moments[unit][0][3] = float("inf")  # type: ignore[index]
+        self.state[unit]["exp_avg"][3] = float("inf")
 
     site.patch.setattr(AdamW, "update", update)
     return site.resume("observe.every=100")

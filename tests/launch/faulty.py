@@ -25,15 +25,15 @@ STEPS, BAD_STEP = 5, 3
 
 
 def fair(grid: Grid) -> None:
-    all_reduce(torch.ones(8), grid.tensor, "block forward")
+    all_reduce(torch.ones(8), grid["tensor"], "block forward")
 
 
 def shape(grid: Grid) -> None:
-    all_reduce(torch.ones(7), grid.tensor, "block forward")
+    all_reduce(torch.ones(7), grid["tensor"], "block forward")
 
 
 def dtype(grid: Grid) -> None:
-    all_reduce(torch.ones(8, dtype=torch.float64), grid.tensor, "block forward")
+    all_reduce(torch.ones(8, dtype=torch.float64), grid["tensor"], "block forward")
 
 
 def skip(grid: Grid) -> None:
@@ -41,7 +41,7 @@ def skip(grid: Grid) -> None:
 
 
 def extra(grid: Grid) -> None:
-    all_gather(torch.ones(2), grid.tensor, "extra")
+    all_gather(torch.ones(2), grid["tensor"], "extra")
     fair(grid)
 
 
@@ -66,7 +66,7 @@ def refuse_together(grid: Grid) -> None:
     def refuse() -> None:
         raise UserError(205, "a bad token", "use another file", where="data.bin")
 
-    agree(grid.world, torch.device("cpu"), refuse)
+    agree(grid["world"], torch.device("cpu"), refuse)
 
 
 CASES: dict[str, Callable[[Grid], None]] = {
@@ -94,15 +94,15 @@ def be(place: RankContext, case: str, bad_rank: int, timeout: float) -> None:
     grid = make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
     for step in range(1, STEPS + 1):
         comm.status_slot.now(step, "forward")
-        all_gather(torch.ones(2), grid.tensor, "loss")
-        if step == BAD_STEP and case == "agree" and grid.world.rank != bad_rank:
-            agree(grid.world, torch.device("cpu"), lambda: None)
-        if step == BAD_STEP and grid.world.rank == bad_rank:
+        all_gather(torch.ones(2), grid["tensor"], "loss")
+        if step == BAD_STEP and case == "agree" and grid["world"].rank != bad_rank:
+            agree(grid["world"], torch.device("cpu"), lambda: None)
+        if step == BAD_STEP and grid["world"].rank == bad_rank:
             CASES[case](grid)
         else:
             fair(grid)
         comm.status_slot.now(step, "update")
-        all_reduce(torch.ones(8), grid.data, "gradients")
+        all_reduce(torch.ones(8), grid["data"], "gradients")
     disconnect()
 
 

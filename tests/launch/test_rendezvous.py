@@ -22,16 +22,16 @@ MEET = textwrap.dedent(
     from megazero.comm.agreement import agree
     from megazero.comm.collectives import all_reduce
     from megazero.comm.grid import make_grid
-    from megazero.launch.environment import Place, world_from_environment
+    from megazero.launch.environment import RankContext, world_from_environment
     from megazero.launch.exit_status import outcome, say_why
     from megazero.launch.rendezvous import connect, disconnect
 
-    place = Place.of(world_from_environment())
+    place = RankContext.of(world_from_environment())
 
     def main():
-        wire = connect(place, timeout=timedelta(seconds=float(sys.argv[1])), fingerprint=sys.argv[2])
-        grid = make_grid(tensor=2, pipeline=1, wire=wire, device_type="cpu")
-        print("sum", all_reduce(torch.ones(3), grid.tensor, "test").tolist(), flush=True)
+        comm = connect(place, timeout=timedelta(seconds=float(sys.argv[1])), fingerprint=sys.argv[2])
+        grid = make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
+        print("sum", all_reduce(torch.ones(3), grid["tensor"], "test").tolist(), flush=True)
         if len(sys.argv) > 3:
             sys.stdin.read()
         disconnect()

@@ -49,10 +49,10 @@ def small(name: str, tensor: int) -> Config:
 
 def held(grid: Grid, config: Config) -> dict[str, int]:
     """Bytes by category in the second step."""
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     built = build(config, grid, CPU, REFERENCE, Host(CPU, ledger, apart=True))
     feed = feeder(config, grid)
-    micro_batches = config.batch.global_ // (config.batch.micro * grid.data.size)
+    micro_batches = config.batch.global_ // (config.batch.micro * grid["data"].size)
     for step in range(2):
         built.engine.begin_step()
         with Allocations() as counted:

@@ -118,7 +118,7 @@ def tell(grid: Grid, layout: Layout) -> dict[str, int]:
     """What a rank keeps, in bytes, and sends in its second step, in elements; the most that step allocates."""
     rank = Rank(grid, layout, WIDE, DTYPES["fp32"])
     rank.step(0)
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
 
     def elements() -> dict[str, int]:
         axes = (axis for axis in ("tensor", "host") if axis in ledger.traffic)

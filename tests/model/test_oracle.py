@@ -151,17 +151,17 @@ def part_of(whole: Tensor, like: Tensor, tensor: Axis) -> Tensor:
 def rank_against_transformers(grid: Grid, case: str, dtype: torch.dtype, sequence: bool) -> None:
     shape = CASES[case][0]
     weights, their_logits, gradients = reference(case, dtype)
-    ours = make(shape, dtype, tensor=grid.tensor, sequence=sequence)
+    ours = make(shape, dtype, tensor=grid["tensor"], sequence=sequence)
     for name, parameter in ours.named_parameters():
         whole = weights[name]
         split = declaration_of(parameter).split
-        parameter.data.copy_(part_of(whole, parameter, grid.tensor) if split else whole)
+        parameter.data.copy_(part_of(whole, parameter, grid["tensor"]) if split else whole)
     tokens_SB, targets_SB, valid_SB = batch(shape, ROWS)
-    offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if sequence else 0
+    offset = grid["tensor"].rank * shape.seq_len // grid["tensor"].size if sequence else 0
     now = replace(step_of(ROWS), sequence_offset=offset)
     with torch.no_grad():
         logits_SBV = ours(tokens_SB, now)
-    vocab = slice(grid.tensor.rank * logits_SBV.shape[-1], shape.vocab)
+    vocab = slice(grid["tensor"].rank * logits_SBV.shape[-1], shape.vocab)
     theirs = their_logits[..., vocab][..., : logits_SBV.shape[-1]]
     assert difference(logits_SBV[..., : theirs.shape[-1]], theirs) <= TOLERANCE[dtype]
 
@@ -169,11 +169,11 @@ def rank_against_transformers(grid: Grid, case: str, dtype: torch.dtype, sequenc
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
         if declaration_of(parameter).split:
-            expected = part_of(gradients[name], parameter, grid.tensor)
+            expected = part_of(gradients[name], parameter, grid["tensor"])
         else:
             expected = gradients[name]
             if sequence:
-                all_reduce(parameter.grad, grid.tensor, "tail")
+                all_reduce(parameter.grad, grid["tensor"], "tail")
         # on the scale of the whole tensor: a rank's rows of the key bias are noise
         error = (parameter.grad - expected).abs().max() / gradients[name].abs().max()
         assert error <= TOLERANCE[dtype], name

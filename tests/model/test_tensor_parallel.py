@@ -15,11 +15,11 @@ B = 3
 
 def traffic(grid: Grid, shape, sequence: bool) -> dict[str, int]:
     """Elements sent by one micro-batch, forward and backward, by purpose."""
-    model = make(shape, torch.float32, tensor=grid.tensor, sequence=sequence)
-    offset = grid.tensor.rank * shape.seq_len // grid.tensor.size if sequence else 0
+    model = make(shape, torch.float32, tensor=grid["tensor"], sequence=sequence)
+    offset = grid["tensor"].rank * shape.seq_len // grid["tensor"].size if sequence else 0
     losses = model.losses(*batch(shape, B), replace(step_of(B), sequence_offset=offset))
     losses.sum().backward()
-    sent = grid.tensor.comm.ledger.traffic_as_dict()["tensor"]
+    sent = grid.comm.ledger.traffic_as_dict()["tensor"]
     return {purpose: row["elements"] for purpose, row in sent.items()}
 
 
@@ -75,7 +75,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest_tensor(grid: Grid, shape) -> int:
-    model = make(shape, torch.float32, tensor=grid.tensor)
+    model = make(shape, torch.float32, tensor=grid["tensor"])
     with Largest() as largest:
         model.losses(*batch(shape, B), step_of(B)).sum().backward()
     return largest.numel

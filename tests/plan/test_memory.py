@@ -53,8 +53,8 @@ def held(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> tupl
     feeds = [plain(rank.feed(1, m)) for m in range(layout.accumulation)]
     with Allocations() as counted:
         rank.pipeline.train(feeds, lambda feed: feed)
-    found = {category: size.now for category, size in grid.world.comm.ledger.bytes.items() if category != "staging"}
-    return grid.pipeline.rank, found | {"activations": counted.peak}
+    found = {category: size.now for category, size in grid.comm.ledger.bytes.items() if category != "staging"}
+    return grid["pipeline"].rank, found | {"activations": counted.peak}
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def pooled(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> tu
     rank = Rank(grid, layout, shape, precision)
     for step in range(2):
         rank.step(step)
-    found = grid.world.comm.ledger.bytes.get("pool")
-    return grid.pipeline.rank, 0 if found is None else found.now
+    found = grid.comm.ledger.bytes.get("pool")
+    return grid["pipeline"].rank, 0 if found is None else found.now
 
 
 def same_size(shape: Shape, layout: Any) -> set[str]:

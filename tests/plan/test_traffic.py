@@ -84,7 +84,7 @@ def one_step(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> 
     """Bytes by axis and purpose."""
     rank = Rank(grid, layout, shape, precision)
     rank.step(0)
-    told = grid.world.comm.ledger.traffic_as_dict()
+    told = grid.comm.ledger.traffic_as_dict()
     return {axis: {purpose: row["bytes_sent"] for purpose, row in rows.items()} for axis, rows in told.items()}
 
 

@@ -67,7 +67,7 @@ honest = run.build_trainer
 
 def signalled(config, grid, device, site):
     built = honest(config, grid, device, site)
-    if grid.world.rank == grid.world.size - 1:
+    if grid["world"].rank == grid["world"].size - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return built
 

@@ -138,7 +138,7 @@ def test_a_stop_does_not_wait_for_a_disk_that_hangs() -> None:
             time.sleep(seconds)
             return False
 
-    checkpoints = Checkpoints(Saver(), single().world, torch.device("cpu"), every=1, background=False)  # type: ignore
+    checkpoints = Checkpoints(Saver(), single()["world"], torch.device("cpu"), every=1, background=False)  # type: ignore
     began = time.monotonic()
     checkpoints.tidy(0.05)
     assert 0.05 <= time.monotonic() - began < 1.0

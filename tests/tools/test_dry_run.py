@@ -45,10 +45,10 @@ Counted = dict[str, Any]
 def real(grid: Grid, layout: Layout, flavour: str, dtype: str) -> Counted:
     """What a rank counts in two steps among the others."""
     grid, config, shape = rewired(grid, layout), layout.config(SHAPES[flavour], DTYPES[dtype]), SHAPES[flavour]
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     built = build(config, grid, CPU, KERNELS.get(dtype, REFERENCE), Host(CPU, ledger, apart=True))
-    feed = feeds_of(grid.tensor, CPU, layout.sequence)
-    stopping = Stopping(grid.world, CPU, Signals(), Path("nowhere"), None)
+    feed = feeds_of(grid["tensor"], CPU, layout.sequence)
+    stopping = Stopping(grid["world"], CPU, Signals(), Path("nowhere"), None)
     for number in range(2):
         batches = [zeros(shape.seq_len, layout.micro) for _ in range(layout.accumulation)]
         with Allocations() as counted:
@@ -72,7 +72,7 @@ def simulated(rank: int, layout: Layout, flavour: str, dtype: str) -> Counted:
     with FakeTensorMode():
         axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": layout.bucket}
         grid = rewired(alone(rank, layout.size, backend="gloo", ledger=ToldLedger(), **axes), layout)
-        host = IdleHost(CPU, grid.world.comm.ledger, apart=True)
+        host = IdleHost(CPU, grid.comm.ledger, apart=True)
         found = two_steps(layout.config(SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
     held = found.ledger.bytes_as_dict()
     activations = held.pop("activations")["peak"]

@@ -24,7 +24,7 @@ def one_step(grid: Grid, layout: Layout, shape) -> dict[str, dict[str, dict[str,
     rank = Rank(grid, layout, shape, Precision())
     rank.engine.begin_step()
     rank.passes(0)
-    sent = rank.grid.world.comm.ledger.traffic_as_dict()
+    sent = rank.grid.comm.ledger.traffic_as_dict()
     rank.engine.finish_step(lr=1e-3)
     return sent
 

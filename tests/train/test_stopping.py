@@ -184,7 +184,7 @@ class Clock:
 def test_there_is_time_for_two_steps_and_a_save(tmp_path: Path, saving: float, at: float) -> None:
     """Steps of 10 seconds, a limit of 100."""
     clock = Clock()
-    stopping = Stopping(single().world, torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
+    stopping = Stopping(single()["world"], torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
     for now in range(0, 100, 10):
         clock.now = float(now)
         stopping.vote(failed=False, saving=saving)
@@ -194,7 +194,7 @@ def test_there_is_time_for_two_steps_and_a_save(tmp_path: Path, saving: float, a
 
 def test_a_lost_checkpoint_comes_first_then_signals(tmp_path: Path) -> None:
     clock, signals = Clock(), Signals()
-    stopping = Stopping(single().world, torch.device("cpu"), signals, tmp_path / "STOP", 1.0, clock)
+    stopping = Stopping(single()["world"], torch.device("cpu"), signals, tmp_path / "STOP", 1.0, clock)
     (tmp_path / "STOP").touch()
     stopping.vote(failed=False, saving=0.0)
     assert stopping.result() == FILE

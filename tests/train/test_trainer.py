@@ -32,9 +32,9 @@ Run = Callable[[Tensor | None, StageInputs], Tensor]
 def state(trainer: Trainer) -> list[Tensor]:
     """Bits of every parameter, moment and step count (bits: nan equals itself)."""
     engine = trainer.engine
-    tensors = [unit.parameters for unit in engine.units] + [unit.masters for unit in engine.units]
+    tensors = [unit.parameters.values for unit in engine.units] + [unit.masters for unit in engine.units]
     for unit in engine.units:
-        tensors += [*engine.optimizer.moments[unit], *engine.optimizer.steps(unit)]
+        tensors += [*engine.optimizer.state[unit].values(), *engine.optimizer.steps(unit)]
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return [tensor.view(bits[tensor.element_size()]).clone() for tensor in tensors]
 

@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 def validation(given: list[MicroBatch], losses, token_bytes: np.ndarray | None) -> Validation:
     """Of one process, with losses of one batch at a time."""
     grid = single()
-    return Validation(lambda: given, lambda many: [losses(b) for b in many], token_bytes, grid.data, grid.pipeline, CPU)
+    axes = grid.partial("loss")
+    return Validation(lambda: given, lambda many: [losses(b) for b in many], token_bytes, axes, 1, CPU)
 
 
 def batches(tiny_data: TinyData, micro: int, limit: int | None, mask_eod: bool = False) -> list[MicroBatch]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.build.assemble import build_engine
-from megazero.comm.grid import Axis
+from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.config.schema import Optimizer
@@ -18,15 +18,15 @@ from megazero.optim.adamw import AdamW
 from megazero.optim.clip import clip_factor
 from megazero.tools.certify.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 from megazero.zero.engine import Engine
-from megazero.zero.layout import Entry, lay_out
-from megazero.zero.placement import ParallelAxes, Precision
+from megazero.zero.layout import Entry, Group, lay_out
+from megazero.zero.placement import Precision, UnitAxes
 from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")
 NO_POOLS = Pool(torch.float32, CPU, Ledger(), "pool"), Pool(torch.float32, CPU, Ledger(), "pool")
-ALONE = ParallelAxes(Axis("data"), Axis("tensor"), sequence=False)
+ALONE = UnitAxes(Axis("shard"), Axis("tensor"))
 
 
 PADDED = replace(GPT, hidden=36, ffn=100)  # no unit is a multiple of 16 elements
@@ -40,7 +40,8 @@ def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str
         model,
         [range(len(model.layers))],
         seed=0,
-        axes=ALONE,
+        axes=lambda unit: ALONE,
+        grid=single(),
         precision=Precision(dtype, dtype),
         device=CPU,
         optimizer=adam,
@@ -70,7 +71,7 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
         for micro, (tokens, targets, valid) in enumerate(micro_batches):
             engine.passes[0].forward(micro)
             loss = engine.loss(model.losses(tokens, targets, valid, step_of(2, micro)), valid)
-            engine.passes[0].backward(micro, loss.backward, reduce=micro == 1)
+            engine.passes[0].backward(micro, loss.backward, reduce=micro == 1, last=micro == 1)
         engine.passes[0].finish_reduction()
         result = engine.finish_step(LR)
 
@@ -93,9 +94,9 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
 
 def state(engine: Engine) -> list[torch.Tensor]:
     """Everything an update may change."""
-    tensors = [unit.parameters for unit in engine.units]
+    tensors = [unit.parameters.values for unit in engine.units]
     for unit in engine.units:
-        tensors += [*engine.optimizer.moments[unit], *engine.optimizer.steps(unit)]
+        tensors += [*engine.optimizer.state[unit].values(), *engine.optimizer.steps(unit)]
     return [tensor.clone() for tensor in tensors]
 
 
@@ -109,7 +110,7 @@ def one_step(model, engine: Engine, seed: int, *, valid: bool = True, poison: st
     engine.passes[0].finish_reduction()
     if poison is not None:
         unit = next(unit for unit in engine.units if unit.layout.name == poison)
-        unit.gradients[-1] = torch.inf
+        unit.gradients.values[-1] = torch.inf
     return engine.finish_step(LR)
 
 
@@ -170,16 +171,16 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
     for cuts in ([5008], [16, 32, 960, 4000], [2496, 2512]):
         units = []
         for number, piece in enumerate(values.split(cuts)):
-            layout = lay_out(str(number), [Entry(f"p{number}", (len(piece),), decay=True, split=True)])
+            layout = lay_out(str(number), [Entry(f"p{number}", (len(piece),), Group(decay=True), split=True)])
             unit = Unit(layout, ALONE, Precision(), CPU, NO_POOLS)
-            unit.parameters.copy_(piece)
+            unit.parameters.values.copy_(piece)
             units.append(unit)
         optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY, bucket=1 << 20, ops=REFERENCE)
         for grad in grads:
             for unit, piece in zip(units, grad.split(cuts), strict=True):
-                unit.gradients.copy_(piece)
+                unit.gradients.values.copy_(piece)
                 optimizer.update(unit, lr=LR, scale=torch.tensor(0.3, dtype=torch.float64), skip=skip)
-        results.append(torch.cat([unit.parameters for unit in units]))
+        results.append(torch.cat([unit.parameters.values for unit in units]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -90,7 +90,7 @@ def test_planted_faults_are_found(stage: int, plant: Callable[[Rank], None]) -> 
 def everything(rank: Rank) -> list[torch.Tensor]:
     """All that an update may change."""
     engine = rank.engine
-    kept = [t for u in engine.units for t in (u.parameters, u.masters, *engine.optimizer.moments[u])]
+    kept = [t for u in engine.units for t in (u.parameters.values, u.masters, *engine.optimizer.state[u].values())]
     return [t.clone() for t in kept + [step for u in engine.units for step in engine.optimizer.steps(u)]]
 
 
@@ -110,7 +110,7 @@ def poisoned(
 
     def run(x, feed: StageInputs):
         losses_SB = honest(x, feed)
-        if grid.world.rank == bad and torch.equal(feed.now.sample_ids_B, bad_feed.now.sample_ids_B):
+        if grid["world"].rank == bad and torch.equal(feed.now.sample_ids_B, bad_feed.now.sample_ids_B):
             if what == "loss":
                 losses_SB = losses_SB * torch.nan
             else:
@@ -178,7 +178,7 @@ def unreached(grid: Grid, stage: int) -> list[float]:
     """On rank 1 the loss does not depend on anything: its backward reaches no unit. (Stage 3 could not gather.)"""
     rank = Rank(grid, Layout(1, 2, False, 1, stage), SHAPES["gpt"], FP64)
     honest = rank.last.run
-    if grid.world.rank == 1:
+    if grid["world"].rank == 1:
         rank.last.run = lambda x, feed: torch.zeros_like(honest(x, feed)).requires_grad_()
     return [float(rank.step(step).grad_norm) for step in range(2)]
 

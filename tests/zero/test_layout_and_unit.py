@@ -7,19 +7,20 @@ from hypothesis import strategies as st
 
 from megazero.build.assemble import build_units
 from megazero.comm.grid import Axis
+from megazero.comm.ledger import Ledger
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
-from megazero.zero.layout import ALIGNMENT, Entry, lay_out
-from megazero.zero.placement import ParallelAxes, Precision
+from megazero.zero.layout import ALIGNMENT, Entry, Group, lay_out
+from megazero.zero.placement import Precision, UnitAxes
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")
 KINDS = [(True, True), (False, True), (False, False)]  # (decay, split): what decays is a matrix, and split
 entries = st.lists(
     st.builds(
-        lambda name, shape, kind: Entry(name, shape, *kind),
+        lambda name, shape, kind: Entry(name, shape, Group(kind[0]), kind[1]),
         st.uuids().map(str),
         st.tuples(st.integers(1, 9), st.integers(1, 9)),
         st.sampled_from(KINDS),
@@ -32,26 +33,30 @@ entries = st.lists(
 def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry]) -> None:
     layout = lay_out("unit", given_entries)
     assert sorted(i.name for i in layout.intervals) == sorted(e.name for e in given_entries)
-    embedding_group = [0, *(i.stop for i in layout.intervals)]
-    gaps = [i.start - end for i, end in zip(layout.intervals, embedding_group, strict=False)]
-    assert layout.decayed % ALIGNMENT == 0 and all(0 <= gap < ALIGNMENT for gap in gaps)
-    assert [i.start for i, gap in zip(layout.intervals, gaps, strict=True) if gap] in ([], [layout.decayed])
-    assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == embedding_group[-1]
-    kinds = {e.name: (e.decay, e.split) for e in given_entries}
+    ends = [0, *(i.stop for i in layout.intervals)]
+    gaps = [i.start - end for i, end in zip(layout.intervals, ends, strict=False)]
+    decayed = next((start for group, start in layout.groups if not group.decay), layout.aligned)
+    assert decayed % ALIGNMENT == 0 and all(0 <= gap < ALIGNMENT for gap in gaps)
+    assert [i.start for i, gap in zip(layout.intervals, gaps, strict=True) if gap] in ([], [decayed])
+    assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == ends[-1]
+    kinds = {e.name: (e.group.decay, e.split) for e in given_entries}
     for interval in layout.intervals:
-        assert (interval.stop <= layout.decayed, interval.stop <= layout.tp_replicated) == kinds[interval.name]
+        assert (interval.stop <= decayed, interval.stop <= layout.tp_replicated) == kinds[interval.name]
         assert interval.stop - interval.start == torch.Size(interval.shape).numel()
     # the model's order is kept within each group
     for kind in KINDS:
-        names = [e.name for e in given_entries if (e.decay, e.split) == kind]
+        names = [e.name for e in given_entries if (e.group.decay, e.split) == kind]
         assert [i.name for i in layout.intervals if kinds[i.name] == kind] == names
 
 
 def built(shape, dtype=torch.float64):
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
-    axes = ParallelAxes(Axis("data"), Axis("tensor"), sequence=False)
+    axes, ledger = UnitAxes(Axis("shard"), Axis("tensor")), Ledger()
     names = [name for name, _ in model.units()]
-    return model, build_units(model, names, seed=0, axes=axes, precision=Precision(dtype, dtype), device=CPU)
+    precision = Precision(dtype, dtype)
+    return model, build_units(
+        model, names, seed=0, axes=lambda unit: axes, precision=precision, device=CPU, ledger=ledger
+    )
 
 
 def test_the_model_lives_in_the_units_memory() -> None:
@@ -59,7 +64,7 @@ def test_the_model_lives_in_the_units_memory() -> None:
         model, units = built(shape)
         parameters = dict(model.named_parameters())
         for unit in units:
-            first = unit.parameters.data_ptr()
+            first = unit.parameters.values.data_ptr()
             for interval in unit.layout.intervals:
                 parameter = parameters[interval.name]
                 assert parameter.data_ptr() == first + interval.start * parameter.element_size()
@@ -93,7 +98,7 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
             expected = {name: p.grad for name, p in twin.named_parameters()}
             for unit in units:
                 for interval in unit.layout.intervals:
-                    gradient = unit.gradients[interval.start : interval.stop].view(interval.shape)
+                    gradient = unit.gradients.values[interval.start : interval.stop].view(interval.shape)
                     # a product added by the matmul itself rounds once less than product plus add
                     bound = 2e-6 * expected[interval.name].abs().max()
                     assert (gradient - expected[interval.name]).abs().max() <= bound, interval.name
@@ -158,7 +163,7 @@ def test_narrow_gradients_are_gathered_wide(kernels: str, dtype: torch.dtype) ->
 def test_a_parameter_that_nothing_reached_has_a_zero_gradient() -> None:
     _, units = built(GPT)
     for unit in units:
-        unit.gradients.fill_(torch.nan)
+        unit.gradients.values.fill_(torch.nan)
         unit.forget_gradients()
         unit.close_gradients()
-        assert not unit.gradients.any()
+        assert not unit.gradients.values.any()

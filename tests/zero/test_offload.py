@@ -77,7 +77,7 @@ def test_it_changes_no_bit_anywhere(case: tuple) -> None:
 def tell(grid: Grid, layout: Layout, precision: Precision) -> tuple[dict[str, int], dict[str, int], int, str]:
     """Bytes held; elements sent to and fro in the second step; elements of this rank's units; the table of a run."""
     rank = Rank(grid, layout, SHAPES["deep"], precision)
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     rank.step(0)
     before = {what: sent.elements for what, sent in ledger.traffic["host"].items()}
     rank.step(1)
@@ -144,7 +144,7 @@ def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", logger="megazero"):
         build(layout.config(SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
     assert "zero.offload changes nothing: on a CPU the host's memory is the device's" in caplog.text
-    assert not any(category.startswith("host_") for category in grid.world.comm.ledger.bytes)
+    assert not any(category.startswith("host_") for category in grid.comm.ledger.bytes)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

@@ -27,8 +27,8 @@ MIXED = {
 
 def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[dict[str, int], int]:
     """Bytes held, and the padded parameters of this rank's part of the model."""
-    rank = Rank(grid, Layout(grid.tensor.size, grid.data.size, stage=stage), SHAPES[flavour], precision)
-    shard_slice = grid.world.comm.ledger.bytes
+    rank = Rank(grid, Layout(grid["tensor"].size, grid["data"].size, stage=stage), SHAPES[flavour], precision)
+    shard_slice = grid.comm.ledger.bytes
     return {kind: shard_slice[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
 
 
@@ -65,7 +65,7 @@ def whole_parameters(shape):
 def sent(grid: Grid, layout: Layout, flavour: str) -> tuple[dict[str, int], dict[str, int]]:
     """Elements that this rank sends in one step, by purpose; and elements of each unit."""
     rank = Rank(grid, layout, SHAPES[flavour], FP32)
-    traffic = grid.data.comm.ledger.traffic
+    traffic = grid.comm.ledger.traffic
     rank.step(0)
     before = {purpose: sent.elements for purpose, sent in traffic["data"].items()}
     rank.step(1)
@@ -115,12 +115,12 @@ BILLION = replace(
 
 def born(grid: Grid) -> tuple[int, int, int, int]:
     """Parameters of the model; of this rank, bytes that it keeps, most bytes allocated on the way, resident bytes."""
-    layout = Layout(1, grid.data.size, stage=3)
+    layout = Layout(1, grid["data"].size, stage=3)
     before = resident()
     with Allocations() as counted:
         rank = Rank(grid, layout, BILLION, FP32)
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    ledger = grid.world.comm.ledger.bytes
+    ledger = grid.comm.ledger.bytes
     kept = sum(ledger[kind].now for kind in KINDS)
     return sum(unit.numel for unit in rank.engine.units), kept, counted.peak, growth
 
@@ -139,9 +139,9 @@ def many_steps(
     grid: Grid, stage: int, steps: int, memory_options: dict[str, Any]
 ) -> tuple[list[dict[str, int]], int, set[int], set[int]]:
     """Bytes held after step 3 and at the end, growth of resident bytes between, and the memory that zero/ uses."""
-    layout = Layout(grid.tensor.size, grid.data.size, False, 2, stage, **memory_options)
+    layout = Layout(grid["tensor"].size, grid["data"].size, False, 2, stage, **memory_options)
     rank = Rank(grid, layout, replace(SHAPES["gpt"], hidden=96, ffn=384), FP32)
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
 
     def memory() -> set[int]:
         pools = {pool for unit in rank.engine.units for pool in unit._pools}
@@ -149,7 +149,7 @@ def many_steps(
         kept = [
             t
             for u in rank.engine.units
-            for t in (u.parameters, u.gradients, u.masters, *rank.engine.optimizer.moments[u])
+            for t in (u.parameters.values, u.gradients.values, u.masters, *rank.engine.optimizer.state[u].values())
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in free + kept}
 

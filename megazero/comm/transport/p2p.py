@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.grid import Axis, parallel_axes
+from megazero.comm.grid import Axis, pipelines
 from megazero.comm.status_board import P2P
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.host_staging import HostStaging
@@ -284,7 +284,7 @@ class _Nccl:
         self._works: deque[dist.Work] = deque()
         for channel in everyone:
             ends = sorted((channel.source, channel.target))
-            pairs = [[ranks[end] for end in ends] for ranks in parallel_axes(axis)]
+            pairs = [[ranks[end] for end in ends] for ranks in pipelines(axis)]
             group = axis.comm.split_group(split_ranks=pairs, timeout=axis.comm.timeout)
             if channel.index in mine:
                 assert group is not None, "this rank is one of the two"

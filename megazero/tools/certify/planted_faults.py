@@ -13,6 +13,7 @@ from megazero.checkpoint.save import ShardState
 from megazero.data.loader import MicroBatch
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
+from megazero.optim.optimizer import Optimizer
 from megazero.tools.certify.certify import Layout
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
@@ -46,7 +47,7 @@ def _of_one_rank(plant: Plant) -> Plant:
     """Return the fault on the second data rank only."""
 
     def on_second(rig: Rig) -> None:
-        if rig.grid.data.rank == 1:
+        if rig.grid["data"].rank == 1:
             plant(rig)
 
     return on_second
@@ -64,7 +65,8 @@ def _around_update(rig: Rig, wrong: Callable[[Callable[..., None], Unit, dict[st
     optimizer.update = lambda unit, **how: wrong(update, unit, how)  # type: ignore[method-assign]
 
 
-def _change_decay(optimizer: AdamW, decay: Callable[[float], float]) -> None:
+def _change_decay(optimizer: Optimizer, decay: Callable[[float], float]) -> None:
+    assert isinstance(optimizer, AdamW), "the fault is planted in it"
     optimizer._pieces = {
         unit: [replace(piece, decay=decay(piece.decay)) for piece in pieces]
         for unit, pieces in optimizer._pieces.items()
@@ -114,6 +116,7 @@ def late_bias_correction(rig: Rig) -> None:
 
 def swapped_betas(rig: Rig) -> None:
     optimizer = rig.built.engine.optimizer
+    assert isinstance(optimizer, AdamW), "the fault is planted in it"
     optimizer.betas = (optimizer.betas[1], optimizer.betas[0])
 
 
@@ -128,13 +131,13 @@ def scaled(by: float, *, everywhere: bool) -> Plant:
 
 
 def _scale_reduced(unit: Unit, by: float) -> None:
-    park = unit.park
+    end = unit.end_reduce
 
-    def scale_and_park() -> None:
+    def scale_and_end() -> None:
         unit.own_gradients.mul_(by)
-        park()
+        end()
 
-    unit.park = scale_and_park  # type: ignore[method-assign]
+    unit.end_reduce = scale_and_end  # type: ignore[method-assign]
 
 
 def lost_gradients(rig: Rig) -> None:
@@ -155,7 +158,7 @@ def norm_without_a_unit(rig: Rig) -> None:
 
 
 def other_weights(rig: Rig) -> None:
-    _block(rig).parameters.mul_(1.01)
+    _block(rig).parameters.values.mul_(1.01)
 
 
 def stale_shards(rig: Rig) -> None:
@@ -197,7 +200,7 @@ def targets_of_another(rig: Rig) -> None:
 
 def masks_of_another_layer(rig: Rig) -> None:
     """Number the blocks of a rank of the pipeline from 0."""
-    if rig.grid.pipeline.rank == 0:
+    if rig.grid["pipeline"].rank == 0:
         return
     for block in rig.built.model.blocks:
         assert isinstance(block, Block)

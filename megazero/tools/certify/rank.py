@@ -107,6 +107,6 @@ def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """This tensor rank's part of the reduced gradients, from wherever they rest."""
     for unit in engine.units:
         own = unit.reduced_gradients
-        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), engine.axes.data, "examination")
+        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
         for interval in unit.layout.intervals:
             yield interval.name, flat[interval.start : interval.stop].view(interval.shape)

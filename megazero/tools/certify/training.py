@@ -82,11 +82,11 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]), host)
     data, model = config.data, config.model
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
-    loader = loader_of(config, train, grid.data)
-    feed = feeds_of(grid.tensor, device, config.parallel.sequence)
+    loader = loader_of(config, train, grid["data"])
+    feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built, grid))
     plant(rig)
-    write_results(_trained(rig, config, steps), folder, grid.world.rank)
+    write_results(_trained(rig, config, steps), folder, grid["world"].rank)
     loader.close()
     disconnect()
 
@@ -111,7 +111,7 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
         tensors = {"first": first, **values}
         results.stored.update({f"{kind}/{number}": value.clone() for kind, value in tensors.items()})
     held = [(piece.name, piece.start, piece.stop) for piece, _ in after]
-    return replace(results, held=held, shapes=shapes_of(rig.built), data_rank=rig.grid.data.rank, samples=samples)
+    return replace(results, held=held, shapes=shapes_of(rig.built), data_rank=rig.grid["data"].rank, samples=samples)
 
 
 def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:

@@ -21,7 +21,7 @@ from megazero.base.errors import UserError
 from megazero.base.files import flush_file, new_folder, replace_file
 from megazero.base.heartbeat import doing
 from megazero.base.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
-from megazero.checkpoint.manifest import FORMAT, KINDS, File, Logical, Manifest, shard_name
+from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, shard_name
 from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
@@ -191,7 +191,7 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
         groups = list(_groups(theirs.links, sizes, _PART))
         for index, group in _counted("importing", enumerate(groups), len(groups)):
             ours = [(link.ours, theirs.read(link)) for link in group]
-            keys = [(key_of(KINDS[0], name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
+            keys = [(key_of(WEIGHT, name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
             flat = [values.reshape(-1) for _, values in ours]
             shard = write_shard(staging / shard_name(index), beginning, flat)
@@ -218,7 +218,7 @@ def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list
         step=0,
         grid={},
         dtype=NAMES[torch.float32],
-        kinds=["weight"],
+        kinds=[WEIGHT],
         tensors=tensors,
         block=BLOCK,
         files=files,

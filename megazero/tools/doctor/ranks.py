@@ -183,8 +183,8 @@ def _gpu_rank(place: RankContext, notes: _Notes) -> None:
 def _axis(place: RankContext, device: torch.device) -> Axis:
     comm = connect(place, timeout=_TIMEOUT, fingerprint="")
     if place.world.size == 1:
-        return single(comm).data
-    return make_grid(tensor=1, pipeline=1, comm=comm, device_type=device.type).data
+        return single(comm)["data"]
+    return make_grid(comm=comm, device_type=device.type)["data"]
 
 
 def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None:

@@ -124,13 +124,14 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
             world,
             tensor=config.parallel.tensor,
             pipeline=config.parallel.pipeline,
+            shard_ranks=config.zero.shard_ranks,
             backend="nccl" if device == "cuda" else "gloo",
             bucket=bucket_of(config),
             ledger=ToldLedger(),
         )
         dtype = DTYPES[config.precision.dtype]
         ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
-        return two_steps(config, grid, ops, IdleHost(CPU, grid.world.comm.ledger, apart=device == "cuda"), device)
+        return two_steps(config, grid, ops, IdleHost(CPU, grid.comm.ledger, apart=device == "cuda"), device)
 
 
 def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str) -> Simulated:
@@ -139,12 +140,12 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     Args:
         grid: its ledger tells timelines.
     """
-    ledger = grid.world.comm.ledger
+    ledger = grid.comm.ledger
     assert isinstance(ledger, ToldLedger)
     with doing("building the rank's model"):
         built = assemble(config, grid, CPU, ops, host, seed=None)
-    stopping = Stopping(grid.world, CPU, Signals(), Path(os.devnull, "STOP"), None)
-    feed = feeds_of(grid.tensor, CPU, config.parallel.sequence)
+    stopping = Stopping(grid["world"], CPU, Signals(), Path(os.devnull, "STOP"), None)
+    feed = feeds_of(grid["tensor"], CPU, config.parallel.sequence)
 
     def bring(batch: MicroBatch, step: int) -> StageInputs:
         return feed(_copy(batch) if device == "cuda" else batch, step, True)
@@ -156,8 +157,10 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     first, steady = records
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
-    layout, rank = layout_of(config, grid.world.size, apart=host.apart), grid.pipeline.rank
-    return Simulated(grid, first, steady, ledger, expected(layout, rank, ops), traffic(layout, rank, grid.data.rank))
+    layout, rank = layout_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
+    return Simulated(
+        grid, first, steady, ledger, expected(layout, rank, ops), traffic(layout, rank, grid["shard"].rank)
+    )
 
 
 def _step(
@@ -171,8 +174,8 @@ def _step(
 ) -> StepRecord:
     """One step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
-    data = built.engine.axes.data
-    batches = [_batch(config) for _ in range(config.batch.global_ // (config.batch.micro * data.size))]
+    each = config.batch.micro * built.engine.grid["data"].size
+    batches = [_batch(config) for _ in range(config.batch.global_ // each)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
     timeline = ledger.timeline = MemoryTimeline(held)
     hooks = _name_places(built.model, timeline)

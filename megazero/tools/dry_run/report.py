@@ -22,7 +22,7 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
     grid, steady = found.grid, found.steady
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
-    lines = [*wrapped(f"{name}: rank {grid.world.rank} of {grid.world.size} on {device} ({there})", columns), ""]
+    lines = [*wrapped(f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", columns), ""]
     lines += ["at the peak of a step                      MB"]
     lines += [f"  {category:<26} {_mb(size):>15}" for category, size in _sorted(highest)]
     lines += [f"  {'in all':<26} {_mb(highest.total):>15}"]
@@ -61,8 +61,8 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
     return {
         "config": name,
         "device": device,
-        "rank": found.grid.world.rank,
-        "gpus": found.grid.world.size,
+        "rank": found.grid["world"].rank,
+        "gpus": found.grid["world"].size,
         "axes": _places(found.grid),
         "bytes": found.ledger.bytes_as_dict(),
         "first": _step(found.first),
@@ -96,7 +96,9 @@ def draw(found: Simulated, name: str, path: Path) -> None:
     axes.set_xlabel("parts of the model, forward, backward, and the update")
     axes.set_ylabel("GB")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{name}: memory of rank {found.grid.world.rank} of {found.grid.world.size}", fontsize=9, loc="left")
+    axes.set_title(
+        f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
+    )
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -149,7 +151,7 @@ def _operations(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def _places(grid: Grid) -> dict[str, dict[str, int]]:
-    return {a.name: {"rank": a.rank, "size": a.size} for a in (grid.tensor, grid.data, grid.pipeline)}
+    return {a.name: {"rank": a.rank, "size": a.size} for a in (grid["tensor"], grid["data"], grid["pipeline"])}
 
 
 def _cause(moment: MemoryMoment) -> dict[str, str]:

@@ -1,0 +1,49 @@
+"""The contract of optimizers: what the engine and checkpoints need of any kind.
+
+A kind declares the state that it keeps for each element it updates; checkpoints save and load what is declared. AdamW
+is the only kind today; nothing but `adamw.py` knows it.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from megazero.zero.unit import Unit
+
+
+class Optimizer(Protocol):
+    """An optimizer over the flat shards of units.
+
+    Attributes:
+        KIND: the name by which groups of parameters ask for it.
+        STATE: the names of the state it keeps for each element.
+        state: of each unit, by these names, flat and as long as its masters.
+        staging_bytes: memory it keeps beside.
+    """
+
+    KIND: ClassVar[str]
+    STATE: ClassVar[tuple[str, ...]]
+
+    @property
+    def state(self) -> Mapping[Unit, Mapping[str, Tensor]]:
+        """Return the state of each unit."""
+        ...
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return the bytes kept beside the state."""
+        ...
+
+    def steps(self, unit: Unit) -> list[Tensor]:
+        """Return the counts of updates that a unit has seen, to be set when a run goes on."""
+        ...
+
+    def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
+
+        Args:
+            scale: 0-dim, any float dtype.
+            skip: 0-dim fp32; when 1 nothing changes.
+        """
+        ...
