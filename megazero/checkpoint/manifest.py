@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: one canonical JSON file, from which everything in it can be found and verified.
+"""Read and write manifests: one canonical JSON file by which everything in a checkpoint can be found and verified.
 
 Canonical: keys sorted, no spaces, so equal content is equal bytes, and a manifest that is not byte for byte what its
 content gives has been edited. `digest` is the SHA-256 of the rest; with the hashes of all blocks of all files inside,
@@ -63,14 +63,14 @@ class Logical(_Part):
 
 
 class PartFile(_Part):
-    """Holds what one rank tells the first of the shard that it has written, and of the pieces in it, by parameter."""
+    """A rank's report to the first rank: the shard that it has written, and the pieces in it by parameter."""
 
     shard: File
     tensors: dict[str, list[list[Count]]]
 
 
 class Progress(_Part):
-    """How far the run is, beyond the tensors.
+    """The progress of the run, beyond the tensors.
 
     Attributes:
         updates: of the run, steps that were not skipped; the learning rate's count.
@@ -96,12 +96,13 @@ class Progress(_Part):
 
     @property
     def moments_age(self) -> int:
-        """Updates that the moments have seen."""
+        """Return the number of updates that the moments have seen."""
         return self.carried + self.updates
 
 
 class Manifest(_Part):
-    """
+    """The content of a checkpoint's manifest.
+
     Attributes:
         run: id of the run that wrote it; a resumed run keeps it.
         step: steps consumed.
@@ -112,7 +113,7 @@ class Manifest(_Part):
         block: bytes that are hashed together.
         files: the shards.
         progress: None in weights without a run, as an import makes them.
-        random: what every random number is a function of: nothing else has to be kept.
+        random: the inputs of every random number: nothing else has to be kept.
         identity: digests of the data set and the tokenizer.
         config: flat, as it was resolved.
         software: versions that wrote it.
@@ -136,7 +137,7 @@ class Manifest(_Part):
     digest: str = ""
 
     def to_bytes(self) -> bytes:
-        """The file's content, with its digest."""
+        """Return the file's content, with its digest."""
         content = self.model_dump(exclude={"digest"})
         if self.progress is not None:
             for name, default in (("row", None), ("carried", 0)):
@@ -150,7 +151,7 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder, whole and free of contradictions.
+    """Return the manifest of a checkpoint's folder, whole and free of contradictions.
 
     Raises:
         UserError: 410, it is missing, edited or damaged; 401, the system does not let it be read.
@@ -185,14 +186,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _most_bytes(folder: Path) -> int:
-    """Return how large the manifest of a folder may be: it has some 20 bytes for each 2^20 of a shard's, and 100 for
-    each piece of a parameter. No shard is looked at: thousands of ranks ask at once.
+    """Return how large the manifest of a folder may be.
+
+    It has some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
+    looked up: thousands of ranks would ask at once.
     """
     return (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
 
 
 def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
-    """Return where the folder's name, the step and the progress disagree; None: nowhere."""
+    """Return how the folder's name, the step and the progress disagree; None: they agree."""
     step, progress = manifest.step, manifest.progress
     if (named := step_of(folder)) is not None and named != step:
         return f"the folder is called step {named}, the manifest is of step {step}"
@@ -218,7 +221,7 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """Whatever would make a reader look outside a file, or leave an element unread."""
+    """Return a fault that would make a reader look outside a file, or leave an element unread; None: there is none."""
     kinds = KINDS[:1] if manifest.progress is None else KINDS
     if manifest.dtype not in DTYPES or manifest.block != BLOCK or list(kinds) != manifest.kinds:
         return f"dtype {manifest.dtype}, block {manifest.block}, kinds {manifest.kinds}"
