@@ -70,7 +70,7 @@ class UserError(ValueError):
         """Return this error with the rank, the step (where it has none yet) and the place in it.
 
         Args:
-            place: phase and host; left out where the command line or config is at fault, whoever found it.
+            place: phase and host; left out where the command line or config is at fault, whichever rank found it.
         """
         rank, step = (rank if self.rank is None else self.rank), (step if self.step is None else self.step)
         what = self.what if self.code < 200 else f"{self.what} ({place})"

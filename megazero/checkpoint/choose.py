@@ -1,8 +1,8 @@
 """Choose the step that a run resumes from: the newest one that every rank has read and verified.
 
-All ranks try a step together. The rank that reads a damaged file finds it; then all learn of it, the first rank
-reports it, and the next older step is tried. A step of another model is an error without a fallback: it is a mistake
-of the user's, and an older step has the same.
+All ranks try a step together. The rank that reads a damaged file finds it; then all learn of it, the first rank reports
+it, and the next older step is tried. A step of another model is an error without a fallback: it is a mistake of the
+user's, and an older step has the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def load_newest(
 
     Args:
         steps: to try, the same on all ranks.
-        holdings: what to fill.
+        holdings: the state to fill.
         check: refuses the manifest of a folder that is not this run's model.
         damaged: called on every rank with each step that was not whole, and its fault.
 

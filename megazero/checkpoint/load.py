@@ -1,9 +1,9 @@
 """Load a checkpoint of any grid: every rank reads what it needs, and verifies each block before it uses it.
 
-A rank has a list of pieces of parameters, and a file has another. Where they overlap there are bytes to
-read, and reading in the order of the files touches each block once. A block is verified before anything of it is used
-(`shard.py`), so every rank verifies what it reads and all together everything that is used. Each file's own header
-also says which tensor lies where; if it and the manifest disagree, the checkpoint is damaged.
+A rank has a list of pieces of parameters, and a file has another. Where they overlap there are bytes to read, and
+reading in the order of the files touches each block once. A block is verified before anything of it is used
+(`shard.py`), so every rank verifies what it reads and all together everything that is used. Each file's own header also
+says which tensor lies where; if it and the manifest disagree, the checkpoint is damaged.
 """
 
 from bisect import bisect_right
@@ -42,9 +42,9 @@ def load_tensors(
     """Fill a rank's tensors; return how many bytes were read.
 
     Args:
-        manifest: of the folder, verified; its tensors have the shapes of the holdings', and a dtype that goes over into
+        manifest: of the folder, verified; its tensors have the shapes of the holdings', and a dtype that converts to
             theirs without rounding.
-        holdings: what to fill, of the kinds that they have; with zeros where the manifest does not have the kind.
+        holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
         rank, size: in the world, which shares the check of files that no rank needs anything of.
         stop: polled while reading; True: give up, the tensors are not needed any more.
 

@@ -49,8 +49,8 @@ class Logical(_Part):
     """One parameter over all ranks, without padding.
 
     Attributes:
-        shape: of the whole.
-        pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order lie in file number
+        shape: of the whole parameter.
+        pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order are in file number
             `shard`, where the bytes of each of the manifest's kinds begin at `at`.
     """
 
@@ -108,7 +108,7 @@ class Manifest(_Part):
         step: steps consumed.
         grid: ranks by axis, and the ZeRO stage, that wrote it; reading needs none of it.
         dtype: of all tensors.
-        kinds: what is saved of every parameter.
+        kinds: the tensors that are saved of every parameter.
         tensors: by name.
         block: bytes that are hashed together.
         files: the shards.

@@ -35,7 +35,7 @@ def pieces_of(
 
     Args:
         layout: of the whole unit on this rank of the tensor axis.
-        held: the elements of its flat buffer that the rank has; positions in the buffer count from its start.
+        held: the elements of its flat buffer that the rank has; `Piece.at` counts from its start.
         numel: of each parameter the elements over all ranks, without padding.
         tensor: the axis that its matrices are split over.
         once: leave out, except on the tensor axis' first rank, parameters that all its ranks have alike.

@@ -149,7 +149,7 @@ class Saver:
         return any(future.done() and future.exception() is not None for future in self._under_way)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the save, or until a part of it fails; return whether all of it has ended."""
+        """Wait at most `seconds` for the save to end, or for a part of it to fail; return whether it has ended."""
         return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
 
     def finish(self) -> None:
@@ -243,7 +243,7 @@ class Saver:
 
 
 def _read_part(path: Path) -> WrittenShard:
-    """Return the shard that a rank's part file describes. Raises OSError; ValueError: another program wrote that file."""
+    """Return the shard of a rank's part file. Raises OSError; ValueError: another program wrote that file."""
     found = PartFile.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     shard = Shard(found.shard.name, found.shard.size, tuple(found.shard.blocks))
     return WrittenShard(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})

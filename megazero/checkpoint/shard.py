@@ -1,6 +1,6 @@
 """Write and read one file of a checkpoint: a safetensors file, written once, and read in blocks that are verified.
 
-safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) can be read by anybody and cannot express
+safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) is a common format and cannot express
 code, but a flipped bit in it goes unnoticed. So the writer hashes every block of the file on its way to the disk, and
 the reader returns no byte of a block before its hash is the one that the manifest has.
 """

@@ -5,9 +5,9 @@
     checkpoints/.step_00000050.TOKEN.old/   being deleted
     checkpoints/damaged_step_00000050.TOKEN/  was a step of this run, and a file in it was found damaged
 
-A committed step is never written to again, nor overwritten. The remains of a killed attempt have a name that is
-never taken for a step, and the next owner of the run's folder removes them. There is no pointer to the newest step:
-a reader lists the folder, and verifies.
+A committed step is never written to again, nor overwritten. The remains of a killed attempt have a name that is never
+taken for a step, and the next owner of the run's folder removes them. There is no pointer to the newest step: a reader
+lists the folder, and verifies.
 """
 
 import re
@@ -45,7 +45,7 @@ class Store:
         return sorted((step for step in found if step is not None), reverse=True)
 
     def commit(self, step: int, manifest: bytes) -> Path:
-        """Write the manifest into the staging folder, which holds all else, and rename that to the step. Raises OSError."""
+        """Write the manifest into the staging folder, which holds all else, and rename the folder. Raises OSError."""
         staging, path = self.staging(step), self.path(step)
         replace_file(staging / FILE_NAME, manifest)  # flushes file and folder
         # A rename replaces an empty folder, and only that; one that holds something is a step, and stays.
