@@ -1,1 +1,1 @@
-"""Hold what every room may use: errors, files, reading of foreign input, the heartbeat, lines for people."""
+"""Hold what every package may use: errors, files, reading of foreign input, the heartbeat, terminal output."""

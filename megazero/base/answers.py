@@ -1,4 +1,4 @@
-"""What verbs say: their answer on standard output, everything else on standard error."""
+"""Print the output of the verbs: answers on standard output, everything else on standard error."""
 
 import atexit
 import io
@@ -10,10 +10,10 @@ from megazero.base.heartbeat import HEART
 
 
 def answer(text: str) -> None:
-    """Print what a verb was asked for. That nobody reads on (`| head`) is no fault.
+    """Print the answer of a verb. A reader that closes the pipe early (`| head`) is no fault.
 
     Raises:
-        UserError: 405, standard output takes no more.
+        UserError: 405, standard output cannot be written.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -27,7 +27,7 @@ def answer(text: str) -> None:
 
 
 def flush_output() -> None:
-    """Flush standard output: Python does at exit, where a failure is exit code 120. What has no reader is dropped."""
+    """Flush standard output: at exit Python would fail with exit code 120. Output that has no reader is dropped."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -38,7 +38,9 @@ def flush_output() -> None:
 
 
 def leave(code: int) -> int:
-    """End this process without the second that torch takes to be torn down; return the exit code where it has none.
+    """End this process and skip torch's teardown, which takes a second; return the exit code where torch is not loaded.
+
+    The registered exit functions run and the output is flushed first, as Python would do.
 
     What was registered to be done at the end is done, and what was written is flushed, as Python would.
     """
@@ -50,7 +52,7 @@ def leave(code: int) -> int:
 
 
 def fail(said: object, code: int) -> int:
-    """Say on standard error why a verb ends; return its exit code."""
+    """Print on standard error why a verb ends; return its exit code."""
     tell(said)
     return code
 

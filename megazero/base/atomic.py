@@ -1,4 +1,4 @@
-"""Small files of a data set, written whole or not at all, with a line for the user where that fails."""
+"""Write small files of a data set whole or not at all; a failure is one line for the user."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from megazero.base.files import replace_file
 
 
 def write_error(path: str | Path, error: OSError) -> UserError:
-    """What a user reads when the system refuses to write `path`."""
+    """Return the error that a user reads when the system refuses to write `path`."""
     return UserError(208, f"cannot be written: {error.strerror}", "free space or choose another place", where=path)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a small file; its folder is made where missing. Raises UserError 208."""
+    """Replace a small file; make its folder if it is missing. Raises UserError 208."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)

@@ -1,4 +1,4 @@
-"""Parse the command lines of all verbs alike: mistakes are told in one way, numbers have bounds."""
+"""Parse the command lines of all verbs alike: mistakes are reported in one way, numbers have bounds."""
 
 import argparse
 
@@ -18,7 +18,7 @@ OVERRIDES = """overrides:
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake as a UserError."""
+    """A parser that raises a mistake as a UserError."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(100, message, f"see `{self.prog} --help`")

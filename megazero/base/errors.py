@@ -1,4 +1,4 @@
-"""Tell a user what of theirs is wrong: one line with a code.
+"""Report to a user what they have to mend: one line with a code.
 
     MZ-203 rank=0 step=17 data/train.bin: token 9001 in document 12 >= vocabulary 8192; use another tokenizer
 
@@ -30,12 +30,12 @@ def one_line(text: str) -> str:
 
 
 def _shortened(where: str) -> str:
-    """Return a place that leaves room for what is wrong there: the middle of a long path is left out."""
+    """Return a path with its middle left out if it is long, so that the fault itself still fits into the line."""
     return where if len(where) <= LINE_LIMIT // 2 else f"{where[: LINE_LIMIT // 4]}…{where[-LINE_LIMIT // 4 :]}"
 
 
 class UserError(ValueError):
-    """A fault the user can mend. `str()` of it is the line (or, for several config violations, the lines) to print.
+    """A fault that the user can mend. `str()` gives the line (or, for several config violations, the lines) to print.
 
     Args:
         code: three digits, the hundreds digit as in the module's table.
@@ -67,10 +67,10 @@ class UserError(ValueError):
         return 2 if self.code < 200 else 1
 
     def located(self, rank: int, step: int | None, place: str) -> "UserError":
-        """Return this error as one of a rank of several: with rank and step, if it has none, and place.
+        """Return this error with the rank, the step (where it has none yet) and the place in it.
 
         Args:
-            place: phase and host; left out where the command line or config is at fault, whoever found it.
+            place: phase and host; left out where the command line or config is at fault, whichever rank found it.
         """
         rank, step = (rank if self.rank is None else self.rank), (step if self.step is None else self.step)
         what = self.what if self.code < 200 else f"{self.what} ({place})"
@@ -78,16 +78,16 @@ class UserError(ValueError):
 
 
 def of_system(error: OSError) -> UserError:
-    """Return the line for what the system has refused where nobody had asked more closely: a name that is too long."""
+    """Return the error for a system call that failed where no caller handles it: a file name that is too long, say."""
     what = f"cannot be used: {error.strerror or error}"
     return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
 
 
 def is_refusal(code: int, step: int) -> bool:
-    """Return whether a run ended over what was asked for, or is there to work with, and not over ranks, numbers or us.
+    """Return whether a run ended over its config, data or files, and not over ranks, numbers or a fault of megazero.
 
     Args:
-        step: that it was in; 0 before the first. In the first one only bad tokens can still refuse it.
+        step: the step that it ended in; 0 before the first. In the first one only bad tokens can still refuse it.
     """
     if step:
         return step == 1 and code < 300
@@ -95,7 +95,7 @@ def is_refusal(code: int, step: int) -> bool:
 
 
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
-    """Several faults found at once (a config with three broken relations), printed one line each."""
+    """A list of faults found at once (a config with three broken relations), printed one line each."""
 
     def __init__(self, errors: list[UserError]):
         assert errors, "a list of faults needs at least one"

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all.
+"""Write files that appear whole or not at all.
 
 A file is written under a unique temporary name beside its target, flushed to the disk, and renamed: readers meet the
 old content or the new, never half of it, whatever kills the writer, a power cut included. The name carries a random
@@ -17,12 +17,12 @@ from typing import BinaryIO
 
 
 def temporary_name(path: Path) -> Path:
-    """A unique name in the folder of `path`, so that the rename to it stays on one file system."""
+    """Return a unique name in the folder of `path`, so that the rename to it stays on one file system."""
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a whole file in one atomic replacement. Raises OSError, and leaves nothing behind then.
+    """Write a whole file in one atomic replacement. Raises OSError, and then leaves nothing behind.
 
     Args:
         content: the bytes, or parts of them one after the other.
@@ -32,9 +32,9 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 
 def announce_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file that appears whole, as the last thing done in its folder. Raises OSError.
+    """Write a file that appears whole, as the last action in its folder. Raises OSError.
 
-    Whoever sees it may rename or remove the folder at once; its name is on the disk when they have flushed the folder.
+    A process that sees it may rename or remove the folder at once; that process flushes the folder to make it durable.
     """
     temporary = temporary_name(path)
     try:
@@ -49,11 +49,11 @@ def announce_file(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `target` when all went well; otherwise nothing is left, nor its parents.
+    """Yield a folder to fill, which becomes `target` on success; on failure remove it and any parents made for it.
 
     Raises:
         FileExistsError: the target exists.
-        OSError: the disk does not take it.
+        OSError: it cannot be written.
     """
     if target.exists() or target.is_symlink():
         raise FileExistsError(errno.EEXIST, "exists already", str(target))
@@ -73,19 +73,19 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def flush(file: BinaryIO) -> None:
-    """Everything written so far is on the disk when this returns."""
+    """Flush everything written so far to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_file(path: Path) -> None:
-    """The content of a file written by somebody else is on the disk when this returns."""
+    """Flush the content of a file that another process or handle has written to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Makes the renames in a folder durable."""
+    """Make the renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

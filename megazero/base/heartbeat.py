@@ -1,6 +1,6 @@
-"""The heartbeat: nothing is silent for more than two seconds.
+"""Print a heartbeat: no command is silent for more than two seconds.
 
-Whatever may take longer says what it is with `doing`; one thread looks every quarter of a second, and when nothing has
+Code that may take longer names its work with `doing`; one thread looks every quarter of a second, and when nothing has
 been written for a while it writes what is being done:
 
     compiling the CPU kernels  12 s                      a terminal: one line, redrawn every second, cleared afterwards
@@ -12,8 +12,8 @@ been written for a while it writes what is being done:
 There is one heartbeat for a process, `HEART`, as there is one standard output, and it is reached from everywhere as a
 logger is: what a process is doing belongs to the process, and handing it through every constructor between a command
 and a compiler would put it into forty signatures. It is silent until `begin`, which only commands call, and only on
-rank 0. Whoever else writes does so inside `aside`, so that lines do not tear each other. No torch is needed here, for
-its import is among what takes long.
+rank 0. Other writers do so inside `aside`, so that lines do not tear each other. This file does without torch, because
+importing it is among the slow work.
 """
 
 import atexit
@@ -36,12 +36,12 @@ _PROGRESS_EVERY = 10  # dots
 
 @dataclass(eq=False)
 class Doing:
-    """Something that takes long.
+    """An activity that may take long.
 
     Attributes:
-        what: as one says it: "validating".
-        detail: a part of it; one line tells several.
-        done, total: how far it is, where that is known.
+        what: the words to print: "validating".
+        detail: the current part of it; one line shows several.
+        done, total: the progress, where it is known.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Doing:
     began: float = 0.0
 
     def advance(self, count: int = 1) -> None:
-        """So much more of it is done."""
+        """Add `count` to what is done."""
         self.done += count
 
     @property
@@ -60,7 +60,7 @@ class Doing:
 
 
 class Heartbeat:
-    """Writes what is being done when nothing else is written. Silent until `begin`."""
+    """A thread that prints the current activity when nothing else is written. Silent until `begin`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock, self._lock = clock, threading.RLock()
@@ -77,11 +77,11 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def begin(self, stream: TextIO | None, what: str) -> None:
-        """Speak from here on.
+        """Start to print.
 
         Args:
-            stream: where to; None (it was closed before the start): stay silent.
-            what: is being done as long as nothing else is said.
+            stream: the output; None (it was closed before the start): stay silent.
+            what: the activity until another one is named.
         """
         self._stream = stream
         self._redraws = stream is not None and stream.isatty()
@@ -91,7 +91,7 @@ class Heartbeat:
         self.resume()
 
     def end(self) -> None:
-        """Say nothing any more."""
+        """Stop printing for good."""
         self.pause()
         self._stream = None
 
@@ -108,7 +108,7 @@ class Heartbeat:
                 self._lock.release()
 
     def resume(self) -> None:
-        """Start the thread, if there is anywhere to write to."""
+        """Start the thread, if there is a stream to write to."""
         if self._stream is None or self._thread is not None:
             return
         self._stop.clear()
@@ -122,7 +122,7 @@ class Heartbeat:
 
     @contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
-        """Around something that may take long; yields what counts how much of it is done."""
+        """Name an activity that may take long while the context is open; yield its progress counter."""
         entry = Doing(what, total=total, began=self._clock())
         if threading.current_thread() is threading.main_thread():  # others work beside what the process waits for
             self._doing.append(entry)
@@ -133,7 +133,7 @@ class Heartbeat:
                 self._doing.remove(entry)
 
     def now(self, what: str, detail: str) -> None:
-        """What the process does from here on, until it says something else."""
+        """Set what the process does from here on, until the next call."""
         if not self._doing:
             self._doing.append(Doing(""))
         base = self._doing[0]
@@ -143,7 +143,7 @@ class Heartbeat:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around writing of others: the line that is open ends first, and none begins in between."""
+        """Let other code write to the stream: the open line ends first, and none begins before the context closes."""
         with self._lock:
             self._close()
             try:
@@ -152,17 +152,17 @@ class Heartbeat:
                 self._wrote = self._clock()
 
     def say(self, text: str) -> None:
-        """Write a line at the next beat; for a handler of signals, which may not write itself."""
+        """Write a line at the next beat; for a signal handler, which may not write itself."""
         self._promised = text
 
     def show_on(self, live: Callable[[str], object] | None) -> None:
-        """A line that somebody else redraws takes the words; None: no longer."""
+        """Pass the words to `live`, which redraws a line of its own; None: print them here again."""
         with self._lock:
             self._close()
             self._live = live
 
     def tick(self) -> None:
-        """Write if it is time to."""
+        """Print the activity if it is due."""
         with self._lock:
             if self._stream is None:
                 return
@@ -210,7 +210,7 @@ class Heartbeat:
                 self._length += self._write(current.progress, now)
 
     def _close(self) -> None:
-        """End the line that is open."""
+        """End the open line."""
         ended, self._open = self._open, None
         if ended is None or self._live is not None:
             return
@@ -218,7 +218,7 @@ class Heartbeat:
         self._write("\r\x1b[2K" if self._redraws else f"{ended.progress} {now - self._since:.0f} s\n", now)
 
     def _write(self, text: str, now: float) -> int:
-        """Write and return how much; whoever does not read any more is not written to again."""
+        """Write a text and return its length; stop writing for good once the stream is closed."""
         self._wrote = now
         try:
             if self._stream is not None:

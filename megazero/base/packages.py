@@ -1,4 +1,4 @@
-"""Tell in one line that a package is missing: whoever forgot to activate the environment gets no traceback."""
+"""Report a missing package in one line: a user who forgot to activate the environment gets no traceback."""
 
 import sys
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ _NEEDED = ("torch", "numpy", "einops", "pydantic", "ruamel", "safetensors", "sen
 
 
 def missing(name: str | None) -> UserError | None:
-    """Return error 121 for a module that is not there; None: it is none of those that megazero needs."""
+    """Return error 121 for a module that is missing; None: it is none of those that megazero needs."""
     package = (name or "").partition(".")[0]
     if package not in _NEEDED:
         return None

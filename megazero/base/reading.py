@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have made: a kind and a size before a byte is believed.
+"""Read files of unknown origin: kind and size are checked before a byte is believed.
 
 A path that a user, another program or another user gives may be a FIFO that blocks for ever, a device, a folder, or a
 file of 100 GB. `read_file` takes regular files of at most a given size and nothing else; `parse_json` turns everything
@@ -27,7 +27,7 @@ _KINDS = (
 
 
 class UnexpectedFileError(OSError):
-    """A file is of another kind or size than expected; `strerror` says which, as in any OSError."""
+    """An error for a file of another kind or size than expected; `strerror` says which, as in any OSError."""
 
     def __init__(self, what: str, path: Path):
         super().__init__(0, what, str(path))
@@ -35,7 +35,7 @@ class UnexpectedFileError(OSError):
 
 @contextmanager
 def open_regular(path: Path, *, follow: bool = True) -> Iterator[int]:
-    """Open a regular file for reading and give its descriptor.
+    """Open a regular file for reading and yield its descriptor.
 
     Args:
         follow: whether the last part of the path may be a symbolic link.
@@ -77,7 +77,7 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is something; False too for a name that no file can have, or that may not be looked at."""
+    """Return whether a path exists; False too for a name that no file can have, or that may not be looked at."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def exists(path: Path) -> bool:
 
 
 def looked_up(path: str | Path) -> str:
-    """Return where a relative path was looked up, to stand behind a fault; "" for an absolute one."""
+    """Return the folder that a relative path is relative to, as a suffix for an error; "" for an absolute one."""
     try:
         folder = "" if Path(path).is_absolute() else os.getcwd()
     except OSError:  # the current folder was deleted
@@ -99,7 +99,7 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON: also what nests too deeply, is not UTF-8, has numbers of thousands of digits, or
+        ValueError: it is no JSON: also if it nests too deeply, is not UTF-8, has numbers of thousands of digits, or
             NaN and Infinity, which Python's parser would take.
     """
     try:

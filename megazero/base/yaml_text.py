@@ -1,4 +1,4 @@
-"""YAML from outside: bounded before it is parsed.
+"""Parse YAML of unknown origin within bounds.
 
 A text of a few hundred bytes can name itself over and over (`&a [*b, *b]`, a merge `<<`) and stand for 2^40 values, and
 2,000 brackets keep the parser busy for seconds. So a text may have so many bytes, brackets inside one another and
@@ -53,7 +53,7 @@ def _values(tree: Any, known: dict[int, int]) -> int:
     """Return how many values a tree has when every alias is written out. Raises ValueError: it contains itself.
 
     Args:
-        known: of each container that has been counted, by identity; 0 while it is being counted.
+        known: the counts of containers seen so far, by identity; 0 while one is being counted.
     """
     if not isinstance(tree, dict | list):
         return 1

@@ -1,1 +1,1 @@
-"""What is written of a run's weights, and read back."""
+"""Write a run's state to checkpoints, and read it back."""

@@ -1,4 +1,4 @@
-"""Checkpoints as training sees them: begun, settled before the next update, finished on all ranks or on none."""
+"""Save checkpoints on all ranks: begin one, settle it before the next update, finish it on all ranks or on none."""
 
 import math
 import time
@@ -14,12 +14,12 @@ from megazero.comm.grid import Axis
 
 
 class Checkpoints:
-    """Saves on all ranks alike.
+    """The checkpoints of a run, saved on all ranks alike.
 
     Args:
         saver: of this rank.
         world: all ranks.
-        every: steps between checkpoints; None: only when asked.
+        every: steps between checkpoints; None: only on request.
         background: training goes on while files are written.
 
     Attributes:
@@ -32,11 +32,11 @@ class Checkpoints:
         self.saved: int | None = None
 
     def due(self, done: int) -> bool:
-        """Whether a checkpoint belongs behind step `done`, counted from 1."""
+        """Return whether a checkpoint belongs behind step `done`, counted from 1."""
         return self._every is not None and done % self._every == 0
 
     def save(self, done: int, progress: Progress) -> None:
-        """Saves the state behind step `done`; nothing where that has been saved already. Every rank calls it.
+        """Save the state behind step `done`, unless that has been saved already. Every rank calls it.
 
         Raises:
             UserError: 403, this step, or the one begun before, could not be written.
@@ -51,16 +51,16 @@ class Checkpoints:
             self.finish()
 
     def settle(self) -> None:
-        """Before an update."""
+        """Wait until the update may change the tensors."""
         self._saver.settle()
 
     @property
     def failed(self) -> bool:
-        """This rank has something to tell the others: `finish` will."""
+        """Return whether this rank's save has failed; `finish` raises its error."""
         return self._saver.failed
 
     def finish(self) -> None:
-        """What was begun is committed when this returns. Every rank calls it; errors as of `save`."""
+        """Wait until the save that was begun is committed. Every rank calls it; errors as of `save`."""
         if self.saved is None or not self._saver.busy:
             return
         until_all(self._world, self._device, self._written)
@@ -72,14 +72,14 @@ class Checkpoints:
 
     @property
     def seconds(self) -> float:
-        """That a checkpoint takes, from its beginning to its commit."""
+        """Return the seconds of a save, from its beginning to its commit."""
         return self._saver.took
 
     def tidy(self, patience: float = math.inf) -> None:
-        """Old steps have been deleted when this returns. Every rank calls it, after `finish`.
+        """Wait until old steps have been deleted. Every rank calls it, after `finish`.
 
         Args:
-            patience: seconds after which what is left of them is left for another job.
+            patience: seconds after which the rest of them is left for another job.
         """
         end = time.monotonic() + patience
 
@@ -90,7 +90,7 @@ class Checkpoints:
         until_all(self._world, self._device, ready)
 
     def close(self) -> None:
-        """Ends what goes on in the background."""
+        """End the background threads."""
         self._saver.close()
 
     def _written(self, seconds: float) -> bool:

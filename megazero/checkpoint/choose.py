@@ -1,8 +1,8 @@
-"""Which step a run goes on from: the newest one that every rank has read and verified.
+"""Choose the step that a run resumes from: the newest one that every rank has read and verified.
 
-All ranks try a step together. What is damaged is found by the rank that reads it; then all know of it, the first rank
-says it, and the next older step is tried. Of a step that is not this run's model nobody falls back: that is a mistake
-of the user's, and an older step has the same.
+All ranks try a step together. The rank that reads a damaged file finds it; then all learn of it, the first rank reports
+it, and the next older step is tried. A step of another model is an error without a fallback: it is a mistake of the
+user's, and an older step has the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +35,13 @@ def load_newest(
     device: torch.device,
     damaged: Callable[[int, str], object],
 ) -> Manifest:
-    """Fills all ranks' tensors from the first of `steps` that is whole; every rank calls it.
+    """Fill all ranks' tensors from the first of `steps` that is whole; every rank calls it.
 
     Args:
         steps: to try, the same on all ranks.
-        holdings: what to fill.
+        holdings: the state to fill.
         check: refuses the manifest of a folder that is not this run's model.
-        damaged: told on every rank of each step that was not whole, and what is wrong with it.
+        damaged: called on every rank with each step that was not whole, and its fault.
 
     Raises:
         UserError: of `check`; 411, none of the steps is whole.
@@ -69,9 +69,9 @@ def load_newest(
 
 
 def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
-    """(its result, "") where it went well on all ranks; else (None, what the first rank that found damage says).
+    """Return (the result, "") on success on all ranks; else (None, the message of the first rank that found damage).
 
-    What is no damage, a disk that does not answer, is no reason to fall back: it is raised.
+    An error that is no damage, a disk that does not answer, is no reason to fall back: it is raised.
     """
     result, fault, other, stop = None, "", None, Event()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:

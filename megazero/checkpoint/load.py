@@ -1,9 +1,9 @@
-"""Loading: every rank reads what it needs of any grid's checkpoint, and trusts no byte of it unseen.
+"""Load a checkpoint of any grid: every rank reads what it needs, and verifies each block before it uses it.
 
-What a rank has is a list of pieces of parameters; what a file has is another. Where they overlap there are bytes to
-read, and reading in the order of the files touches each block once. A block is verified before anything of it is used
-(`shard.py`), so every rank verifies what it reads and all together everything that anybody uses. Each file's own header
-says which tensor lies where too; where the manifest says another thing the checkpoint is damaged, whoever made it.
+A rank has a list of pieces of parameters, and a file has another. Where they overlap there are bytes to read, and
+reading in the order of the files touches each block once. A block is verified before anything of it is used
+(`shard.py`), so every rank verifies what it reads and all together everything that is used. Each file's own header also
+says which tensor lies where; if it and the manifest disagree, the checkpoint is damaged.
 """
 
 from bisect import bisect_right
@@ -23,7 +23,7 @@ from megazero.checkpoint.shard import ShardReader, key_of
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """`numel` elements from byte `at` of file `shard` go to `into`."""
+    """A copy of `numel` elements from byte `at` of file `shard` to `into`."""
 
     shard: int
     at: int
@@ -39,17 +39,17 @@ def load_tensors(
     size: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Fills a rank's tensors, and returns how many bytes were read for it.
+    """Fill a rank's tensors; return how many bytes were read.
 
     Args:
-        manifest: of the folder, verified; its tensors have the shapes of the holdings', and a dtype that goes over into
+        manifest: of the folder, verified; its tensors have the shapes of the holdings', and a dtype that converts to
             theirs without rounding.
-        holdings: what to fill, of the kinds that they have; with zeros where the manifest does not have the kind.
-        rank, size: in the world, which shares the files that nobody needs anything of.
-        stop: asked now and then; True: nobody wants the tensors any more.
+        holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
+        rank, size: in the world, which shares the check of files that no rank needs anything of.
+        stop: polled while reading; True: give up, the tensors are not needed any more.
 
     Raises:
-        UserError: 410, something is damaged; what has been filled by then is not to be used.
+        UserError: 410, a file is damaged; the tensors filled by then must not be used.
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
     starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
@@ -96,7 +96,7 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
 
 
 def _fill(reader: ShardReader, copy: _Copy, dtype: torch.dtype, stop: Callable[[], bool]) -> bool:
-    """Read what belongs into a tensor; False: stopped on the way."""
+    """Read the elements of a copy into its tensor; return False if stopped on the way."""
     values = copy.into if copy.into.dtype == dtype else torch.empty(copy.into.shape, dtype=dtype)
     target = values.view(torch.uint8)
     for at, data in reader.read(copy.at, copy.at + len(target)):
@@ -110,7 +110,7 @@ def _fill(reader: ShardReader, copy: _Copy, dtype: torch.dtype, stop: Callable[[
 
 
 def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:
-    """Return for each of some shards what its header must say: of each key (dtype, where its bytes begin, elements)."""
+    """Return for each of some shards the header that it must have: by key (dtype, byte where it begins, elements)."""
     found: dict[int, dict[str, tuple[str, int, int]]] = {index: {} for index in sorted(shards)}
     for name, logical in manifest.tensors.items():
         for shard, start, stop, *places in logical.pieces:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: one canonical JSON file, from which everything in it can be found and verified.
+"""Read and write manifests: one canonical JSON file by which everything in a checkpoint can be found and verified.
 
 Canonical: keys sorted, no spaces, so equal content is equal bytes, and a manifest that is not byte for byte what its
 content gives has been edited. `digest` is the SHA-256 of the rest; with the hashes of all blocks of all files inside,
@@ -50,8 +50,8 @@ class Logical(_Part):
     """One parameter over all ranks, without padding.
 
     Attributes:
-        shape: of the whole.
-        pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order lie in file number
+        shape: of the whole parameter.
+        pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order are in file number
             `shard`, where the bytes of each of the manifest's kinds begin at `at`.
     """
 
@@ -64,14 +64,14 @@ class Logical(_Part):
 
 
 class PartFile(_Part):
-    """Holds what one rank tells the first of the shard that it has written, and of the pieces in it, by parameter."""
+    """A rank's report to the first rank: the shard that it has written, and the pieces in it by parameter."""
 
     shard: File
     tensors: dict[str, list[list[Count]]]
 
 
 class Progress(_Part):
-    """How far the run is, beyond the tensors.
+    """The progress of the run, beyond the tensors.
 
     Attributes:
         updates: of the run, steps that were not skipped; the learning rate's count.
@@ -97,23 +97,24 @@ class Progress(_Part):
 
     @property
     def moments_age(self) -> int:
-        """Updates that the moments have seen."""
+        """Return the number of updates that the moments have seen."""
         return self.carried + self.updates
 
 
 class Manifest(_Part):
-    """
+    """The content of a checkpoint's manifest.
+
     Attributes:
         run: id of the run that wrote it; a resumed run keeps it.
         step: steps consumed.
         grid: ranks by axis, and the ZeRO stage, that wrote it; reading needs none of it.
         dtype: of all tensors.
-        kinds: what is saved of every parameter.
+        kinds: the tensors that are saved of every parameter.
         tensors: by name.
         block: bytes that are hashed together.
         files: the shards.
         progress: None in weights without a run, as an import makes them.
-        random: what every random number is a function of: nothing else has to be kept.
+        random: the inputs of every random number: nothing else has to be kept.
         identity: digests of the data set and the tokenizer.
         config: flat, as it was resolved.
         software: versions that wrote it.
@@ -137,7 +138,7 @@ class Manifest(_Part):
     digest: str = ""
 
     def to_bytes(self) -> bytes:
-        """The file's content, with its digest."""
+        """Return the file's content, with its digest."""
         content = self.model_dump(exclude={"digest"})
         if self.progress is not None:
             for name, default in (("row", None), ("carried", 0)):
@@ -151,7 +152,7 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder, whole and free of contradictions.
+    """Return the manifest of a checkpoint's folder, whole and free of contradictions.
 
     Raises:
         UserError: 410, it is missing, edited or damaged; 401, the system does not let it be read.
@@ -186,14 +187,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _most_bytes(folder: Path) -> int:
-    """Return how large the manifest of a folder may be: it has some 20 bytes for each 2^20 of a shard's, and 100 for
-    each piece of a parameter. No shard is looked at: thousands of ranks ask at once.
+    """Return how large the manifest of a folder may be.
+
+    It has some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
+    looked up: thousands of ranks would ask at once.
     """
     return (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
 
 
 def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
-    """Return where the folder's name, the step and the progress disagree; None: nowhere."""
+    """Return how the folder's name, the step and the progress disagree; None: they agree."""
     step, progress = manifest.step, manifest.progress
     if (named := step_of(folder)) is not None and named != step:
         return f"the folder is called step {named}, the manifest is of step {step}"
@@ -219,7 +222,7 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """Whatever would make a reader look outside a file, or leave an element unread."""
+    """Return a fault that would make a reader look outside a file, or leave an element unread; None: there is none."""
     if manifest.dtype not in DTYPES or manifest.block != BLOCK or not _are_kinds(manifest):
         return f"dtype {manifest.dtype}, block {manifest.block}, kinds {manifest.kinds}"
     for index, file in enumerate(manifest.files):

@@ -1,4 +1,4 @@
-"""Which elements of which parameter lie where in a rank's buffer, so that any grid reads what any grid wrote.
+"""Map a rank's buffer to intervals of parameters, so that any grid reads what any grid wrote.
 
 Every part of a parameter that a rank has is one interval of the parameter's flat order, whatever the grid: matrices
 are split by rows over the tensor axis, a unit's buffer by elements over the data axis, units over the pipeline. A
@@ -23,7 +23,7 @@ class Piece:
     at: int
 
     def within(self, start: int, stop: int) -> "Piece | None":
-        """What of it lies in [start, stop) of the parameter, None if nothing does."""
+        """Return the part of this piece in [start, stop) of the parameter, None if they do not overlap."""
         first, last = max(self.start, start), min(self.stop, stop)
         return Piece(self.name, first, last, self.at + first - self.start) if first < last else None
 
@@ -31,14 +31,14 @@ class Piece:
 def pieces_of(
     layout: UnitLayout, held: slice, numel: Mapping[str, int], tensor: Axis, *, once: bool = False
 ) -> Iterator[Piece]:
-    """What a rank has of a unit's parameters.
+    """Yield the pieces of a unit's parameters that a rank has.
 
     Args:
         layout: of the whole unit on this rank of the tensor axis.
-        held: the elements of its flat buffer that the rank has; positions in the buffer count from its start.
+        held: the elements of its flat buffer that the rank has; `Piece.at` counts from its start.
         numel: of each parameter the elements over all ranks, without padding.
         tensor: the axis that its matrices are split over.
-        once: leave out what another rank of the tensor axis has too, and will not leave out.
+        once: leave out, except on the tensor axis' first rank, parameters that all its ranks have alike.
     """
     for interval in layout.intervals:
         split = interval.start < layout.tp_replicated

@@ -1,4 +1,4 @@
-"""Old checkpoints go, but never the last one that is known to be whole."""
+"""Delete old checkpoints, but never the last one that is known to be whole."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from megazero.checkpoint.store import Store
 
 
 def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
-    """Reads a whole checkpoint, unless it is told to stop. Raises UserError 410: something in it is damaged."""
+    """Read and verify a whole checkpoint, until `stop` is true. Raises UserError 410: a file in it is damaged."""
     manifest = read_manifest(folder)
     expected = headers(manifest, range(len(manifest.files)))
     with doing(f"verifying {folder}", len(manifest.files)) as progress:
@@ -29,10 +29,10 @@ def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
 
 
 def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callable[[], bool] = lambda: False) -> None:
-    """Deletes all but the newest `keep` steps, once one of these has been read back and found whole.
+    """Delete all but the newest `keep` steps, once one of these has been read back and found whole.
 
     Args:
-        stop: asked now and then; True: leave the rest for another time.
+        stop: polled meanwhile; True: leave the rest for another time.
     """
     try:
         steps = store.steps()

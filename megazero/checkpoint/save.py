@@ -1,9 +1,9 @@
-"""Saving: every rank writes what only it has, side by side, and a step exists when the first rank has renamed it.
+"""Save checkpoints: every rank writes its own part in parallel, and a step exists once the first rank has renamed it.
 
-    1  snapshot   (in the background, if asked for) what is to be saved is copied to host memory, beside the next
-                  step's passes: nothing of it changes before the next update, which waits for the copy
+    1  snapshot   (in the background, if asked for) the state to save is copied to host memory, beside the next
+                  step's passes: it does not change before the next update, which waits for the copy
     2  shard      each rank writes its file into the staging folder, flushes it, and hashes every block on the way
-    3  part       then a small file that says what is in it and what the hashes are
+    3  part       then a small file that lists its content and its hashes
     4  manifest   the first rank waits for all parts, makes one manifest of them, flushes it
     5  commit     and renames the folder; before that nothing has a step's name, after it the step is whole
     6  retention  older steps go, if a kept one has been read back and verified
@@ -40,7 +40,7 @@ _PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """What one rank has written.
+    """The shard that one rank has written.
 
     Attributes:
         shard: its file.
@@ -53,11 +53,11 @@ class WrittenShard:
 
 @dataclass(frozen=True, eq=False)
 class ShardState:
-    """What a rank has of one unit's state.
+    """The state of one unit that a rank has.
 
     Attributes:
         pieces: which elements of which parameters.
-        tensors: of each kind the flat buffer that the pieces lie in.
+        tensors: by kind the flat buffer that holds the pieces.
     """
 
     pieces: Sequence[Piece]
@@ -77,11 +77,11 @@ class _Entry:
 
 
 class Saver:
-    """Writes one rank's part of every checkpoint, and on rank 0 commits it.
+    """The writer of one rank's part of every checkpoint, which commits it on rank 0.
 
     Args:
-        store: where to.
-        holdings: what this rank saves; nothing that another rank saves too.
+        store: the checkpoints of the run.
+        holdings: the state that this rank saves, and no other rank does.
         rank, size: in the world.
         snapshot: copy first, so that training can go on while the copy is written.
         conclude: on rank 0, called with the step, its progress and all ranks' parts once these are on the disk.
@@ -119,18 +119,18 @@ class Saver:
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's tensors in a checkpoint."""
+        """Return the bytes of this rank's tensors in a checkpoint."""
         return sum(entry.values.nbytes for entry in self._entries)
 
     @property
     def copy_bytes(self) -> int:
-        """Host memory that snapshots take."""
+        """Return the bytes of host memory that snapshots take."""
         return sum(copy.nbytes for copy in self._copies or ())
 
     def begin(self, step: int, progress: Progress) -> None:
-        """Saves what the tensors hold now, in the background; nothing else may be under way.
+        """Start to save the tensors' present values in the background; no other save may be under way.
 
-        Nothing may change in the tensors before `settle` has returned.
+        The tensors must not change before `settle` has returned.
         """
         assert not self._under_way, "one at a time"
         self._copied.clear()
@@ -140,39 +140,39 @@ class Saver:
             self._under_way.append(self._thread.submit(self._wait_and_conclude, step, progress))
 
     def settle(self) -> None:
-        """Waits until the tensors may change: a snapshot is complete, or without one the file."""
+        """Wait until the tensors may change: the snapshot is complete, or without one the file."""
         self._copied.wait()
 
     @property
     def busy(self) -> bool:
-        """Something was begun and not finished."""
+        """Return whether a save was begun and not finished."""
         return bool(self._under_way)
 
     @property
     def failed(self) -> bool:
-        """Something begun has failed, and `finish` will say what."""
+        """Return whether a background save failed; `finish` raises its error."""
         return any(future.done() and future.exception() is not None for future in self._under_way)
 
     def wait(self, seconds: float) -> bool:
-        """Whether what was begun has ended, well or not; waits for it for some time, or until something has failed."""
+        """Wait at most `seconds` for the save to end, or for a part of it to fail; return whether it has ended."""
         return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
 
     def finish(self) -> None:
-        """Return once what was begun has ended. Raises UserError: 403 or of `conclude`, and the step does not exist."""
+        """Wait until the save has ended. Raises UserError: 403 or of `conclude`, and the step does not exist."""
         ended, self._under_way = self._under_way, []
         for future in ended:
             future.result()
 
     def give_up(self) -> None:
-        """Other ranks' parts will not come."""
+        """Stop waiting for other ranks' parts, because they will not come."""
         self._give_up.set()
 
     def tidied(self, seconds: float) -> bool:
-        """Whether what `tidy` does is done; waits for it for some time."""
+        """Wait at most `seconds` until `tidy` has returned; return whether it has."""
         return not wait(self._tidied, seconds).not_done
 
     def close(self) -> None:
-        """Ends the background threads. What is not committed by then, or soon, will not be."""
+        """End the background threads. A save that is not committed within _PATIENCE seconds will not be."""
         wait(self._under_way, _PATIENCE)
         self.give_up()
         for thread in (self._thread, self._tidying):
@@ -248,7 +248,7 @@ class Saver:
 
 
 def _read_part(path: Path) -> WrittenShard:
-    """Return what a rank says that it has written. Raises OSError; ValueError: another program wrote that file."""
+    """Return the shard of a rank's part file. Raises OSError; ValueError: another program wrote that file."""
     found = PartFile.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     shard = Shard(found.shard.name, found.shard.size, tuple(found.shard.blocks))
     return WrittenShard(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})
@@ -260,7 +260,7 @@ def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
 
 
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
-    """In the order of the file: unit by unit, kind by kind, as they lie in memory."""
+    """Yield the entries in the order of the file: unit by unit, kind by kind, as they lie in memory."""
     for holding in holdings:
         for kind in holding.kinds:
             buffer = next(buffers)
@@ -269,7 +269,7 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
 
 
 def _is_finite(values: Tensor) -> bool:
-    """In one pass without a temporary, where they are; finite values may have a sum that is not."""
+    """Return whether all values are finite, mostly in one pass without a temporary; their sum alone may overflow."""
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 

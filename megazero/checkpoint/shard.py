@@ -1,8 +1,8 @@
-"""One file of a checkpoint: a safetensors file, written once from end to end, and read in blocks that are verified.
+"""Write and read one file of a checkpoint: a safetensors file, written once, and read in blocks that are verified.
 
-safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) can be read by anybody and cannot express
+safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) is a common format and cannot express
 code, but a flipped bit in it goes unnoticed. So the writer hashes every block of the file on its way to the disk, and
-the reader hands out no byte of a block before its hash is the one that the manifest has.
+the reader returns no byte of a block before its hash is the one that the manifest has.
 """
 
 import errno
@@ -48,7 +48,7 @@ def hash_of(data: bytes | memoryview) -> str:
 
 
 def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """(the file's beginning, where in the file each tensor's bytes begin) for 1-dim tensors (key, dtype, elements)."""
+    """Return (the file's beginning, the byte where each tensor begins) for 1-dim tensors (key, dtype, elements)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     offsets = []
@@ -64,7 +64,7 @@ def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mappin
 
 
 def write_shard(path: Path, beginning: bytes, tensors: Sequence[Tensor]) -> Shard:
-    """Writes a new file whose content is on the disk when this returns.
+    """Write a new file, and flush it to the disk.
 
     Args:
         beginning: from `plan_shard`.
@@ -89,11 +89,11 @@ def key_of(kind: str, name: str, start: int, stop: int) -> str:
 
 
 class ShardReader:
-    """The bytes of a shard, each block verified when it is first asked for.
+    """A reader of a shard, which verifies each block when it is first read.
 
     Args:
         folder: of the checkpoint.
-        shard: what the manifest says of it.
+        shard: the manifest's entry of it.
 
     Attributes:
         bytes_read: from the disk.
@@ -124,7 +124,7 @@ class ShardReader:
         self._at = -1  # the block that is in the buffer
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """(where, verified bytes) of bytes [start, stop) of the file, in pieces that are good until the next."""
+        """Yield (position, verified bytes) of bytes [start, stop) of the file; each view is valid until the next."""
         while start < stop:
             index = start // BLOCK
             end = min(stop, (index + 1) * BLOCK)
@@ -133,10 +133,10 @@ class ShardReader:
             start = end
 
     def check_header(self, expected: Mapping[str, tuple[str, int, int]]) -> None:
-        """Hold the file's own header against what the manifest says of it.
+        """Compare the file's own header with the manifest.
 
         Args:
-            expected: of keys (dtype, where in the file the bytes begin, elements).
+            expected: by key (dtype, byte of the file where it begins, elements).
 
         Raises:
             UserError: 410, another place, dtype or number of elements, or no such key.
@@ -184,7 +184,7 @@ class ShardReader:
         return block
 
     def _unreadable(self, error: OSError) -> UserError:
-        """A fault of the machine, which says nothing of what is on the disk."""
+        """Return the error for a fault of the machine, which says nothing about the data on the disk."""
         return UserError(401, f"cannot be read: {error.strerror}", "mend that, and run again", where=self.path)
 
     def _damaged(self, what: str) -> UserError:
@@ -192,7 +192,7 @@ class ShardReader:
 
 
 def _blocks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes in BLOCK pieces; copied only where a piece consists of several views."""
+    """Yield the same bytes in BLOCK pieces; copy only where a piece consists of several views."""
     parts: list[memoryview] = []
     missing = BLOCK
     for view in views:
@@ -212,7 +212,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _write(file: BinaryIO, block: bytes | memoryview) -> None:
-    """All of it: the system may take less at a time."""
+    """Write the whole block: the system may take less at a time."""
     view = memoryview(block)
     while len(view):
         view = view[file.write(view) :]

@@ -1,13 +1,13 @@
-"""The checkpoints of one run, as folders: a step is committed or it does not exist.
+"""Keep the checkpoints of one run as folders: a step is committed or it does not exist.
 
-    checkpoints/.step_00000100.TOKEN.tmp/   being written: shards, and what each rank says of its own
+    checkpoints/.step_00000100.TOKEN.tmp/   being written: shards, and each rank's report of its own
     checkpoints/step_00000100/              committed: shards and manifest, on the disk before the folder got its name
     checkpoints/.step_00000050.TOKEN.old/   being deleted
-    checkpoints/damaged_step_00000050.TOKEN/  was a step of this run, and something in it was found damaged
+    checkpoints/damaged_step_00000050.TOKEN/  was a step of this run, and a file in it was found damaged
 
-A committed step is never written to again, nor overwritten. What is left of an attempt that was killed has a name that
-nobody takes for a step, and the next owner of the run's folder removes it. There is no pointer to the newest step:
-whoever wants it looks, and verifies.
+A committed step is never written to again, nor overwritten. The remains of a killed attempt have a name that is never
+taken for a step, and the next owner of the run's folder removes them. There is no pointer to the newest step: a reader
+lists the folder, and verifies.
 """
 
 import re
@@ -21,7 +21,8 @@ _LEFT = re.compile(r"\.step_\d{8,}\.\w+\.(tmp|old)")
 
 
 class Store:
-    """
+    """The folder of a run's checkpoints.
+
     Args:
         folder: of all steps.
         token: of this attempt at the run, in the names of what is not committed.
@@ -37,14 +38,14 @@ class Store:
         return self.folder / f".{step_name(step)}.{self._token}.tmp"
 
     def steps(self) -> list[int]:
-        """The committed ones, newest first. Raises OSError."""
+        """Return the committed steps, newest first. Raises OSError."""
         if not self.folder.is_dir():
             return []
         found = (step_of(path) for path in self.folder.iterdir())
         return sorted((step for step in found if step is not None), reverse=True)
 
     def commit(self, step: int, manifest: bytes) -> Path:
-        """Everything but the manifest lies on the disk in the staging folder. Raises OSError."""
+        """Write the manifest into the staging folder, which holds all else, and rename the folder. Raises OSError."""
         staging, path = self.staging(step), self.path(step)
         replace_file(staging / FILE_NAME, manifest)  # flushes file and folder
         # A rename replaces an empty folder, and only that; one that holds something is a step, and stays.
@@ -53,24 +54,24 @@ class Store:
         return path
 
     def delete(self, step: int) -> None:
-        """Raises OSError. At no moment is half a step left under the name of one."""
+        """Delete a step: rename it first, so that half a step never bears the name of one. Raises OSError."""
         old = self.folder / f".{step_name(step)}.{self._token}.old"
         self.path(step).rename(old)
         flush_folder(self.folder)
         shutil.rmtree(old)
 
     def put_aside(self, step: int) -> None:
-        """A damaged step is none, but may be of use to somebody. Raises OSError."""
+        """Rename a damaged step, so that it is no step any more but can be examined. Raises OSError."""
         path = self.path(step)
         path.rename(path.with_name(f"damaged_{path.name}.{self._token}"))
         flush_folder(self.folder)
 
     def abandon(self, step: int) -> None:
-        """What was written for a step that will not be committed is removed, as far as that is possible."""
+        """Remove the staging folder of a step that will not be committed, as far as that is possible."""
         shutil.rmtree(self.staging(step), ignore_errors=True)
 
     def reap(self) -> None:
-        """Removes what killed attempts have left; for the owner of the run's folder."""
+        """Remove the remains of killed attempts; for the owner of the run's folder."""
         for path in self.folder.glob(".step_*"):
             if _LEFT.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)

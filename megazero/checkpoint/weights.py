@@ -1,4 +1,4 @@
-"""Whole weights out of a checkpoint of any grid, for one process: to generate, to export."""
+"""Read whole weights out of a checkpoint of any grid, for one process: to generate, to export."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -22,11 +22,11 @@ T = TypeVar("T")
 def newest_weights(
     store: Store, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], object]
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """The weights of the newest step that is whole, in the precision that the optimizer updates them in.
+    """Return the weights of the newest step that is whole, in the precision that the optimizer updates them in.
 
     Args:
         shapes: of the model's parameters.
-        warn: told of each newer step that is damaged.
+        warn: called for each newer step that is damaged.
 
     Raises:
         UserError: 402, there is no checkpoint; 404, of another model; 410, the last one tried is damaged.
@@ -41,7 +41,7 @@ def newest_weights(
 
 
 def require_shapes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse a checkpoint that is another model's. Raises UserError 404 with the first parameter that differs."""
+    """Refuse a checkpoint of another model. Raises UserError 404 with the first parameter that differs."""
     theirs = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
     if theirs != shapes:
         odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
@@ -50,10 +50,10 @@ def require_shapes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], fo
 
 
 def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:
-    """The folder of the newest step of which every byte is verified.
+    """Return the folder of the newest step whose bytes are all verified.
 
     Args:
-        warn: told of each newer step that is damaged.
+        warn: called for each newer step that is damaged.
 
     Raises:
         UserError: 402, there is no checkpoint; 410, the last one tried is damaged.
@@ -67,7 +67,7 @@ def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:
 
 
 def _newest(store: Store, attempt: Callable[[Path], T], warn: Callable[[str], object]) -> T:
-    """What `attempt` makes of the newest step in which it finds no damage."""
+    """Return the result of `attempt` for the newest step in which it finds no damage."""
     steps = store.steps()
     for step in steps:
         try:
@@ -80,7 +80,7 @@ def _newest(store: Store, attempt: Callable[[Path], T], warn: Callable[[str], ob
 
 
 def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some of a checkpoint's parameters, whole. Raises UserError 410: damaged."""
+    """Return some of a checkpoint's parameters, whole. Raises UserError 410: a file is damaged."""
     dtype = DTYPES[manifest.dtype]
     flat = {name: torch.empty(manifest.tensors[name].numel, dtype=dtype) for name in names}
     holdings = [ShardState([Piece(name, 0, len(values), 0)], {WEIGHT: values}) for name, values in flat.items()]

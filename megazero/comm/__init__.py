@@ -1,1 +1,1 @@
-"""Carry tensors and words between ranks, along the axes of a grid; count what is sent."""
+"""Communicate between ranks along the axes of a grid, and count what is sent."""

@@ -1,7 +1,7 @@
-"""What one rank finds out alone, all must know before anyone acts on it.
+"""Run on all ranks what may fail on some, and let all ranks know of a failure before any acts on it.
 
-A rank that raises while the others go on leaves them waiting in their next operation. So whatever may fail on some
-ranks only (files, packages, disks) is done inside `agree`: every rank learns how it went everywhere, and either all
+A rank that raises while the others go on leaves them waiting in their next operation. So any action that may fail on
+some ranks only (files, packages, disks) runs inside `agree`: every rank learns how it went everywhere, and either all
 have their result or all stop; the lowest rank that failed says why.
 """
 
@@ -20,7 +20,7 @@ _SLICE = 1.0  # seconds
 
 
 def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
-    """`action()` on every rank; its result where it went well everywhere.
+    """Run `action()` on every rank; return its result if it succeeded on all.
 
     Raises:
         UserError: this rank's own, if no lower rank has one.
@@ -45,12 +45,12 @@ def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
 
 
 def until_all(world: Axis, device: torch.device, ready: Callable[[float], bool]) -> None:
-    """Waits until `ready` is true on all ranks, however much longer it takes some of them.
+    """Wait until `ready` is true on all ranks, however much longer it takes some of them.
 
     Ranks meet every second, so that none waits in one operation for as long as another's disk takes.
 
     Args:
-        ready: waits for as many seconds at most, and says whether this rank is.
+        ready: waits for as many seconds at most, and returns whether this rank is ready.
     """
     while True:
         own = torch.tensor([ready(_SLICE)], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""What a rank says of itself at the roll call, and how the others read it: nothing is used before it is checked."""
+"""Encode and check the message that each rank sends at the roll call: no field is used before it is checked."""
 
 import json
 import re
@@ -15,18 +15,18 @@ NOWHERE = Handle(0, -1, 0, 0)  # shares no memory
 
 
 class NoPresence(ValueError):  # noqa: N818 - as ValueError
-    """The message is none that a rank of this version sends."""
+    """An error for a message that no rank of this version sends."""
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Describes one rank, as it said.
+    """A rank's description of itself.
 
     Attributes:
         host: its name.
         fingerprint: of code and config.
         pid: of its process.
-        started: when that began, in the kernel's ticks; 0: unknown.
+        started: the start of that process, in the kernel's ticks; 0: unknown.
         host_id: equal for ranks that can share memory; "": it shares none.
         handle: of its outbox.
     """
@@ -39,13 +39,13 @@ class Gather:
     handle: Handle
 
     def said(self) -> str:
-        """Return the message."""
+        """Return the message as JSON."""
         *mine, _ = vars(self).values()
         return json.dumps([*mine, *astuple(self.handle)])
 
     @classmethod
     def heard(cls, raw: bytes) -> "Gather":
-        """Return who sent a message. Raises NoPresence."""
+        """Return the rank that a message describes. Raises NoPresence."""
         if len(raw) > _LONGEST:
             raise NoPresence(f"{len(raw)} bytes, expected at most {_LONGEST}")
         try:

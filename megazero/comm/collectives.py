@@ -1,8 +1,8 @@
-"""The one file that calls torch.distributed's collectives.
+"""Start torch.distributed's collectives; no other file calls them.
 
-Every operation goes along one axis for one purpose. It is counted in the ledger, named in profiles, shown on the
-board, and started without waiting where a caller has something else to do: `start_*` returns a `Pending`, whose
-`wait()` gives the result. On an axis of size 1 every operation is the identity, and nothing is counted.
+Every operation goes along one axis for one purpose. It is counted in the ledger, named in profiles, shown on the status
+board, and started without waiting where a caller has other work to do: `start_*` returns a `Pending`, whose `wait()`
+gives the result. On an axis of size 1 every operation is the identity, and nothing is counted.
 
 On NCCL these are NCCL's own operations. On gloo they are made of messages (`transport/exchange.py`), for three reasons:
 
@@ -12,7 +12,7 @@ On NCCL these are NCCL's own operations. On gloo they are made of messages (`tra
 - sums are taken in rank order, so they do not depend on how a tensor was cut, and an all-reduce equals a
   reduce-scatter followed by an all-gather bit for bit;
 - every message carries a tag made of the operation's number, kind, purpose, dtype and shape. An operation that one
-  rank skipped, or called with another shape, never pairs with its successor: the wait runs out and the board tells
+  rank skipped, or called with another shape, never pairs with its successor: the wait times out and the board shows
   which ranks were where, instead of wrong numbers or an abort deep inside the library.
 
 Tensors of a device that gloo cannot send from go through the host's memory (`transport/host_staging.py`): the messages
@@ -49,18 +49,18 @@ class Pending:
     """An operation under way on one axis.
 
     Args:
-        axis: where it runs; None when there is nothing to wait for.
-        purpose: as profiles name it.
-        finish: waits, and gives the result.
-        lying: messages of this rank that lie in shared memory until the others wait for the operation. There is room
-            for `MOST_UNREAD`; a rank that sends more is held up until the others come.
+        axis: the axis it runs on; None when there is nothing to wait for.
+        purpose: its name in profiles.
+        finish: waits, and returns the result.
+        unread: messages of this rank that stay in shared memory until the others wait for the operation. There is room
+            for `MOST_UNREAD`; a rank that sends more is blocked until the others come.
     """
 
     def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], unread: int = 0):
         self._axis, self._purpose, self._finish, self.unread = axis, purpose, finish, unread
 
     def wait(self) -> Tensor:
-        """The result; to be called once.
+        """Wait for the operation and return its result; to be called once.
 
         Raises:
             CollectiveError: it did not come within the axis' timeout, or the connection broke.
@@ -73,7 +73,7 @@ class Pending:
         return result
 
     def then(self, last: Callable[[], Tensor]) -> "Pending":
-        """The same operation with one more thing to do at its end, which gives the result."""
+        """Return the same operation with `last` run at its end; its result is that of `last`."""
 
         def finish() -> Tensor:
             self._finish()
@@ -96,12 +96,12 @@ class Pending:
 
 
 def done(x: Tensor) -> Pending:
-    """Nothing to wait for."""
+    """Return an operation that has ended, with its result."""
     return Pending(None, "", lambda: x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
-    """The sum of all ranks' x, in its memory; x must not be touched until the end."""
+    """Start the sum of all ranks' x, in its memory; x must not be touched until the end."""
     if axis.size == 1:
         return done(x)
     tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
@@ -115,7 +115,7 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
 
 
 def _reduced(x: Tensor, axis: Axis, tag: int, purpose: str) -> Pending:
-    """The sum of all ranks' x in its memory, by messages."""
+    """Start the sum of all ranks' x in its memory, by messages."""
     flat = x.view(-1)
     # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
     whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
@@ -142,11 +142,11 @@ def _reduced(x: Tensor, axis: Axis, tag: int, purpose: str) -> Pending:
 def start_reduce_scatter(
     x: Tensor, axis: Axis, purpose: str, *, out: Tensor | None = None, accumulate: bool = False
 ) -> Pending:
-    """This rank's part (of `size` equal parts of the first dim) of the sum of all ranks' x.
+    """Start the sum of all ranks' x, of which each rank gets its part (of `size` equal parts of the first dim).
 
     Args:
-        out: where to put it; may be this rank's part of x. None for new memory. With it x is not to be touched until
-            the end, and its own part holds anything then.
+        out: memory for the result; may be this rank's part of x. None: new memory. With it x must not be touched until
+            the end, and its own part is undefined then.
         accumulate: the sum is added to what `out` holds.
     """
     if axis.size == 1:
@@ -177,7 +177,7 @@ def _scattered_on_host(
     *,
     accumulate: bool,
 ) -> Pending:
-    """The sum of this rank's part is taken in the part's own place on the host."""
+    """Start a reduce-scatter through the host; this rank's part of the sum is taken in that part's memory there."""
     staging.fetch(x)
     parts, place = staging.host.chunk(axis.size), _own(staging.host, axis)
     scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
@@ -193,7 +193,7 @@ def _scattered_on_host(
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
-    """All ranks' parts (of equal shape) behind each other along the first dim."""
+    """Start to concatenate all ranks' parts (of equal shape) along the first dim."""
     if axis.size == 1:
         return done(part)
     whole = part.new_empty((len(part) * axis.size, *part.shape[1:]))
@@ -202,7 +202,7 @@ def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
 
 
 def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pending:
-    """Fills in the other ranks' parts of `whole`; this rank's is there already."""
+    """Start to fill in the other ranks' parts of `whole`, which holds this rank's already."""
     if axis.size == 1:
         return done(whole)
     assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
@@ -217,7 +217,7 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
 
 
 def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, staging: HostStaging) -> Pending:
-    """Only this rank's part goes to the host, and only the others' come back."""
+    """Start an all-gather through the host: only this rank's part goes there, and only the others' come back."""
     flat, own = whole.view(-1), _own(staging.host, axis)
     staging.fetch(flat[own], own)
     gather = _gather(axis, tag, staging.host.chunk(axis.size))
@@ -238,7 +238,7 @@ def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
 
 
 def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device) -> list[bytes]:
-    """What every rank has to say, in rank order. Nothing is unpickled: callers send JSON or text."""
+    """Return every rank's payload, in rank order. Nothing is unpickled: callers send JSON or text."""
     if axis.size == 1:
         return [payload]
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
@@ -251,7 +251,7 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
 
 
 def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
-    """Counts, shows and names an operation; returns the tag of its messages."""
+    """Count, show and name an operation; return the tag of its messages."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     comm = axis.comm
@@ -262,13 +262,13 @@ def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int
 
 
 def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> Exchange:
-    """The round in which each rank gets its part of the sum; `parts` are flat."""
+    """Return the round in which each rank gets its part of the sum; `parts` are flat."""
     add = _adder(axis, parts[axis.rank], out, accumulate=accumulate)
     return Exchange(axis, tag, [parts[k] for k in others(axis)], add)
 
 
 def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume:
-    """Adds what comes to `own`, into `out`."""
+    """Return a function that adds the received parts to `own`, into `out`."""
 
     def add(cut: slice, theirs: list[Tensor]) -> None:
         if accumulate:
@@ -280,7 +280,7 @@ def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume
 
 
 def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
-    """The round in which each rank gets the parts of the others; `parts` are flat."""
+    """Return the round in which each rank gets the parts of the others; `parts` are flat."""
     targets = [parts[k] for k in others(axis)]
 
     def put(cut: slice, theirs: list[Tensor]) -> None:
@@ -300,13 +300,13 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
 
 
 def _own(flat: Tensor, axis: Axis) -> slice:
-    """This rank's elements of `size` equal parts."""
+    """Return this rank's elements of `size` equal parts."""
     length = len(flat) // axis.size
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
 def _landing(on_host: Pending, staging: HostStaging, land: Callable[[], None], result: Tensor) -> Pending:
-    """An operation under way on the host, whose result goes to the device at its end."""
+    """Return an operation on the host whose result is copied to the device at its end."""
 
     def last() -> Tensor:
         land()
@@ -338,7 +338,7 @@ def _nccl_reduce_scatter(
 
 
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Adds the parts in rank order, whoever computes it. Writes to `out` only, which may be `own`."""
+    """Add the parts in rank order, whichever rank computes it; write to `out` only, which may be `own`."""
     parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
     in_place = same_place(out, own)
     wait_for_own = in_place and axis.rank > 1  # what `out` holds must have been added before it is written to
@@ -350,5 +350,5 @@ def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Te
 
 
 def _padded(x: Tensor, axis: Axis) -> int:
-    """Elements of x, rounded up to a multiple of the axis' size."""
+    """Return the number of elements of x, rounded up to a multiple of the axis' size."""
     return axis.shard(x.numel()) * axis.size

@@ -1,4 +1,4 @@
-"""What all collectives of one rank have in common: the backend, how long to wait, the ledger, the status slot."""
+"""Hold what all collectives of one rank share: the backend, the timeout, the ledger, the status slot."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,20 +19,20 @@ BUCKET = 64 << 20  # bytes
 
 @dataclass(frozen=True, eq=False)
 class CommContext:
-    """Hold what all communication of one rank has in common.
+    """The communication settings and resources of one rank.
 
     Attributes:
-        backend: "gloo" or "nccl"; algorithms are picked by it, never by where a tensor happens to lie.
+        backend: "gloo" or "nccl"; algorithms are picked by it, never by the device of a tensor.
         timeout: how long to wait for the others in one operation.
-        bucket: most bytes of one operation that may lie between sender and receiver; longer ones go in pieces.
-        ledger: what was sent, and the memory it took.
-        shared_memory: shared memory with ranks of the same host, where there is any.
-        status_slot: where this rank shows which operation it is in.
+        bucket: most bytes of one operation between sender and receiver; longer ones go in pieces.
+        ledger: counts traffic and memory.
+        shared_memory: the transport between ranks of the same host; None: sockets are used.
+        status_slot: shows the operation that this rank is in.
         split_group: makes communicators of a few ranks each; all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
-            (`transport/host_staging.py`); None: they are sent from where they lie.
-        lobby: where the ranks met; None: there is one rank.
-        staging: for what comes through sockets.
+            (`transport/host_staging.py`); None: they are sent directly.
+        lobby: the start-up of the ranks through the store; None: there is one rank.
+        staging: buffers for messages received through sockets.
     """
 
     backend: str = "gloo"
@@ -52,7 +52,7 @@ class CommContext:
         object.__setattr__(self, "staging", staging)
 
     def reserve(self, axis: str, rounds: int) -> int:
-        """The number of the first of the next `rounds` rounds of messages on an axis: the same on all its ranks."""
+        """Reserve `rounds` rounds of messages on an axis; return the number of the first, the same on all its ranks."""
         first = self._rounds[axis]
         self._rounds[axis] += rounds
         return first

@@ -1,10 +1,10 @@
-"""From the seats of all ranks to one line that names the rank that is at fault and the operation.
+"""Find the rank at fault from the status of all ranks, and say in one line which rank and which operation it was.
 
-The rank that complains is rarely the one to blame. It waits in an operation; whoever of that operation's ranks has not
-begun it either waits somewhere else, and the question moves on to what it waits for, or waits for nobody: there the
-chain ends. If all have begun it, the one that has not given up is held up in it. A process of this host that is
-stopped is to blame wherever the chain ends: the system says so. Ranks that began different operations under the same
-number disagree, which no waiting will mend.
+The rank that complains is rarely the one to blame. It waits in an operation; any rank of that operation that has not
+begun it either waits in another operation, which is examined next, or waits in none: there the chain ends. If all have
+begun it, the one that has not given up is blocked in it. A process of this host that is stopped is to blame wherever
+the chain ends: the system reports it. Ranks that began different operations under the same number disagree, which no
+waiting will resolve.
 """
 
 import signal
@@ -19,7 +19,11 @@ STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
 
 def death(standing: RankStatus, exit_code: int) -> UserError:
-    """A rank's process ended without a word. `exit_code` as of subprocess: minus the signal, or the code."""
+    """Return the error for a rank whose process ended without a message.
+
+    Args:
+        exit_code: as of subprocess: minus the signal, or the code.
+    """
     where = _where(standing)
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
@@ -31,7 +35,7 @@ def death(standing: RankStatus, exit_code: int) -> UserError:
 
 
 def disagreement(standings: Sequence[RankStatus]) -> UserError | None:
-    """The first pair of ranks that began different operations under the same number."""
+    """Return the error for the first pair of ranks that began different operations under the same number."""
     for standing in standings:
         for mine in standing.operations:
             for other in mine.ranks:
@@ -44,7 +48,7 @@ def disagreement(standings: Sequence[RankStatus]) -> UserError | None:
 
 
 def stuck(standings: Sequence[RankStatus], rank: int) -> UserError:
-    """Why `rank`, which gave up in an operation, got no answer."""
+    """Return why `rank`, which gave up in an operation, got no answer."""
     mine = _waits_in(standings[rank])
     assert mine is not None, "it gave up in an operation"
     found = disagreement(standings)
@@ -74,7 +78,7 @@ def stuck(standings: Sequence[RankStatus], rank: int) -> UserError:
 
 
 def held_up(standings: Sequence[RankStatus]) -> UserError | None:
-    """Return why ranks did not meet, if one of them is stopped, which the others could not know."""
+    """Return why the ranks did not meet, if one of them is stopped, which the others could not know."""
     stopped = _stopped(standings)
     return _halt(standings[stopped[0]], "the others waited for it") if stopped else None
 
@@ -101,14 +105,14 @@ def _waits_in(standing: RankStatus) -> Operation | None:
 
 
 def _missing(standings: Sequence[RankStatus], rank: int, operation: Operation) -> bool:
-    """Whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
+    """Return whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
     return (
         operation.axis == P2P or rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
     )
 
 
 def _mismatch(standings: Sequence[RankStatus], mine: Operation) -> UserError:
-    """Names the rank in the minority; of two, the higher one."""
+    """Return the error that names the rank in the minority; of two, the higher one."""
     called = {k: standings[k].on(mine.axis) for k in mine.ranks if standings[k].on(mine.axis).number == mine.number}
     texts = [operation.text for operation in called.values()]
     odd = min(reversed(called), key=lambda k: texts.count(called[k].text))

@@ -1,8 +1,8 @@
-"""One rank of a grid of any size, with nobody on the other side.
+"""Simulate one rank of a grid of any size, without any other rank.
 
-Every operation completes at once: whatever would have come is there already, and holds anything. What this rank does
-for its own part is the code of a real run: pieces, staging, sums, the ledger. So a single process can count what one
-rank of thousands sends and holds.
+Every operation completes at once: what would have been received holds anything. What this rank does itself is the code
+of a real run: pieces, staging, sums, the ledger. So a single process can count what one rank of thousands sends and
+holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ def alone(
     ledger: Ledger,
     shard_ranks: int | None = None,
 ) -> Grid:
-    """The axes of a rank whose others do not exist.
+    """Return the grid of a rank whose other ranks do not exist.
 
     Args:
         backend: "nccl", or "gloo" between ranks of one host.
@@ -54,7 +54,7 @@ def alone(
 
 
 class _Done(dist.Work):
-    """Work that has been done. It keeps what it was about until somebody waits for it, as NCCL's does."""
+    """A completed operation. It keeps its tensors until it is waited for, as NCCL's does."""
 
     def __init__(self, *tensors: Tensor):
         super().__init__()
@@ -69,7 +69,7 @@ class _Done(dist.Work):
 
 
 class FakeProcessGroup(dist.ProcessGroup):
-    """A process group in which nobody answers, and nobody has to: the methods in which torch's operations end."""
+    """A process group of one process: the methods in which torch's operations end complete at once."""
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -97,8 +97,9 @@ class FakeProcessGroup(dist.ProcessGroup):
 
 
 class IdleHost(Host):
-    """A host whose threads have done at once what they are given: there are no numbers to compute, and what they
-    allocate is no part of a step.
+    """A host whose threads complete at once what they are given.
+
+    There are no numbers to compute, and the memory that threads allocate is no part of a step.
     """
 
     def thread(self) -> Executor:
@@ -113,7 +114,7 @@ class _Idle(Executor):
 
 
 class FakeSharedMemory(SharedMemoryTransport):
-    """Shared memory with nobody: what is posted is taken at once, and what is waited for is there."""
+    """Shared memory without readers or senders: every message counts as read at once, and as received at once."""
 
     def __init__(self, world: int):
         self.rounds, self.expected = [], {}

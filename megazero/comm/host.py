@@ -1,9 +1,9 @@
-"""The host's memory beside the device's, and the way there and back.
+"""Allocate host memory beside the device's, and copy tensors to it and back.
 
-On a GPU what rests on the host lies in pinned memory, and copies have a queue of their own, so that they run beside
-the computation. On a CPU the host's memory *is* the device's, and moving anything there would be a copy to nowhere:
-`apart` says so, and whoever offloads asks it first. A host that is declared apart on a CPU makes every copy, in order;
-tests and benchmarks count what a GPU would send.
+On a GPU tensors kept on the host are in pinned memory, and copies have a stream of their own, so that they run beside
+the computation. On a CPU the host's memory *is* the device's, and a copy would gain nothing: `apart` says so, and
+callers that offload check it first. A host that is declared apart on a CPU makes every copy, in order; tests and
+benchmarks count what a GPU would send.
 """
 
 import math
@@ -18,11 +18,12 @@ from megazero.comm.streams import SideStream
 
 
 class Host:
-    """
+    """The memory and threads of the host that a device belongs to.
+
     Args:
-        device: that computes.
-        ledger: told of memory (as host_CATEGORY) and, as axis "host", of what is sent.
-        apart: the host's memory is not the device's; None: as it is.
+        device: the device that computes.
+        ledger: counts memory (as host_CATEGORY) and, as axis "host", traffic.
+        apart: the host's memory is not the device's; None: found from the device.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, apart: bool | None = None):
@@ -30,40 +31,40 @@ class Host:
         self._pinned, self._ledger, self._stream = device.type == "cuda", ledger, SideStream(device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, category: str) -> Tensor:
-        """New memory of the host, with anything in it."""
+        """Return new, uninitialised host memory."""
         self._ledger.hold(f"host_{category}", math.prod(shape) * dtype.itemsize)
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pinned)
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
-        """The same, flat, with zeros in it."""
+        """Return new flat host memory filled with zeros."""
         return self.empty([numel], dtype, category).zero_()
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Copies from the device to the host. `x` may be let go of at once, but not be written to before `join`."""
+        """Copy from the device to the host. `x` may be freed at once, but must not be written to before `join`."""
         self._ledger.add(HOST, f"{purpose} out", x.numel(), x.element_size())
         with self._stream.aside():
             into.copy_(x, non_blocking=True)
         self._stream.keep(x)
 
     def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Copies from the host to the device, behind all that was sent before; the current queue waits for it."""
+        """Copy from the host to the device, after all that was sent before; the current stream waits for it."""
         self._ledger.add(HOST, f"{purpose} back", x.numel(), x.element_size())
         with self._stream.aside():
             into.copy_(x, non_blocking=True)
         self._stream.join()
 
     def join(self) -> None:
-        """What is queued from here on comes after all that was sent: it may be written to."""
+        """Make the current stream wait for all that was sent: it may be written to afterwards."""
         self._stream.join()
 
     def settle(self) -> None:
-        """Waits until all that was sent is here."""
+        """Wait until all that was sent has arrived."""
         self._stream.wait()
 
     def thread(self) -> Executor:
-        """One that computes here, beside the device."""
+        """Return a thread that computes on the host, beside the device."""
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
 
     def read(self, *scalars: Tensor) -> list[Tensor]:
-        """Small tensors of the device, for the host to compute with; waits for them."""
+        """Copy small tensors of the device to the host, and wait for them."""
         return [scalar.cpu() for scalar in scalars]

@@ -1,4 +1,4 @@
-"""What a rank sent and holds: operations, elements and bytes by axis and purpose; memory by category; time by unit.
+"""Count what a rank sent and holds: operations, elements and bytes by axis and purpose; memory; time by unit.
 
 Elements are what the rank sends by the ring formula, whatever algorithm ran, so that they can be compared with the
 papers' figures. For N ranks and n elements of the full tensor (padded to a multiple of N):
@@ -10,7 +10,7 @@ papers' figures. For N ranks and n elements of the full tensor (padded to a mult
 
 (Patarasuk and Yuan 2009; the ZeRO paper, section 7.) Bytes are elements times item size.
 
-Memory is told by whoever allocates what lives longer than a step. Times are those in which the host was busy with an
+Memory that lives longer than a step is counted where it is allocated. Times are those that the host was busy with an
 operation or waited for it: on a CPU what it cost, on a GPU next to nothing.
 """
 
@@ -33,7 +33,7 @@ class Sent:
 
 @dataclass
 class Held:
-    """Bytes of one category, and the most there have been."""
+    """Bytes of one category, and their peak."""
 
     now: int = 0
     peak: int = 0
@@ -48,14 +48,14 @@ class Ledger:
         self.seconds: dict[str, dict[str, float]] = {}
 
     def hold(self, category: str, size: int) -> None:
-        """`size` more bytes are held; fewer when it is negative."""
+        """Count `size` more bytes as held; fewer when it is negative."""
         held = self.bytes.setdefault(category, Held())
         held.now += size
         held.peak = max(held.peak, held.now)
 
     @contextmanager
     def time(self, unit: str, kind: str) -> Iterator[None]:
-        """Adds the time inside."""
+        """Add the time spent inside the context."""
         began = time.perf_counter()
         try:
             yield
@@ -64,7 +64,7 @@ class Ledger:
             kinds[kind] = kinds.get(kind, 0.0) + time.perf_counter() - began
 
     def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
-        """One operation that sent `elements` elements of `item_size` bytes."""
+        """Count one operation that sent `elements` elements of `item_size` bytes."""
         sent = self.traffic.setdefault(axis, {}).setdefault(purpose, Sent())
         sent.ops += 1
         sent.elements += elements
@@ -72,14 +72,14 @@ class Ledger:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes to other ranks, over all axes and purposes."""
+        """Return the bytes sent to other ranks, over all axes and purposes."""
         axes = (purposes for axis, purposes in self.traffic.items() if axis != HOST)
         return sum(sent.bytes_sent for purposes in axes for sent in purposes.values())
 
     def traffic_as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
-        """The contract's `traffic` object."""
+        """Return the contract's `traffic` object."""
         return {a: {p: asdict(sent) for p, sent in purposes.items()} for a, purposes in self.traffic.items()}
 
     def bytes_as_dict(self) -> dict[str, dict[str, int]]:
-        """The contract's `bytes` object."""
+        """Return the contract's `bytes` object."""
         return {category: asdict(held) for category, held in self.bytes.items()}

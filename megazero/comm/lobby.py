@@ -1,8 +1,8 @@
-"""Between the roll call and the first operation: what the ranks of a run do together through the store.
+"""Coordinate the ranks through the store, between the roll call and the first operation.
 
 torch makes process groups by waiting for one key after the other, and says of a rank that does not come no more than
-that some key was not set. So each rank says here that it got through, or gave up; who says neither is to blame, and the
-roll call has told where that rank is.
+that some key was not set. So each rank reports here that it got through, or gave up; a rank that reports neither is to
+blame, and the roll call has said where that rank is.
 """
 
 import contextlib
@@ -25,24 +25,25 @@ _SHORTEST, _SLICE = 0.02, 0.5  # seconds of one wait
 
 
 class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
-    """Another rank has raised, and says why."""
+    """An error that another rank has raised, and reports."""
 
     def __init__(self, rank: int, code: int):
         super().__init__(code, f"stopped, because rank {rank} failed")
 
 
 def together(lobby: "Lobby | None", what: str) -> contextlib.AbstractContextManager[None]:
-    """See `Lobby.together`; of one rank there is nothing to wait for."""
+    """Return the context of `Lobby.together`; with one rank there is nothing to wait for."""
     return contextlib.nullcontext() if lobby is None else lobby.together(what)
 
 
 @dataclass(frozen=True)
 class Lobby:
-    """
+    """The store and the roll of the ranks during start-up.
+
     Attributes:
-        store: that all ranks reach; kept here as long as torch's groups use it.
-        rank: this one.
-        roll: all ranks.
+        store: the store that all ranks reach; must live as long as torch's groups use it.
+        rank: of this process.
+        roll: all ranks, as they described themselves.
         timeout: seconds.
     """
 
@@ -53,11 +54,11 @@ class Lobby:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Name the rank that is missing when something that every rank does, and that waits for all, fails inside.
+        """Name the missing rank when an operation of all ranks, which waits for all, fails inside.
 
         Raises:
             UserError: 311, a rank did not do it in time; 320, it went wrong though all ranks came.
-            FailedElsewhere: another rank says so.
+            FailedElsewhere: another rank reports it.
         """
         try:
             yield
@@ -70,7 +71,7 @@ class Lobby:
             raise self._blamed(what, missing) or self._broken(what, reason) from None
 
     def _missing(self, what: str) -> list[int]:
-        """Ranks that neither got through nor gave up within a moment."""
+        """Return the ranks that neither got through nor gave up within _SLACK seconds."""
         try:
             self.store.set(f"{what}/{self.rank}", "late")
             return absent(self.store, what, [rank for rank in self.roll if rank != self.rank], _SLACK)
@@ -80,7 +81,7 @@ class Lobby:
             return []
 
     def _blamed(self, what: str, missing: Sequence[int]) -> UserError | None:
-        """Return the error of this rank if one is missing: one of those that are there says so."""
+        """Return this rank's error if another rank is missing: the lowest rank that is present reports it."""
         if not missing:
             return None
         speaker = min(set(self.roll) - set(missing))

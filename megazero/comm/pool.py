@@ -1,9 +1,9 @@
-"""Buffers that come and go: gathered parameters, gradients on their way to a shard, messages on theirs to a sum.
+"""Reuse buffers: gathered parameters, gradients before they are reduced, received messages.
 
-A buffer is allocated when somebody needs one and none of its size is free, and never given back: units of one size
-rotate through the same few. After the first step nothing is allocated any more (memory defragmentation, MD, in the
-ZeRO paper's section 6.3), and a gathered parameter never meets a fresh page: releasing and allocating a unit of 50 MB
-anew costs 26 ms on a CPU, keeping it 9.
+A buffer is allocated when one is needed and none of its size is free, and is never freed: units of one size rotate
+through the same few. After the first step nothing is allocated any more (memory defragmentation, MD, in the ZeRO
+paper's section 6.3), and a gathered parameter never touches a fresh page: releasing and allocating a unit of 50 MB anew
+costs 26 ms on a CPU, keeping it 9.
 """
 
 import torch
@@ -13,8 +13,9 @@ from megazero.comm.ledger import Ledger
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype begin at the same element of the same memory; asks for no address, so that
-    tensors without data have an answer too.
+    """Return whether two tensors of one dtype begin at the same element of the same memory.
+
+    No address is read, so that tensors without data have an answer too.
     """
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
 
@@ -23,8 +24,8 @@ class Pool:
     """Flat buffers of one dtype.
 
     Args:
-        ledger, category: told of what is allocated, as what.
-        pinned: memory of the host that a GPU reads and writes by itself.
+        ledger, category: the ledger that counts allocations, and their category there.
+        pinned: use page-locked host memory, which a GPU reads and writes by itself.
     """
 
     def __init__(
@@ -35,12 +36,12 @@ class Pool:
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, numel: int) -> Tensor:
-        """A buffer of exactly `numel` elements with anything in it."""
+        """Return a buffer of exactly `numel` elements, uninitialised."""
         if free := self._free.get(numel):
             return free.pop()
         self._ledger.hold(self._category, numel * self._dtype.itemsize)
         return torch.empty(numel, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
 
     def give(self, buffer: Tensor) -> None:
-        """Back from whoever took it."""
+        """Return a buffer to the pool."""
         self._free.setdefault(len(buffer), []).append(buffer)

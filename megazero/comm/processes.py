@@ -1,7 +1,7 @@
-"""Processes of this host, told apart for certain: a number is given again, a number and its start are not.
+"""Identify processes of this host by number and start time, because the system uses a number again.
 
-A process of another user is never looked at nor signalled, nor is one of another host or of another view of processes
-(a container's), where the same numbers mean others.
+A process of another user is never inspected nor signalled, nor is one of another host or of another PID namespace (a
+container's), where the same numbers mean other processes.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ _STARTED, _STATE = 19, 0  # fields of /proc/PID/stat behind the name
 
 @dataclass(frozen=True)
 class Process:
-    """
+    """A process of this host.
+
     Attributes:
         started: in the kernel's ticks since the host's start.
     """
@@ -25,13 +26,13 @@ class Process:
 
     @classmethod
     def own(cls) -> "Process":
-        """Return this one; its start is 0 where the system does not tell."""
+        """Return this process; its start is 0 where the system does not report it."""
         fields = _stat(os.getpid())
         return cls(os.getpid(), int(fields[_STARTED]) if fields else 0)
 
     @property
     def state(self) -> str:
-        """Return the kernel's letter: R, S, D, T (stopped), t (traced), Z (dead, not taken away); "": it is gone."""
+        """Return the kernel's letter: R, S, D, T (stopped), t (traced), Z (dead, not reaped); "": it is gone."""
         fields = _stat(self.pid)
         return fields[_STATE] if fields and int(fields[_STARTED]) == self.started else ""
 
@@ -48,7 +49,7 @@ class Process:
         return _in_mask(self.pid, "SigCgt", number)
 
     def has_waiting(self, number: int) -> bool:
-        """Return whether a signal has been sent to the process that it has not begun to handle."""
+        """Return whether a signal is pending: sent to the process, and not yet handled."""
         return _in_mask(self.pid, "ShdPnd", number) or _in_mask(self.pid, "SigPnd", number)
 
     def send(self, number: int) -> bool:
@@ -65,12 +66,12 @@ class Process:
 
 
 def boot_id() -> str:
-    """Return the name of this host's last start. Raises OSError: the system does not tell."""
+    """Return the id of this host's last boot. Raises OSError: the system does not report it."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory: same machine since its last start, same user, same view of processes.
+    """Return an id that is equal for processes that can share memory: same machine and boot, user and namespaces.
 
     Host names are not enough: containers of one machine have several, and many machines may be called localhost.
     """

@@ -1,4 +1,4 @@
-"""Tensor-parallel regions: where a layer's work is split over the tensor axis, and what happens at its two ends.
+"""Gather and reduce at the two ends of tensor-parallel regions, where a layer's work is split over the tensor axis.
 
 Inside a region every rank has its own columns of a matrix or its own attention heads and sees all tokens; outside,
 the residual stream is either the same on every rank, or (sequence parallelism) each rank holds its own part of the
@@ -33,7 +33,7 @@ class Region:
     Attributes:
         axis: the tensor axis.
         sequence: the residual stream is split over it along the sequence (dim 0).
-        name: of the traffic in the ledger.
+        name: of its traffic in the ledger.
     """
 
     axis: Axis
@@ -41,7 +41,7 @@ class Region:
     name: str
 
     def gather(self, x: Tensor, direction: str) -> Pending:
-        """From the residual stream to all tokens: [S, ...] of x, which with sequence parallelism is [S / t, ...].
+        """Start to gather all tokens [S, ...] of x, which with sequence parallelism is [S / t, ...].
 
         Args:
             direction: "forward", "backward", or "again" for what is gathered a second time; for the ledger.
@@ -49,7 +49,7 @@ class Region:
         return start_all_gather(x, self.axis, f"{self.name} {direction}") if self.sequence else done(x)
 
     def sum(self, partial: Tensor, direction: str) -> Pending:
-        """From partial results for all tokens to the residual stream; `partial` may be overwritten."""
+        """Start the sum of partial results for all tokens, into the residual stream; `partial` may be overwritten."""
         if self.sequence:
             return start_reduce_scatter(partial, self.axis, f"{self.name} {direction}")
         return start_all_reduce(partial, self.axis, f"{self.name} {direction}")
@@ -69,5 +69,5 @@ class _Leave(torch.autograd.Function):
 
 
 def leave(partial: Tensor, region: Region) -> Tensor:
-    """The sum of all ranks' partial results, as the residual stream has it."""
+    """Return the sum of all ranks' partial results, in the layout of the residual stream."""
     return partial if region.axis.size == 1 else _Leave.apply(partial, region)

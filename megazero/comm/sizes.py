@@ -1,13 +1,13 @@
-"""How many ranks an axis of the grid has. No torch: whoever asks for a wrong number hears of it at once."""
+"""Compute the number of ranks on an axis, without torch: a wrong number is reported at once."""
 
 from megazero.base.errors import UserError
 
 
 def data_size(world: int, tensor: int, pipeline: int) -> int:
-    """Return what remains of the world for the data axis.
+    """Return the number of ranks that remain for the data axis.
 
     Raises:
-        UserError: 106, nothing whole remains.
+        UserError: 106, the world is not divisible.
     """
     if world % (tensor * pipeline):
         what = "expected world % (parallel.tensor * parallel.pipeline) == 0, "

@@ -1,10 +1,10 @@
-"""The board: where every rank shows what it is doing, so that others can read it when it no longer answers.
+"""Share the status of every rank through memory, so that others can read it when a rank no longer answers.
 
-A hung run is silent: the ranks that wait know what they wait for, not whom, and the rank that does not come cannot
-speak, because it was killed, stopped, or is busy elsewhere. So each rank has a seat, a few hundred bytes of memory
-shared with the parent that started it (or of a file in the run's folder), and writes there its step, its phase and the
-last operation it began on each axis. That costs about a microsecond per operation and needs no thread, no network and
-no cooperation: whoever is left reads the seats of all (`diagnosis.py`).
+A hung run is silent: the ranks that wait know what they wait for, not for which rank, and the missing rank cannot
+report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory shared with the
+parent that started it (or of a file in the run's folder), and writes there its step, its phase and the last operation
+it began on each axis. That costs about a microsecond per operation and needs no thread, no network and no cooperation:
+any process that is left reads the slots of all (`diagnosis.py`).
 """
 
 import hashlib
@@ -64,10 +64,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a seat says. `step` is 0 before the first; `last` is the operation begun last.
+    """The content of a rank's slot. `step` is 0 before the first; `last` is the operation begun last.
 
     Attributes:
-        process: the rank's, where it is on this host and this process can see it; else None.
+        process: of the rank, if it is on this host and this process can see it; else None.
     """
 
     rank: int
@@ -83,12 +83,12 @@ class RankStatus:
 
     @property
     def is_stopped(self) -> bool:
-        """Its process is known to be held up by a signal, or a debugger."""
+        """Return whether its process is known to be stopped by a signal or a debugger."""
         return self.process is not None and self.process.is_stopped
 
     @property
     def has_said(self) -> bool:
-        """It failed and said why; a rank that failed because another did says nothing."""
+        """Return whether it failed and said why; a rank that failed because another did says nothing."""
         return self.state == FAILED and self.message != ""
 
     def on(self, axis: str) -> Operation:
@@ -96,24 +96,24 @@ class RankStatus:
 
     @property
     def open(self) -> Operation | None:
-        """The operation that this rank is in."""
+        """Return the operation that this rank is in."""
         return next((operation for operation in self.operations if operation.open), None)
 
 
 class StatusBoard:
-    """The seats of all ranks, over shared memory."""
+    """The slots of all ranks, over shared memory."""
 
     def __init__(self, memory: mmap.mmap, size: int):
         self._memory, self.size = memory, size
 
     @classmethod
     def private(cls, size: int = 1) -> "StatusBoard":
-        """Memory that this process shares with the processes it forks, and nobody else."""
+        """Return a board in memory that only this process and the processes it forks share."""
         return cls(mmap.mmap(-1, size * SEAT_SIZE), size)
 
     @classmethod
     def in_file(cls, path: Path, size: int) -> "StatusBoard":
-        """A file that all ranks map; each may create it."""
+        """Return a board in a file that all ranks map; each may create it."""
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(handle, 0, size * SEAT_SIZE)  # a full disk is an error now, not a signal later
@@ -122,11 +122,11 @@ class StatusBoard:
             os.close(handle)
 
     def status_slot(self, rank: int) -> "StatusSlot":
-        """The seat of a rank, for that rank to write."""
+        """Return the slot of a rank, for that rank to write."""
         return StatusSlot(self._memory, rank * SEAT_SIZE)
 
     def read(self, rank: int) -> RankStatus:
-        """What a rank last wrote."""
+        """Return the status that a rank last wrote."""
         at = rank * SEAT_SIZE
         state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
         operations = []
@@ -150,10 +150,10 @@ class StatusBoard:
 
 
 class StatusSlot:
-    """One rank's place on a board.
+    """The slot of one rank on a board.
 
     Attributes:
-        board: the one that it has moved to, which other ranks can read.
+        board: the board that it has moved to, which other ranks can read.
     """
 
     def __init__(self, memory: mmap.mmap, at: int):
@@ -162,35 +162,35 @@ class StatusSlot:
         self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
 
     def take(self, host: str) -> None:
-        """This process is the rank now, on the host of that name."""
+        """Claim the slot for this process, on the host of that name."""
         self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
         _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host.encode()[:64])
         _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
 
     def move(self, board: StatusBoard, rank: int) -> None:
-        """Goes on on another board, with what stands here."""
+        """Move to another board, and copy the slot's content there."""
         here = self._memory[self._at : self._at + SEAT_SIZE]
         self.board, self._memory, self._at = board, board._memory, rank * SEAT_SIZE
         self._memory[self._at : self._at + SEAT_SIZE] = here
 
     def now(self, step: int, phase: str) -> None:
-        """This rank is in `phase` of step number `step` (from 1)."""
+        """Set the step (from 1) and the phase of this rank."""
         state, axis_from_1, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
         _HEAD.pack_into(self._memory, self._at, state, axis_from_1, pid, step, phase.encode(), host)
 
     def set_state(self, state: int, message: str = "") -> None:
-        """One of the states above; with what a user should read when it is FAILED."""
+        """Set one of the states above; with the user's error line as the message when it is FAILED."""
         _MESSAGE.pack_into(self._memory, self._at + _MESSAGE_AT, message.encode()[:1000])
         self._memory[self._at] = state
 
     @property
     def step(self) -> int:
-        """As told to `now`; 0 before the first."""
+        """Return the step given to `now`; 0 before the first."""
         return _HEAD.unpack_from(self._memory, self._at)[3]
 
     @property
     def phase(self) -> str:
-        """As told to `now`."""
+        """Return the phase given to `now`."""
         return _text(_HEAD.unpack_from(self._memory, self._at)[4])
 
     @property
@@ -199,12 +199,12 @@ class StatusSlot:
 
     @property
     def place(self) -> str:
-        """Phase and host, as one says it."""
+        """Return phase and host, in words."""
         _, _, _, _, phase, host = _HEAD.unpack_from(self._memory, self._at)
         return f"in {_text(phase)} on {_text(host)}"
 
     def begin(self, axis: str, ranks: range, text: str) -> int:
-        """An operation begins; returns its number on the axis."""
+        """Record the start of an operation; return its number on the axis."""
         number = self._numbers[axis] = self._numbers[axis] + 1
         at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size
         (still,) = _OPEN.unpack_from(self._memory, at + _OPEN_AT)
@@ -215,7 +215,7 @@ class StatusSlot:
         return number
 
     def end(self, axis: str) -> None:
-        """One of the operations begun on the axis has ended."""
+        """Record the end of one of the operations begun on the axis."""
         at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT
         (still,) = _OPEN.unpack_from(self._memory, at)
         _OPEN.pack_into(self._memory, at, still - 1)
@@ -223,7 +223,7 @@ class StatusSlot:
 
 @cache
 def _here() -> bytes:
-    """Equal for processes that can see each other; of no process where the system does not tell."""
+    """Return a digest that is equal for processes that can see each other; a random one where the system has no id."""
     try:
         return hashlib.sha256(host_id().encode()).digest()[:8]
     except OSError:

@@ -1,8 +1,8 @@
-"""Communication and copies beside computation on a GPU; on a CPU, nothing.
+"""Run communication and copies beside computation on a GPU; on a CPU, do nothing.
 
-What a rank sends depends on what has been computed, and what it computes next on what it has received. On a GPU both
-are queues of work, and this keeps them in order without the host ever waiting: work queued `aside` begins after all
-that was queued before it, and runs beside what is queued later, until `join`.
+The tensors that a rank sends depend on those it has computed, and the next ones on those received. On a GPU both are
+streams of work, and this keeps them in order without the host ever waiting: work queued `aside` begins after all that
+was queued before it, and runs beside what is queued later, until `join`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -11,29 +11,29 @@ import torch
 
 
 class SideStream:
-    """One queue beside the current stream of `device`. No memory is allocated in it: buffers are kept for the run."""
+    """A stream beside the current one of `device`. No memory is allocated in it: buffers are kept for the run."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def aside(self) -> AbstractContextManager[object]:
-        """What is queued inside needs nothing that is queued later outside."""
+        """Queue what is called inside on the side stream, behind all that is queued on the current one so far."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._stream)
 
     def keep(self, x: torch.Tensor) -> None:
-        """The memory of x is not used for anything else before what is queued aside now has been done."""
+        """Keep the memory of x from reuse until the work now queued on the side stream is done."""
         if self._stream is not None:
             x.record_stream(self._stream)
 
     def wait(self) -> None:
-        """The host waits until everything queued aside has been done."""
+        """Block the host until all work on the side stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def join(self) -> None:
-        """What is queued from here on comes after everything queued aside."""
+        """Make the current stream wait for all work on the side stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,1 +1,1 @@
-"""Start ranks, have them meet, and end them."""
+"""Start ranks, connect them, and end them."""

@@ -1,6 +1,6 @@
-"""Where a process stands in the world: the only file that reads the environment, before torch is imported.
+"""Find a process' place in the world: the only file that reads the environment, before torch is imported.
 
-Three ways to start a run, told apart by what they leave in the environment:
+A run is started in one of three ways, distinguished by their environment variables:
 
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     srun          SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, the step's nodes, the job's id
@@ -53,7 +53,7 @@ class World:
 
     @property
     def device(self) -> "torch.device":
-        """This rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
+        """Return this rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
         import torch
 
         if not torch.cuda.is_available():
@@ -64,7 +64,7 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class RankContext:
-    """A process' place: in the world, on the board, and the file to meet the others at if a local parent gave one."""
+    """The context of a rank: its world, its status slot, and the file to meet at if a local parent gave one."""
 
     world: World
     status_slot: StatusSlot
@@ -74,7 +74,7 @@ class RankContext:
 
     @classmethod
     def of(cls, world: World) -> "RankContext":
-        """The place of a process that no parent of ours started; its seat is its own for now."""
+        """Return the context of a process that no parent of ours started, with a private status slot for now."""
         status_slot = StatusBoard.private().status_slot(0)
         status_slot.take(host_name())
         return cls(world, status_slot)
@@ -82,11 +82,11 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of an srun step meet.
+    """The address at which the ranks of an srun step meet.
 
     Attributes:
         host, port: rank 0's address.
-        interface: that it listens on, if one is named.
+        interface: network interface that it listens on, if one is named.
         nodes: hosts of the step.
     """
 
@@ -97,9 +97,9 @@ class Meeting:
 
 
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that torchrun (RANK, WORLD_SIZE, LOCAL_RANK) or srun (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID) set.
+    """Return the world that torchrun (RANK, WORLD_SIZE, LOCAL_RANK) or srun (SLURM_PROCID, SLURM_NTASKS, ...) set.
 
-    One process where neither did. Values that are no place in a world, or only some of torchrun's three, are a
+    One process where neither did. Values that are no rank of a world, or only some of torchrun's three, are a
     UserError 111: ranks that each took themselves for the whole run would write into one folder.
     """
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SLURM)):
@@ -121,10 +121,10 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
 
 
 def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bool = False) -> int:
-    """How many ranks to start on this machine: what was asked for, else one per GPU, else tensor x pipeline.
+    """Return how many ranks to start on this machine: as requested, else one per GPU, else tensor x pipeline.
 
     Args:
-        shares_gpus: there may be more ranks than GPUs; by themselves as many are started as give each GPU one, and
+        shares_gpus: there may be more ranks than GPUs; by default as many are started as give each GPU one, and
             the model whole copies.
 
     Raises:
@@ -141,7 +141,7 @@ def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bo
 
 
 def check_gpus(world: World) -> None:
-    """Every rank that a launcher started has a GPU of its own, where its host shows several.
+    """Refuse a rank that has no GPU of its own, where a launcher started it and its host shows several GPUs.
 
     Raises:
         UserError: 106, more ranks than GPUs.
@@ -158,14 +158,14 @@ def check_gpus(world: World) -> None:
 
 
 def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:
-    """Where the ranks of an srun step meet; the same on every rank, whatever the job is.
+    """Return where the ranks of an srun step meet; the same on every rank, whatever the job is.
 
     MASTER_ADDR and MASTER_PORT where the batch script sets them. Else the step's first node, and a port made of the
     job's id (an array's task has one of its own), the number of times it was requeued, and the step: an earlier
     attempt that still holds its port is not in the way, nor is another step of the same job.
 
     Args:
-        known: network interfaces of this host; None: as it says.
+        known: network interfaces of this host; None: those that the system lists.
 
     Raises:
         UserError: 111, no node list or job id, or a value that makes no sense.
@@ -191,23 +191,23 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
 
 
 def stay_on(interface: str, environment=os.environ) -> None:
-    """Backends that have not been told where to listen listen on `interface`."""
+    """Make backends listen on `interface`, unless the user has named another for them."""
     for name in INTERFACES:
         environment.setdefault(name, interface)
 
 
 def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Which backend was told to use which network interface, by the variable that says so."""
+    """Return the network interface that each backend was set to use, by the variable that sets it."""
     return {name: environment[name] for name in INTERFACES if environment.get(name)}
 
 
 def job_id(environment: Mapping[str, str] = os.environ) -> str:
-    """The scheduler's name for this job, "" if there is no scheduler."""
+    """Return the scheduler's id of this job, "" if there is no scheduler."""
     return environment.get("SLURM_JOB_ID", "")
 
 
 def job_output(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file that the batch script's output goes to, which only the script can know; None: it did not say."""
+    """Return the file of the batch script's output, as the script gives it; None: it does not."""
     return Path(given) if (given := environment.get("MEGAZERO_OUTPUT")) else None
 
 
@@ -217,18 +217,18 @@ def host_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def threads_for(size: int) -> int | None:
-    """Threads of each of `size` ranks that share this machine's cores; None where OMP_NUM_THREADS decides."""
+    """Return the threads for each of `size` ranks that share this machine's cores; None if OMP_NUM_THREADS decides."""
     return None if "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // size)
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's node list: node[003-007,9],gpu1 -> node003, a[1-2]b[3-4] -> a1b3."""
+    """Return the first host of SLURM's node list: node[003-007,9],gpu1 -> node003, a[1-2]b[3-4] -> a1b3."""
     host = re.split(r",(?![^\[]*\])", nodes)[0]  # at the first comma outside brackets
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", host)
 
 
 def secret_of_step(environment: Mapping[str, str] = os.environ) -> Secret:
-    """Return what the ranks of an srun step know and nobody else does, and which step it is."""
+    """Return the secret that only the ranks of an srun step share, with the step's name."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     step = " ".join(environment.get(name) or "0" for name in names)
     home = Path(environment.get("XDG_CONFIG_HOME") or "", "megazero")

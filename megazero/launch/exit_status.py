@@ -1,8 +1,8 @@
-"""How a rank ends, and who says why.
+"""Record how a rank ends, and report why.
 
-A rank puts down on its seat how it ended. A local parent reads the seats and says one line (`spawn.py`). Ranks that
-torchrun or srun started have no such parent: they read the seats, once these lie in the run's folder, and the lowest
-rank that has something to say says it.
+A rank records in its status slot how it ended. A local parent reads the slots and prints one line (`spawn.py`). Ranks
+that torchrun or srun started have no such parent: they read the slots, once these are in the run's folder, and the
+lowest rank that has an error to report prints it.
 """
 
 import signal
@@ -25,7 +25,7 @@ _GRACE = 1.0  # seconds for the other ranks to put down how they ended
 
 
 def outcome(main: Callable[[], int | None], place: RankContext) -> int:
-    """Runs a rank's `main` and puts down how it ended; returns the exit code, main's own (None is 0) if it did."""
+    """Run a rank's `main` and record how it ended; return the exit code, main's own (None is 0) if it returned."""
     status_slot, rank = place.status_slot, place.world.rank
     try:
         code = main()
@@ -54,7 +54,7 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
 
 
 def say_why(place: RankContext) -> None:
-    """What went wrong, from the rank that failed, if no lower rank says the same. For ranks without a parent."""
+    """Print why the run failed, if this rank knows it and no lower rank says the same. For ranks without a parent."""
     rank = place.world.rank
     if place.status_slot.board is None:  # it did not come to a folder: this rank knows of no other
         place.status_slot.move(StatusBoard.private(place.world.size), rank)

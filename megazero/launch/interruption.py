@@ -1,8 +1,8 @@
-"""Signals that end a command at once, and leave nothing behind.
+"""End a command at once on a signal, and leave nothing behind.
 
-A signal raises `Interrupted` wherever the command is, but where it holds something that must be put away first: there
-it is noted, and raised when that is done. An exception that comes while a library is imported may be lost on the way;
-what was noted is not, and the next `check` raises it again.
+A signal raises `Interrupted` wherever the command is, but inside `held`, where state must be cleaned up first: there it
+is recorded, and raised when that is done. An exception that comes while a library is imported may be lost; the record
+is not, and the next `check` raises it again.
 """
 
 import os
@@ -17,7 +17,7 @@ from megazero.launch.signals import NOTED, REQUEUE, noted, stopped_by
 
 
 class Interrupted(BaseException):
-    """A signal asked the command to end.
+    """An exception that ends the command, because a signal asked for it.
 
     Attributes:
         exit_code: 128 + its number.
@@ -38,7 +38,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Mind signals inside. In the main thread."""
+        """Handle signals inside the context. In the main thread."""
         before = {number: signal.signal(number, self._on) for number in noted()}
         try:
             yield
@@ -48,7 +48,7 @@ class Interruption:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let a signal that comes inside wait for the end; but `run_local`, which unblocks signals, minds its own."""
+        """Delay a signal until the end of the context; `run_local`, which unblocks signals, handles its own."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
         self._held = True
         try:
@@ -59,12 +59,12 @@ class Interruption:
         self.check()
 
     def end(self, number: int) -> NoReturn:
-        """Raise Interrupted: a signal has come, and nothing is left of what it found."""
+        """Record a signal and raise Interrupted, when the cleanup for it is done."""
         self._note(number)
         raise Interrupted(number)
 
     def check(self) -> None:
-        """Raises Interrupted if one has."""
+        """Raise Interrupted if a signal has come."""
         if self._number is not None:
             raise Interrupted(self._number)
 
@@ -80,12 +80,12 @@ class Interruption:
 
 @contextmanager
 def ended_at_once(*, speaks: bool) -> Iterator[None]:
-    """Let a signal end this process where it is, a run that has nothing yet: neither a folder nor other ranks.
+    """Let a signal end this process at once, while a run has nothing yet: neither a folder nor other ranks.
 
     An exception would not do: while a library is imported it may be lost, or come out as another one.
 
     Args:
-        speaks: say that on standard output.
+        speaks: report it on standard output.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
-"""How ranks find each other: a store, a roll call, a process group.
+"""Connect the ranks: a store, a roll call, a process group.
 
 The store is a file where a local parent started the ranks (nothing listens on any network), torchrun's own under
 torchrun, and otherwise one of rank 0 (`store/client.py`), which listens on one address only, of the interface that the
-user named or of the host that all ranks were told to meet at, and answers nobody but the ranks of this step. torch's
-store would listen on every interface and let anybody write.
+user named or of the host that all ranks meet at, and answers only the ranks of this step. torch's store would listen on
+every interface and let any process write.
 
 The roll call comes before the process group, so that a rank that does not come is named, and so is one that runs other
 code or another config.
@@ -38,17 +38,17 @@ _AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes e
 
 
 def connect(place: RankContext, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> CommContext:
-    """Meets the other ranks and makes the default process group; a single process meets nobody.
+    """Meet the other ranks and make the default process group; a single process meets none.
 
     Args:
-        place: of this process.
+        place: the context of this process.
         timeout: for the meeting, and for every operation afterwards.
         fingerprint: of code and config; must be the same on every rank.
         bucket: see `CommContext`.
 
     Raises:
-        UserError: 311, a rank stopped coming; 320, ranks do not come; 321, one runs something else; 322, the address
-            cannot be listened on; 323, this rank has another token than rank 0.
+        UserError: 311, a rank stopped answering; 320, ranks do not come; 321, one runs other code or config; 322, the
+            address cannot be listened on; 323, this rank has another token than rank 0.
     """
     world = place.world
     if world.size == 1:
@@ -99,7 +99,7 @@ def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket:
 
 
 def disconnect() -> None:
-    """Takes the process group down, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -117,7 +117,7 @@ def _store(place: RankContext, timeout: timedelta) -> Store:
 
 
 def _step_store(world: World, meeting: Meeting, timeout: timedelta) -> Store:
-    """Rank 0 serves, on one address; all ranks are its clients."""
+    """Return a client of the store that rank 0 serves, on one address."""
     addresses.host("the host to meet at", meeting.host)  # also where it came from SLURM's node list
     key = secret_of_step().key()
     listener = _listen(meeting) if world.rank == 0 else None
@@ -156,12 +156,12 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _own_address(meeting: Meeting) -> tuple[int, str]:
-    """Family and address of where rank 0 listens. Raises OSError: there is none."""
+    """Return the family and the address that rank 0 listens on. Raises OSError: there is none."""
     return (socket.AF_INET, address_of(meeting.interface)) if meeting.interface else addresses.resolved(meeting.host)[0]
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface. Raises OSError: it has none."""
+    """Return the IPv4 address of a network interface. Raises OSError: it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
@@ -180,14 +180,14 @@ def _loopback() -> str:
 
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Gather:
-    """Return what this rank says of itself."""
+    """Return this rank's description for the roll call."""
     own = Process.own()
     near, handle = ("", NOWHERE) if shared_memory is None else (host_id(), shared_memory.handle)
     return Gather(host_name(), fingerprint, own.pid, own.started, near, handle)
 
 
 def _roll_call(store: Store, world: World, timeout: timedelta, mine: Gather) -> dict[int, Gather]:
-    """Waits until every rank has come, each with the same fingerprint; returns what each said."""
+    """Wait until every rank has come, each with the same fingerprint; return the description of each."""
     store.set(f"here/{world.rank}", mine.said())
     _all_have(store, "here", world, timeout)
     roll: dict[int, Gather] = {}
@@ -213,7 +213,7 @@ def _roll_call(store: Store, world: World, timeout: timedelta, mine: Gather) -> 
 
 
 def _stop(store: Store, world: World, timeout: timedelta, odd: dict[int, str], sane: list[int]) -> None:
-    """Stops all ranks because of `odd` ones. The first of these says why, if it is one of the `sane` that can talk."""
+    """Stop all ranks because of `odd` ones. The first of these says why, if it is one of the `sane` that can answer."""
     store.set(f"read/{world.rank}", "")
     if world.rank == 0:  # which holds the store: without it the others would not know whom to blame
         _all_have(store, "read", world, timeout)
@@ -225,7 +225,7 @@ def _stop(store: Store, world: World, timeout: timedelta, odd: dict[int, str], s
 
 
 def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
-    """Waits until every rank has set its `key`."""
+    """Wait until every rank has set its `key`."""
     missing = absent(store, key, range(world.size), timeout.total_seconds())
     if not missing:
         return
@@ -238,7 +238,7 @@ def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
 
 
 def _open_boxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
-    """Maps the outboxes of this host's ranks; they are used where every one of them could open all."""
+    """Map the outboxes of this host's ranks; use them only if every one of these ranks could map all."""
     store, roll, own = lobby.store, lobby.roll, lobby.rank
     here = [rank for rank, there in roll.items() if there.host_id == roll[own].host_id]
     try:

@@ -1,9 +1,9 @@
-"""Folders in the temporary directory, which nobody else has to clean up after.
+"""Make temporary folders that are always removed, if not by their owner then by a later process.
 
-A process that is killed leaves its folder behind. So each bears its owner's name from the moment it is made: the host's
-last start, the view of processes, the process and when it began; and whoever makes one first removes those whose owner
-is proven dead. Proven is: same host since its last start, same view of processes, and no process of that number that
-began then. Folders of other users, other hosts and other containers, and whatever is not named so, are left alone.
+A process that is killed leaves its folder behind. So each is named after its owner from the moment it is made: the
+host's last boot, the PID namespace, the process and its start time; and a process that makes one first removes those
+whose owner is proven dead. The proof is: same host since its last boot, same PID namespace, and no process of that
+number that began then. Folders of other users, hosts and containers, and those not named so, are left alone.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _NAME = re.compile(r"megazero-(?:[a-z]+-)?([0-9a-f]{32})\.([0-9]{1,20})\.([0-9]{
 
 @contextlib.contextmanager
 def scratch_folder(purpose: str = "") -> Iterator[Path]:
-    """Make a folder of this process, which is gone at the end.
+    """Make a folder of this process, and remove it at the end of the context.
 
     Args:
-        purpose: a word of lower-case letters that stands in the folder's name.
+        purpose: a word of lower-case letters for the folder's name.
     """
     whole = f"megazero-{purpose}-" if purpose else "megazero-"
     if owner := _owner():
@@ -36,7 +36,7 @@ def scratch_folder(purpose: str = "") -> Iterator[Path]:
 
 
 def _owner() -> str:
-    """Return how this host and view of processes stand in a folder's name; "" where the system does not tell."""
+    """Return the part of a folder's name for this host and PID namespace; "" where the system does not report it."""
     try:
         view = os.stat("/proc/self/ns/pid").st_ino
         return f"{boot_id().replace('-', '')}.{view}." if Process.own().lives else ""

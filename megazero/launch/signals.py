@@ -1,11 +1,11 @@
-"""Signals that ask a run to end: noted when they come, acted upon between steps.
+"""Record signals that ask a run to end, and act upon them between steps.
 
 A scheduler that wants its machines back sends one and waits a while before it kills. Wherever it arrives, at all ranks
-or one, once a run trains the handler only notes it; the ranks agree on it after the step (`train/stopping.py`), save,
-and end. Before the first step there is nothing to save and nobody to agree with: the handler raises `StoppedEarly`, so
-that a run ends within a second whatever it is building or waiting for. Who interrupts twice does not want to wait: a
-second SIGINT ends the process at once. (One that comes right behind the first is the same, delivered twice: to a
-process and to its group.)
+or one, once a run trains the handler only records it; the ranks agree on it after the step (`train/stopping.py`), save,
+and end. Before the first step there is nothing to save or to agree on: the handler raises `StoppedEarly`, so that a run
+ends within a second whatever it is building or waiting for. A user who interrupts twice does not want to wait: a second
+SIGINT ends the process at once. (One that comes right behind the first is the same, delivered twice: to a process and
+to its group.)
 """
 
 import math
@@ -22,12 +22,12 @@ REQUEUE = 75  # the exit code that says: saved, start me again (EX_TEMPFAIL of s
 
 
 def stopped_by(number: int) -> str:
-    """Return a reason as one says it: "stopped by SIGTERM"."""
+    """Return the reason in words: "stopped by SIGTERM"."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 class StoppedEarly(BaseException):
-    """A signal has asked a run to end that has not begun to train.
+    """An exception for a signal that came before the run began to train.
 
     Attributes:
         number: of the signal.
@@ -39,12 +39,13 @@ class StoppedEarly(BaseException):
 
 
 def noted() -> tuple[signal.Signals, ...]:
-    """Those that this process minds: not the end of its terminal, where it was started with nohup."""
+    """Return the signals that this process handles: SIGHUP not, where it was started with nohup."""
     return tuple(n for n in NOTED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
 
 
 class Signals:
-    """
+    """The signals that came to a rank.
+
     Attributes:
         first: the first one that came; None: none has.
     """
@@ -57,21 +58,21 @@ class Signals:
         self._told: Callable[[str], object] | None = None
 
     def note(self) -> None:
-        """From here on they are noted, and the first one raises StoppedEarly. In the main thread."""
+        """Record signals from here on; the first one raises StoppedEarly. In the main thread."""
         for number in noted():
             self._before[number] = signal.signal(number, self._on)
 
     def only_note(self, told: Callable[[str], object]) -> None:
-        """From here on they are noted and do nothing else: the run trains.
+        """Record signals from here on without any other effect: the run trains.
 
         Args:
-            told: called in the handler of the first one with a line for whoever watches; may not write itself.
+            told: called in the handler of the first one with a line for the user; may not write itself.
         """
         self._raises, self._told = False, told
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let one that comes inside wait for the end: what is begun there must not be left half done."""
+        """Delay a signal until the end of the context: the work inside must not be left half done."""
         self._held = True
         try:
             yield
@@ -81,7 +82,7 @@ class Signals:
             raise StoppedEarly(self.first)
 
     def restore(self) -> None:
-        """They do again what they did before."""
+        """Restore the handlers from before `note`."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()

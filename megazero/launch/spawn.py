@@ -1,9 +1,9 @@
-"""Local ranks: one parent that starts them, watches them, and leaves nobody behind.
+"""Start the local ranks from one parent, watch them, and leave no process behind.
 
 The parent forks after torch is imported and before anything is computed, so ranks start in a moment. It computes
-nothing itself. It ends all ranks when one fails, says once why (`comm/diagnosis.py`), and forwards the signals that
-mean something to a run. Each rank dies with the parent, whatever kills it: on Linux the kernel sees to that, elsewhere
-a thread of the rank.
+nothing itself. It ends all ranks when one fails, says once why (`comm/diagnosis.py`), and forwards the signals that a
+run handles. Each rank dies with the parent, whatever kills it: on Linux the kernel ensures that, elsewhere a thread of
+the rank.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 @dataclass
 class _Ranks:
-    """The processes: which live, how the others ended, which signal was passed on."""
+    """The rank processes: which live, how the others ended, which signal was forwarded."""
 
     pids: dict[int, int]
     ended: dict[int, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class _Ranks:
                 os.kill(pid, number)
 
     def pass_on(self, number: int, _: object) -> None:
-        """A signal to the parent is one to all ranks; the second interruption is for the impatient."""
+        """Forward a signal of the parent to all ranks; the second interruption kills them."""
         now = time.monotonic()
         if number == signal.SIGINT:
             self.impatient = now - self.interrupted > TWICE
@@ -77,18 +77,18 @@ def run_local(
     shares_gpus: bool = False,
     signalled: Callable[[int], object] = lambda number: None,
 ) -> int:
-    """Runs `main` as ranks 0 to size - 1 of this machine; returns the exit code of the whole.
+    """Run `main` as ranks 0 to size - 1 of this machine; return the exit code of the whole.
 
-    What `main` returned, where it did on all ranks; else what the first failing one ended with, 128 + n after signal n.
-    What went wrong is one line on stderr.
+    It is what `main` returned, where it did on all ranks; else that of the first failing one, 128 + n after signal n.
+    The fault is one line on stderr.
 
     Args:
-        clean_up: called after a failure with where all ranks were and the line, once none of them is left.
-        stopped: given, `main` looks at its place's signals, and ends when it is asked to; rank 0 has the heartbeat.
-            Called with the signal and where all ranks were when it came before `main` trained, once none of them is
+        clean_up: called after a failure with the status of all ranks and the line, once none of them is left.
+        stopped: if given, `main` checks its context's signals, and ends when it is asked to; rank 0 has the heartbeat.
+            Called with the signal and the status of all ranks when it came before `main` trained, once none of them is
             left; returns the exit code, and may raise. None: a signal ends `main`, and the heartbeat stays here.
         shares_gpus: see `World`.
-        signalled: told of a signal that was passed on, however the ranks ended, when none is left; may raise.
+        signalled: called with a signal that was forwarded, however the ranks ended, when none is left; may raise.
     """
     HEART.pause()
     sys.stdout.flush()
@@ -132,7 +132,7 @@ def run_local(
 
 
 def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: int, *, notes_signals: bool) -> None:
-    """The life of a rank's process; does not return."""
+    """Run a rank's process from its fork to its end; does not return."""
     code = 1
     try:
         _die_with(parent)
@@ -179,10 +179,10 @@ def _watch_parent(parent: int) -> None:
 
 
 def _watch(ranks: _Ranks, board: StatusBoard, *, early: bool) -> bool:
-    """Wait for all ranks, or for the first failure and what the others have to say about it.
+    """Wait for all ranks, or for the first failure and for the others to report on it.
 
     Args:
-        early: look whether a signal ends the ranks before they train.
+        early: check whether a signal ends the ranks before they train.
 
     Returns:
         True if one does.
@@ -206,8 +206,8 @@ def _watch(ranks: _Ranks, board: StatusBoard, *, early: bool) -> bool:
 def _ends_early(ranks: _Ranks, board: StatusBoard) -> bool:
     """Return whether a signal has come before the ranks train, to this process or to a rank, and they have had time.
 
-    One rank may have got it, the others wait for that rank where no signal reaches them (in a library), or build
-    something large: they are told too, and not waited for longer than a moment.
+    One rank may have got it, while the others wait for that rank where no signal reaches them (in a library), or build
+    something large: the signal is sent to them too, and they get _EARLY seconds to end.
     """
     standings = board.read_all()
     stopped = any(standing.state == STOPPED for standing in standings)
@@ -221,13 +221,13 @@ def _ends_early(ranks: _Ranks, board: StatusBoard) -> bool:
 
 
 def _signal_of(standings: Sequence[RankStatus]) -> int | None:
-    """Return which signal a rank says that has stopped it."""
+    """Return the signal that a rank reports to have stopped it."""
     said = next((standing.message for standing in standings if standing.state == STOPPED), "")
     return int(said) if said.isdecimal() else None
 
 
 def _verdict(ranks: _Ranks, board: StatusBoard) -> tuple[int, str]:
-    """The exit code of the run, and in one line what went wrong, if anything did."""
+    """Return the exit code of the run, and in one line the fault, if there was any."""
     standings = board.read_all()
     failed = sorted(rank for rank in ranks.ended if standings[rank].state != DONE)
     if not failed:

@@ -1,8 +1,8 @@
-"""Where every thread of a rank is, in the rank's log: for a run that hangs.
+"""Write the stack of every thread of a rank into the rank's log: for a run that hangs.
 
-A rank that gives up writes its own stacks. One that does not, because it waits for something else or is busy, is asked
-to by a signal: Python's handler of it is C code that needs neither the interpreter nor its lock, so that a rank writes
-its stacks even while a library keeps the lock. A rank that is stopped cannot; it does when it is continued.
+A rank that gives up writes its own stacks. One that does not, because it waits in another operation or is busy, is
+asked to by a signal: Python's handler of it is C code that needs neither the interpreter nor its lock, so that a rank
+writes its stacks even while a library keeps the lock. A stopped rank cannot; it does when it is continued.
 """
 
 import faulthandler
@@ -22,13 +22,13 @@ _POLL = 0.01
 
 
 class Stacks:
-    """Writes and asks for this rank's stacks."""
+    """The stacks of this rank, written to its log."""
 
     def __init__(self) -> None:
         self._log: TextIO | None = None
 
     def into(self, log: Path) -> None:
-        """Send stacks to the end of a file, which must be there. Raises OSError."""
+        """Send stacks to the end of a file, which must exist. Raises OSError."""
         self._log = log.open("a", encoding="utf-8")
         if ASK is not None:
             faulthandler.register(ASK, file=self._log, all_threads=True)
@@ -42,7 +42,7 @@ class Stacks:
         faulthandler.dump_traceback(self._log, all_threads=True)
 
     def close(self) -> None:
-        """Write nothing any more."""
+        """Close the log: nothing is written afterwards."""
         if self._log is not None:
             if ASK is not None:
                 faulthandler.unregister(ASK)
@@ -51,7 +51,7 @@ class Stacks:
 
 
 def ask_for_stacks(standings: Sequence[RankStatus]) -> None:
-    """Have the ranks that go on, as far as they are of this host and user, write their stacks; wait until they have."""
+    """Make the running ranks of this host and user write their stacks; wait until they have."""
     if ASK is None:
         return
     asked = [s.process for s in standings if s.state == RUNNING and s.process is not None and s.process.send(ASK)]

@@ -1,1 +1,1 @@
-"""What a run says about itself: rows of metrics, the sinks they go to, the loss curve, a profile on demand."""
+"""Report on a run: rows of metrics, the sinks they go to, the loss curve, a profile on demand."""

@@ -1,8 +1,8 @@
-"""How much memory a step allocates at most beside what is held all the time: activations and their gradients.
+"""Measure how much memory a step allocates at most beside long-lived memory: activations and their gradients.
 
 Every tensor operation passes through a dispatch mode. Memory that an operation returns and that no earlier operation
-has seen is new; it is counted until nobody refers to it any more. What an operation allocates and frees inside itself
-is not seen. Works on any device, costs some microseconds an operation: for one step of a run, not for all.
+has seen is new; it is counted until no reference to it is left. What an operation allocates and frees inside itself is
+not seen. Works on any device, costs some microseconds an operation: for one step of a run, not for all.
 """
 
 import weakref
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_iter
 
 
 class Allocations(TorchDispatchMode):
-    """Counts while it is active: `with Allocations() as counted: ...; counted.peak`."""
+    """A counter that is active as a context: `with Allocations() as counted: ...; counted.peak`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; True (torch's default) imports the whole compiler, for a second in every rank."""
+        """Return False: nothing is compiled here. With torch's True each rank imports the compiler, for a second."""
         return False
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Allocations(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
 
     def came(self, size: int) -> int:
-        """`size` bytes are new; returns what `went` is told when they are gone."""
+        """Count `size` new bytes; return the number that `went` gets when they are freed."""
         self.now += size
         self.peak = max(self.peak, self.now)
         return 0

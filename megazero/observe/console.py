@@ -1,4 +1,4 @@
-"""Progress for the person who watches: one live line on a terminal, plain lines anywhere else.
+"""Show progress to the user: one live line on a terminal, plain lines anywhere else.
 
     ---------          120/1000  loss 4.3127  valid 4.2901  18,204 tok/s  12:31 left                 terminal, redrawn
     step 120/1000  loss 4.3127  norm 1.31  lr 3.000e-04  18,204 tok/s  1.21 TFLOP/s  0.112 s/step  12:31 left      file
@@ -22,7 +22,7 @@ from megazero.observe.metrics import Value
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds as m:ss, h:mm:ss or d days h:mm:ss; "?" when not finite."""
+    """Return seconds as m:ss, h:mm:ss or d days h:mm:ss; "?" when not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(seconds), 60)
@@ -34,11 +34,11 @@ def clock_text(seconds: float) -> str:
 
 
 class ConsoleSink:
-    """Writes rows to a stream.
+    """A sink that writes rows to a stream.
 
     Args:
         total_steps: the step at which the run ends.
-        stream: where to; None (standard output was closed before we started) writes nothing.
+        stream: the output; None (standard output was closed before we started): write nothing.
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None):
@@ -51,13 +51,13 @@ class ConsoleSink:
         self._live = _Live(total_steps, stream) if stream is not None and stream.isatty() else None
 
     def start(self) -> None:
-        """Nothing is shown before the first row."""
+        """Show nothing: the first row is the first output."""
 
     def row(self, row: Mapping[str, Value]) -> None:
-        """Show one row. Once the stream is gone, nothing.
+        """Show one row, or nothing once the stream is closed.
 
         Raises:
-            OSError: the first time the stream turns out to be gone.
+            OSError: the first time the stream turns out to be closed.
         """
         left = self._time_left(row)
         if row.get("valid_loss") is not None:
@@ -82,7 +82,7 @@ class ConsoleSink:
             live.stop()
 
     def _time_left(self, row: Mapping[str, Value]) -> float:
-        """Seconds, from the mean step time so far; the steps of a row are those since the one before."""
+        """Return the seconds left, from the mean step time so far; a row counts the steps since the one before."""
         step = int(_number(row, "step"))
         steps = step - self._last_step if self._last_step is not None else 1
         self._last_step = step
@@ -123,14 +123,14 @@ class ConsoleSink:
 
 
 class _Terminal(Console):
-    """rich ends the process when the pipe breaks; here that is one more reason to fall silent."""
+    """A console that stops writing when the pipe breaks, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the reader is gone")
 
 
 class _Live:
-    """The live line, redrawn when a row comes, and by the heartbeat where the next one is long in coming."""
+    """The live line, redrawn when a row comes, and by the heartbeat while the next one is awaited."""
 
     def __init__(self, total_steps: int, stream: TextIO):
         self._progress = Progress(
@@ -163,6 +163,6 @@ class _Live:
 
 
 def _number(row: Mapping[str, Value], key: str) -> float:
-    """The value, or nan where the row has none."""
+    """Return the value, or nan where the row has none."""
     value = row.get(key)
     return math.nan if value is None or isinstance(value, dict) else float(value)

@@ -1,11 +1,11 @@
-"""metrics.jsonl: one JSON object per logged step, strictly valid, appended whole.
+"""Write and read metrics.jsonl: one JSON object per logged step, strictly valid, appended whole.
 
 Floats are written as the shortest text that reads back to the same float (repr), so that two runs can be compared bit
 for bit. JSON has no word for a number that is not finite: such a value is written as null. No ambiguity follows: where
 the mfu is null the peak is unknown, where a loss or a norm is null it was inf or nan (a skipped step of fp16, say).
 
 The file is opened for each row. A run's folder may be moved, cleaned or filled up while it trains: an open handle would
-go on writing into a deleted file without a word. A row that does not fit on the disk is taken back whole, so the file
+go on writing into a deleted file without an error. A row that does not fit on the disk is taken back whole, so the file
 never holds half a line that a later row would run into.
 """
 
@@ -25,7 +25,7 @@ _LINE_BYTES = 64 << 10
 
 
 def finite(row: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a row with None for what is not finite."""
+    """Return a row with None for every value that is not finite."""
     return {key: _finite(value) for key, value in row.items()}
 
 
@@ -41,16 +41,16 @@ def encode(row: Mapping[str, Value]) -> bytes:
 
 
 class JsonlSink:
-    """Appends rows to a file. The folder must exist."""
+    """A sink that appends rows to a file, whose folder must exist."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def start(self) -> None:
-        """The file is opened for each row."""
+        """Do nothing: the file is opened for each row."""
 
     def row(self, row: Mapping[str, Value]) -> None:
-        """Append one row; it is handed to the system before this returns.
+        """Append one row; it is passed to the system before this returns.
 
         Raises:
             OSError: the line could not be written; the file is as it was.
@@ -68,7 +68,7 @@ class JsonlSink:
                 raise OSError(f"{self.path}: {written} of {len(line)} bytes written, disk full")
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -82,13 +82,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dict[str, Any] | None:
-    """Remove the rows beyond `step`, and a torn last line, in one atomic replacement: what a resumed run starts from.
+    """Remove the rows beyond `step`, and a torn last line, in one atomic replacement, before a run resumes.
 
-    A file that has nothing to remove is not touched. A job that was held up while another took its folder over may
-    have written rows between the other's; what was written later stays. Returns the last row, None if there is none.
+    A file that has nothing to remove is not touched. A job that was delayed while another took its folder over may
+    have written rows between the other's; those written later stay. Returns the last row, None if there is none.
 
     Args:
-        warn: told of rows that were between others' in this way.
+        warn: called about rows that were between others' in this way.
 
     Raises:
         ValueError: a line up to the first row beyond `step` is no row.
@@ -105,7 +105,7 @@ def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dic
 
 
 class NotRisingError(ValueError):
-    """A row's step is not beyond that of the row before."""
+    """An error for a row whose step is not beyond that of the row before."""
 
 
 def _cut(path: Path, step: int) -> dict[str, Any] | None:
@@ -121,7 +121,7 @@ def _cut(path: Path, step: int) -> dict[str, Any] | None:
 
 
 def _put_in_order(path: Path) -> int:
-    """Leave out the rows before a fall that are not before its step; return how many."""
+    """Remove rows that a later row of the same or a lower step replaces; return how many."""
     kept: list[dict[str, Any]] = []
     lost = 0
     for row, _ in _rows(path, rising=False):
@@ -134,7 +134,7 @@ def _put_in_order(path: Path) -> int:
 
 
 def _rows(path: Path, *, rising: bool = True) -> Iterator[tuple[dict[str, Any], int]]:
-    """Give each row, and where in the file its line ends; one line at a time, for files of any size.
+    """Yield each row, and the offset where its line ends; one line at a time, for files of any size.
 
     Raises:
         NotRisingError: a step is not beyond the one before, unless that does not matter here.
@@ -173,7 +173,7 @@ def _checked(line: bytes) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    """True for what a row may hold: None, a finite number (JSON's 1e999 is none), an integer of 64 bits."""
+    """Return True for a value that a row may hold: None, a finite number (not JSON's 1e999), an integer of 64 bits."""
     if type(value) is int:
         return abs(value) < 2**63
     return value is None or (type(value) is float and math.isfinite(value))

@@ -1,4 +1,4 @@
-"""One row of metrics per logged step, and the arithmetic that fills it.
+"""Define one row of metrics per logged step, and compute its values.
 
 A row describes one step; only its rates are means, over the *interval*: the steps since the last logged row.
 
@@ -72,7 +72,7 @@ class Row:
 
 
 def validated(row: Mapping[str, Value], valid_loss: float | None, bits_per_byte: float | None) -> dict[str, Value]:
-    """Return a row with its validation, which stands behind the training loss.
+    """Return a row with its validation, which comes after the training loss.
 
     Args:
         valid_loss: None: it was not validated.
@@ -87,7 +87,7 @@ def validated(row: Mapping[str, Value], valid_loss: float | None, bits_per_byte:
 
 
 def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
-    """Return a row without objects in it, for sinks that know numbers only: `seconds/data` for data of seconds."""
+    """Return a row with numbers only, for sinks that need it so: `seconds/data` for data of seconds."""
     found: dict[str, Number] = {}
     for key, value in row.items():
         if isinstance(value, dict):
@@ -99,7 +99,7 @@ def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed over an interval; mfu is None where the device's peak is not known."""
+    """Rates over an interval; mfu is None where the device's peak is not known."""
 
     step_time: float
     tokens_per_second: float
@@ -110,11 +110,11 @@ class Rates:
 def rates(
     steps: int, tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_flops: float | None
 ) -> Rates:
-    """Speed of an interval of `steps` steps that consumed `tokens` tokens (of all data ranks) in `seconds` seconds.
+    """Return the rates over `steps` steps that consumed `tokens` tokens (of all data ranks) in `seconds` seconds.
 
     Args:
         flops_per_token: model FLOPs of one training token, forward and backward.
-        num_devices: all devices of the run, whatever axis they serve.
+        num_devices: all devices of the run, on all axes.
         peak_flops: peak dense matmul FLOP/s of one device in the compute dtype, or None.
     """
     assert steps > 0 and seconds > 0, f"an interval has steps and takes time: {steps} steps, {seconds} s"
@@ -141,13 +141,13 @@ class Interval:
         self._began = self._clock()
 
     def add_step(self, tokens: int) -> None:
-        """One step is done; it consumed this many tokens over all data ranks."""
+        """Add a step, which consumed this many tokens over all data ranks."""
         self.steps += 1
         self.tokens += tokens
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time spent inside is not training time: `with interval.excluded(): validate()`."""
+        """Exclude the time spent inside from training time: `with interval.excluded(): validate()`."""
         began = self._clock()
         try:
             yield
@@ -156,12 +156,12 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """Training seconds so far, more than 0: a clock may be too coarse to see one tiny step."""
+        """Return the training seconds so far, more than 0: a clock may be too coarse to see one tiny step."""
         return max(self._clock() - self._began, 1e-9)
 
 
 class Smoothed:
-    """The mean of tokens/s over the intervals so far, of which a step counts half as much after HALF_LIFE others.
+    """The mean of tokens/s over the intervals so far; a step's weight is halved by every HALF_LIFE later steps.
 
         sum of w tokens / sum of w seconds, w = 2^-(steps since the interval / HALF_LIFE)
 
@@ -180,7 +180,7 @@ class Smoothed:
 
 
 def memory_peak_bytes(device: torch.device) -> int:
-    """Most memory held so far: by torch's allocator on a GPU, by this whole process on a CPU."""
+    """Return the most memory held so far: by torch's allocator on a GPU, by this whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -188,5 +188,5 @@ def memory_peak_bytes(device: torch.device) -> int:
 
 
 def reserved_peak_bytes(device: torch.device) -> int:
-    """Most memory taken from the system so far: by torch's allocator on a GPU, by this whole process on a CPU."""
+    """Return the most memory taken from the system so far: by torch's allocator on a GPU, by this process on a CPU."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else memory_peak_bytes(device)

@@ -1,10 +1,10 @@
-"""Seconds of the host by what a rank was doing, from what it says anyway of where it is (`StatusSlot.now`).
+"""Measure a rank's host seconds by phase, from the phases that it reports to its status slot (`StatusSlot.now`).
 
     data        waiting for the batch
     forward     forward passes, with the sends to and waits for other stages between them
     backward    backward passes, reductions of gradients between them, and the sum of tied weights
     update      norm, clip, update, what ranks agree on after a step, and reading its numbers
-    save        what a checkpoint holds the training up for
+    save        the time that a checkpoint blocks training
     validation  validating
 
 A phase lasts until the next one begins, so that all of them together are the time that has passed. No device is waited
@@ -21,7 +21,7 @@ _PHASE_OF = {"reduction": "backward", "tied": "backward"} | {name: name for name
 
 
 class PhaseSeconds:
-    """Adds up seconds by phase.
+    """A sum of seconds by phase.
 
     Args:
         clock: monotonic seconds.
@@ -33,7 +33,7 @@ class PhaseSeconds:
         self._phase, self._since = PHASES[0], clock()
 
     def now(self, phase: str) -> None:
-        """A phase begins, as told to the board; what is none of the phases counts to the one before it."""
+        """Begin a phase, as given to the status slot; any other name counts to the phase before it."""
         self._count()
         self._phase = _PHASE_OF.get(phase.partition(" ")[0], self._phase)
 
@@ -50,5 +50,5 @@ class PhaseSeconds:
 
 
 def together(one: Mapping[str, float | None], other: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the sums of both by phase; of one that lacks a phase, what the other has."""
+    """Return the sums of both by phase; a phase that one lacks has the other's value."""
     return {phase: (one.get(phase) or 0.0) + other.get(phase, 0.0) for phase in PHASES}

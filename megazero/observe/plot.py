@@ -1,4 +1,4 @@
-"""The loss curve of a run, as a picture.
+"""Draw the loss curve of a run as a picture.
 
 The training loss of single batches is noise around a trend: it is drawn thin, with its trend on top. The trend at a
 step is the value there of the straight line that fits the rows around it best (local linear regression with tricube
@@ -68,10 +68,10 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def trend(steps: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return steps, and at each the value of the line that fits the rows around it best.
+    """Return steps, and at each the value of the line that best fits the rows around it.
 
     Args:
-        steps: ascending; as many as losses. Fewer than LEAST are given back as they are.
+        steps: ascending; as many as losses. Fewer than LEAST are returned unchanged.
     """
     if len(steps) < LEAST:
         return list(steps), list(losses)

@@ -1,12 +1,12 @@
-"""Does the GraphQL server behind a URL answer at all, within a second?
+"""Find out whether the GraphQL server behind a URL answers at all within a second.
 
-A socket time-out does not bound this question: it starts anew for every address and every read, and does not cover the
-name lookup, which may take half a minute. So the question is asked in a thread of its own, and its answer waited for
-with one deadline. The thread is a daemon: a question without an answer holds up nobody.
+A socket time-out does not bound this time: it starts anew for every address and every read, and does not cover the name
+lookup, which may take half a minute. So the request is sent in a thread of its own, and its answer waited for with one
+deadline. The thread is a daemon: a request without an answer does not delay the exit.
 
-The question is the smallest query there is, posted where the real ones go: a front door that opens while the service
+The request is the smallest query there is, posted to the real ones' address: a front end that answers while the service
 behind it hangs is a dead server too. Any answer below 500 counts (it may well refuse us), as does a failed TLS
-handshake: somebody is there, and the library that asks next knows how to talk to it. Proxies are taken from the
+handshake: a server exists, and the library that connects next knows how to talk to it. Proxies are taken from the
 environment by the standard library.
 """
 
@@ -23,7 +23,7 @@ QUERY = b'{"query": "query { __typename }"}'
 
 
 class Probe:
-    """Asks the server at this base URL in the background, from now on."""
+    """A request to the server at a base URL, sent in the background from its construction on."""
 
     def __init__(self, base_url: str):
         self._url = base_url.rstrip("/") + "/graphql"
@@ -33,7 +33,7 @@ class Probe:
         self._thread.start()
 
     def answered(self) -> bool:
-        """Whether it answered within PROBE_SECONDS of the start; waits no longer than that."""
+        """Return whether it answered within PROBE_SECONDS of the start; wait no longer than that."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         return self._alive
 
@@ -52,6 +52,6 @@ class Probe:
 
 
 def host_of(url: str) -> str:
-    """Host and port of a URL, without the user and password that it may carry."""
+    """Return host and port of a URL, without the user and password that it may carry."""
     parts = urlsplit(url)
     return (parts.hostname or url) + (f":{parts.port}" if parts.port else "")

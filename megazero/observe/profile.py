@@ -1,4 +1,4 @@
-"""A torch profiler trace of a few chosen steps.
+"""Record a torch profiler trace of a few chosen steps.
 
 The trace answers "what ran when, and what waited for what"; the table beside it answers "what took the time" without a
 viewer. Both are of this process only. Open the trace in https://ui.perfetto.dev or chrome://tracing.
@@ -31,7 +31,7 @@ _OF_THE_LIBRARY = re.compile(r"[A-Z]+:\d{4}-\d{2}-\d{2} ")  # how the lines of k
 
 
 class Profile:
-    """Records the steps first_step .. first_step + num_steps - 1; as a context it also ends a run cut short.
+    """A recorder of steps first_step .. first_step + num_steps - 1; as a context it also ends a run cut short.
 
         with Profile(10, 3, folder) as profile:
             for step in ...:
@@ -40,7 +40,7 @@ class Profile:
 
     Args:
         first_step: the first step to record, numbered as in metrics.jsonl (from 1).
-        num_steps: how many; 0 is off.
+        num_steps: how many; 0: none.
         folder: for the two files, made when there are any.
     """
 
@@ -52,7 +52,7 @@ class Profile:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one step."""
+        """Record one step inside the context, if it is one of the chosen."""
         if step not in self._steps:
             yield
             return
@@ -65,7 +65,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if anything and not yet written. A full disk costs the files, not the run."""
+        """Write the recorded trace, if there is one not yet written. A full disk costs the files, not the run."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -104,7 +104,7 @@ class Profile:
 
 @contextmanager
 def _library_lines_in_log() -> Iterator[None]:
-    """Put the lines that torch's recorder writes to standard error into the log; others go where they would."""
+    """Move the lines that torch's recorder writes to standard error into the log; other lines stay there."""
     try:
         sys.stderr.flush()
         said = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, in what may not be skipped

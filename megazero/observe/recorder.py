@@ -1,4 +1,4 @@
-"""From the numbers of a step to a row in every sink: rates over the interval, memory, the profile around steps."""
+"""Turn the numbers of a step into a row in every sink: rates over the interval, memory, the profile around steps."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ _MEASURED_STEP = 2
 
 @dataclass(frozen=True)
 class Work:
-    """What a step amounts to, for the rates.
+    """The work of one step, for the rates.
 
     Attributes:
         tokens_per_step: of the global batch.
@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step computed, read from the device; see `Row` for their meaning."""
+    """The results of a step, read from the device; see `Row` for their meaning."""
 
     loss: float
     grad_norm: float
@@ -51,15 +51,15 @@ class Numbers:
 
 
 class Recorder:
-    """Observes a run: one `step` context per step, one `row` and `write` per logged step.
+    """An observer of a run: one `step` context per step, one `row` and `write` per logged step.
 
     Args:
         sinks: where rows go.
         profile: the profiler, on or off.
-        work: what a step amounts to.
-        ledger: what this rank sends.
-        counted: told once, of the most that a step allocates.
-        phases: of this rank; told from outside which begins.
+        work: the work of a step.
+        ledger: counts what this rank sends.
+        counted: called once with the peak bytes that a step allocates.
+        phases: of this rank; the caller reports each phase to it.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Recorder:
         self._sent = self._steps = 0
 
     def start(self) -> None:
-        """The first step begins now: what was built before is not training time."""
+        """Start the clock of the first step: what was built before is not training time."""
         self._sinks.start()
         self._interval.restart()
         self._phases.take()
 
     @contextmanager
     def step(self, done: int) -> Iterator[None]:
-        """Around step number `done` (from 1)."""
+        """Observe step number `done` (from 1) inside the context."""
         before = self._ledger.bytes_sent
         self._steps += 1
         with self._profile.step(done), self._allocations():
@@ -94,7 +94,7 @@ class Recorder:
 
     @contextmanager
     def _allocations(self) -> Iterator[None]:
-        """Once: in the second step here, when everything that is kept has been allocated."""
+        """Count allocations, once: in the second step, when all long-lived memory has been allocated."""
         if self._steps != _MEASURED_STEP:
             yield
             return
@@ -105,7 +105,7 @@ class Recorder:
         self._counted(counted.peak)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Around what is not training: its seconds do not count."""
+        """Exclude the time spent inside from training time."""
         return self._interval.excluded()
 
     def row(self, done: int, numbers: Numbers) -> dict[str, Value]:
@@ -132,7 +132,7 @@ class Recorder:
     def write(
         self, row: Mapping[str, Value], valid_loss: float | None = None, bits_per_byte: float | None = None
     ) -> None:
-        """Give a row to the sinks, and begin a new interval.
+        """Pass a row to the sinks, and begin a new interval.
 
         The row was made before its step was saved and validated: their seconds are added to it here.
 
@@ -145,6 +145,6 @@ class Recorder:
         self._interval.restart()
 
     def close(self) -> None:
-        """Writes out what is left; safe to call twice."""
+        """Write out what is left; safe to call twice."""
         self._profile.close()
         self._sinks.close()

@@ -1,8 +1,8 @@
-"""Where rows go, and the one promise about it: no sink ever stops or slows training.
+"""Pass rows to sinks, with one promise: no sink ever stops or slows training.
 
 A sink takes rows and is closed once. Rows are for people and their tools; the weights do not depend on them. So a full
-log disk, a closed terminal or a broken package costs the rows it costs, one line on stderr, and nothing else: `Sinks`
-hands each row to every sink, catches what a sink raises, warns once per sink and goes on. The next row is tried again,
+log disk, a closed terminal or a broken package costs some rows, one line on stderr, and nothing else: `Sinks` passes
+each row to every sink, catches what a sink raises, warns once per sink and goes on. The next row is tried again,
 because disks get emptied.
 """
 
@@ -16,9 +16,9 @@ from megazero.observe.metrics import Value
 
 
 class Sink(Protocol):
-    """Takes rows of metrics (`Row`'s keys in their order, floats possibly not finite).
+    """A destination of metrics rows (`Row`'s keys in their order, floats possibly not finite).
 
-    Before `start` it leaves no trace anywhere: a run that has nothing to do does not start its sinks.
+    Before `start` it writes nothing anywhere: a run that has nothing to do does not start its sinks.
     """
 
     def start(self) -> None: ...
@@ -29,19 +29,19 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Hands every row to every sink, whatever the others do. Is a sink itself."""
+    """A sink that passes every row to every sink, whatever the others do."""
 
     def __init__(self, sinks: Sequence[Sink]):
         self._sinks = list(sinks)
         self._warned: set[int] = set()  # places in the list, since two sinks may be of one class
 
     def start(self) -> None:
-        """Tell every sink that rows will come. Never raises an `Exception`."""
+        """Start every sink. Never raises an `Exception`."""
         for place, sink in enumerate(self._sinks):
             self._guard(place, sink.start)
 
     def row(self, row: Mapping[str, Value]) -> None:
-        """Give one row to every sink. Never raises an `Exception`."""
+        """Pass one row to every sink. Never raises an `Exception`."""
         for place, sink in enumerate(self._sinks):
             self._guard(place, lambda sink=sink: sink.row(row))
 
@@ -62,12 +62,12 @@ class Sinks:
 
 
 def warn(text: str) -> None:
-    """One line on stderr that something is amiss."""
+    """Write a warning as one line on stderr."""
     say(f"warning: {text}")
 
 
 def say(text: str) -> None:
-    """One line on stderr, if there is one; a closed stderr is not worth a run either."""
+    """Write one line on stderr; a closed stderr is ignored, because it is not worth a run either."""
     line = one_line(text)
     try:
         if sys.stderr is not None:

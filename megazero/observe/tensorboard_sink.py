@@ -1,8 +1,8 @@
-"""Rows as TensorBoard scalars, one series per key over the step, for `tensorboard --logdir RUN/tensorboard`.
+"""Write rows as TensorBoard scalars, one series per key over the step, for `tensorboard --logdir RUN/tensorboard`.
 
-The package is optional: it is asked for by the config, so its absence is the user's to mend, at the start of the run.
-What goes wrong with the folder is the first row's affair, where it cannot stop the run (sinks.py). Event files are
-written by a thread of that package; no server is involved while training.
+The package is optional: it is asked for by the config, so its absence is the user's to mend, at the start of the run. A
+fault of the folder is raised with the first row, where it cannot stop the run (sinks.py). Event files are written by a
+thread of that package; no server is involved while training.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from megazero.observe.metrics import Value, scalars
 
 
 class TensorboardSink:
-    """Writes event files into `folder`, which the first row makes when it is missing.
+    """A sink that writes event files into `folder`, which the first row makes when it is missing.
 
     Raises:
         UserError: MZ-161, the package is not installed.
@@ -33,10 +33,10 @@ class TensorboardSink:
         self._writer: SummaryWriter | None = None
 
     def start(self) -> None:
-        """The first row opens the folder."""
+        """Do nothing: the first row opens the folder."""
 
     def row(self, row: Mapping[str, Value]) -> None:
-        """Add every number of the row at its step, and hand them to the disk."""
+        """Add every number of the row at its step, and flush them."""
         if self._writer is None:
             self._writer = self._open()
         step = row["step"]

@@ -1,7 +1,7 @@
-"""A step's memory over time: every allocation with what made it and where in the step, and what is there at the peak.
+"""Record a step's memory over time: every allocation with its operation and place in the step, and the peak.
 
-`Allocations` counts; this also keeps what it counted. What the ledger is told of in the meantime (a pool that grows, an
-arena) is memory of its category and not of activations. What is there for a while is called
+`Allocations` counts; this also keeps what it counted. Memory that the ledger counts in the meantime (a pool that grows,
+an arena) belongs to its category and not to activations. Other memory is called
 
     kept       when it outlives the action (the forward or backward of a micro-batch) that it was made in
     working    when it does not
@@ -23,25 +23,26 @@ KEPT, WORKING = "activations kept", "activations working"
 
 
 class AllocationSite(NamedTuple):
-    """Where in a step: what is being done, and in which module of the model ("" for none)."""
+    """A place in a step: the action under way, and the module of the model ("" for none)."""
 
     action: str
     module: str
 
     @property
     def part(self) -> str:
-        """The part of the model that the module belongs to: a block, the embedding, the head."""
+        """Return the part of the model that the module belongs to: a block, the embedding, the head."""
         found = re.match(r"blocks\.\d+|\w+", self.module)
         return found[0] if found else ""
 
 
 class Allocation(NamedTuple):
-    """
+    """An allocation of a step.
+
     Attributes:
-        category: the ledger's, "" for what a step makes and lets go.
+        category: the ledger's, "" for memory that a step allocates and frees.
         size: bytes.
-        operation: that returned it.
-        place: where that was.
+        operation: the operation that returned it.
+        place: the place of that operation.
     """
 
     category: str
@@ -52,7 +53,7 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """What there is at one time: bytes by category, and in all."""
+    """The memory at one time: bytes by category, and in all."""
 
     place: AllocationSite
     operation: str
@@ -65,7 +66,7 @@ class MemoryMoment:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of the model in one action: its highest moment, and the bytes that it leaves."""
+    """A part of the model in one action: its peak, and the bytes held at its end."""
 
     action: str
     part: str
@@ -74,7 +75,7 @@ class Stretch:
 
 
 class MemoryTimeline(Allocations):
-    """Keeps while it is active.
+    """A record of allocations while it is active.
 
     Args:
         held: bytes by category when it begins.
@@ -91,7 +92,7 @@ class MemoryTimeline(Allocations):
         self._told: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
 
     def at(self, action: str | None = None, module: str = "") -> None:
-        """What follows is done there; the same action for None."""
+        """Set the place of what follows; None keeps the action."""
         self._place = AllocationSite(self._place.action if action is None else action, module)
 
     @property
@@ -99,7 +100,7 @@ class MemoryTimeline(Allocations):
         return self._place
 
     def hold(self, category: str, size: int) -> None:
-        """The ledger is told of memory that is about to be allocated."""
+        """Count memory of the ledger that is about to be allocated."""
         self._told.append(size)
         self._add(category, size, "")
 
@@ -116,7 +117,7 @@ class MemoryTimeline(Allocations):
             self._events.append((-number, self._place, self._operation))
 
     def stretches(self) -> Iterator[Stretch]:
-        """The step from its beginning to its end."""
+        """Yield the stretches of the step from its beginning to its end."""
         highest: MemoryMoment | None = None
         end = 0
         for moment in self._moments():
@@ -130,7 +131,7 @@ class MemoryTimeline(Allocations):
             yield Stretch(*_stretch(highest), highest, end)
 
     def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
-        """The highest moment, and what is there then beside what the ledger was told of."""
+        """Return the peak, and the allocations live then that the ledger does not count."""
         highest, when = MemoryMoment(AllocationSite("", ""), "", dict(self._held)), 0
         for index, moment in enumerate(self._moments(), 1):
             if moment.total > highest.total:
@@ -156,7 +157,7 @@ class MemoryTimeline(Allocations):
         return len(self.allocations)
 
     def _moments(self) -> Iterator[MemoryMoment]:
-        """After every event; one and the same dictionary."""
+        """Yield the memory after every event; all share one dictionary."""
         categories = self._categories()
         now = dict(self._held)
         for number, place, operation in self._events:
@@ -173,7 +174,7 @@ class MemoryTimeline(Allocations):
 
 
 def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
-    """(bytes, how many, module without the number of its block, operation) of what is there, the largest first."""
+    """Return (bytes, count, module without its block's number, operation) of the allocations, the largest first."""
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for allocation in live:

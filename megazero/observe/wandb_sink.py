@@ -1,4 +1,4 @@
-"""Rows and the resolved config to Weights & Biases, by its own library, without ever waiting for its server.
+"""Send rows and the resolved config to Weights & Biases, by its own library, without ever waiting for its server.
 
 The library blocks for 90 s and then raises when the server is dead, so nothing of it runs in the training thread:
 
@@ -39,10 +39,10 @@ FLUSH_SECONDS = 0.25  # between writes of the rows to disk: what a kill may cost
 
 
 class WandbSink:
-    """Logs rows to the run `name` of `project`, with its files in `folder`/wandb.
+    """A sink that logs rows to the run `name` of `project`, with its files in `folder`/wandb.
 
     Args:
-        run: its id; a run that goes on has the one that it began with.
+        run: its id; a resumed run keeps the one that it began with.
         config: the resolved config, as plain values.
 
     Raises:
@@ -75,7 +75,7 @@ class WandbSink:
         self._worker.start()
 
     def row(self, row: Mapping[str, Value]) -> None:
-        """Hand a row to the worker; values that are null are left out. Never waits."""
+        """Pass a row to the worker; values that are null are left out. Never waits."""
         if not self._gone:
             self._queue.put({key: value for key, value in scalars(row).items() if value is not None})
 
@@ -108,7 +108,7 @@ class WandbSink:
         self._gone = True
 
     def _begin(self) -> Any:
-        """A run of the library: online if the server will have it, else offline with one warning."""
+        """Return a run of the library: online if the server accepts it, else offline with one warning."""
         import wandb  # half a second, so here in the worker and only when asked for
 
         settings = wandb.setup(wandb.Settings(silent=True)).settings
@@ -129,13 +129,13 @@ class WandbSink:
         return run
 
     def _stop_service(self) -> None:
-        """Ends the library's own process with the run, not at some later exit of ours."""
+        """End the library's own process with the run, not at some later exit of ours."""
         import wandb
 
         wandb.teardown()
 
     def _obstacle(self, wandb: Any, base_url: str) -> str | None:
-        """Why an online run is out of the question, or None."""
+        """Return why an online run is impossible, or None."""
         if not wandb.login(prompt=False, verify=False):
             return "no API key is configured (`wandb login` sets one)"
         if not Probe(base_url).answered():
@@ -186,6 +186,6 @@ class WandbSink:
 
 
 def _service_processes() -> list[int]:
-    """The library's processes among our children. Empty where the system has no /proc: then the exit waits for them."""
+    """Return the library's processes among our children; none where the system has no /proc: then the exit waits."""
     children = [pid for listing in Path("/proc/self/task").glob("*/children") for pid in listing.read_text().split()]
     return [int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == "wandb-core"]

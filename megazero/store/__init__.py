@@ -1,1 +1,1 @@
-"""Keep the keys and values by which ranks under SLURM meet: a server, its clients, and whom they trust."""
+"""Serve the keys and values by which ranks under SLURM meet: a server, its clients, and their authentication."""

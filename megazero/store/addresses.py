@@ -1,7 +1,7 @@
-"""Addresses that ranks may meet at: one host's own, never all addresses of a host, nor those of many hosts.
+"""Check the addresses that ranks may meet at: one host's own, never all addresses of a host, nor those of many hosts.
 
 A store that listens on 0.0.0.0 can be reached from every network of its host, and the system's libraries read an empty
-name, "0" and "::" as that. So whatever names a host is refused here when it is read, before any rank waits.
+name, "0" and "::" as that. So such a name is refused here when it is read, before any rank waits.
 """
 
 import errno
@@ -38,7 +38,7 @@ def port(name: str, text: str) -> int:
     """Return the port that a variable holds.
 
     Raises:
-        UserError: 111, it is none, or one that nobody can listen on.
+        UserError: 111, it is none, or one that no process can listen on.
     """
     found = number(name, text, "set MASTER_ADDR and MASTER_PORT")
     if not 1 <= found <= _HIGHEST_PORT:
@@ -49,9 +49,9 @@ def port(name: str, text: str) -> int:
 
 
 def host(name: str, text: str) -> str:
-    """Return the host that a variable names, as it stands there.
+    """Return the host that a variable names, unchanged.
 
-    A name that cannot be resolved now is let through: whoever listens or connects there tries again and says so.
+    A name that cannot be resolved now is let through: the code that listens or connects tries again and reports it.
 
     Raises:
         UserError: 111, it is no name, or means all addresses of a host, or those of many hosts.
@@ -74,7 +74,7 @@ def resolved(text: str) -> list[tuple[int, str]]:
 
 
 def _fault(text: str) -> str:
-    """Return why nobody can meet at a host; "" if they can, as far as one can tell."""
+    """Return why ranks cannot meet at a host; "" if they can, as far as is known."""
     if not text.strip():
         return "that would be all addresses of a host"
     if not re.fullmatch(r"[!-~]+", text):
@@ -101,7 +101,7 @@ def _fault_of_address(text: str) -> str:
 
 
 def _is_broadcast(address: str) -> bool:
-    """Return whether the kernel says so: it refuses a datagram socket that has not asked for broadcasts."""
+    """Return whether the kernel knows it as a broadcast address: then it refuses an ordinary datagram socket."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, _DISCARD))  # nothing is sent

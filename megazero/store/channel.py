@@ -1,4 +1,4 @@
-"""A connection between a rank and the job's store, of which each side has proven that it knows the job's key.
+"""Connect a rank to the job's store; each side proves that it knows the job's key.
 
 The handshake, of fixed lengths (HMAC-SHA256 throughout; both nonces are drawn for this connection):
 
@@ -7,7 +7,7 @@ The handshake, of fixed lengths (HMAC-SHA256 throughout; both nonces are drawn f
     store -> rank    1, HMAC(key, "store", both nonces); or 0 and the end
 
 Afterwards every message is a frame: length, HMAC, body. The HMAC's key is made of the job's key, the nonces and the
-direction, and counts the frames, so that nobody between the two can change, repeat or leave out one. Bodies are not
+direction, and counts the frames, so that no attacker between the two can change, repeat or drop one. Bodies are not
 encrypted: nothing secret is stored.
 """
 
@@ -27,11 +27,11 @@ MOST_FIELDS = 1 << 15
 
 
 class Refused(Exception):  # noqa: N818 - an answer
-    """The other side does not know the job's key, or says that this one does not."""
+    """An error for a peer that does not know the job's key, or says that this side does not."""
 
 
 class Malformed(ValueError):  # noqa: N818 - as ValueError
-    """The message is none that this side could have been sent."""
+    """An error for a message that no correct peer would send."""
 
 
 def proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
@@ -39,7 +39,7 @@ def proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
 
 
 class Seal:
-    """Makes and checks the frames of one direction of a connection."""
+    """The HMACs of the frames of one direction of a connection."""
 
     def __init__(self, key: bytes, direction: bytes, nonces: bytes):
         self._key, self._number = proof(key, direction, nonces), 0
@@ -50,7 +50,7 @@ class Seal:
         return HEAD.pack(len(body), self._of(body)) + body
 
     def check(self, mac: bytes, body: bytes) -> None:
-        """Refuse a body that is not the next one of the other side's. Raises Malformed."""
+        """Refuse a body that is not the other side's next one. Raises Malformed."""
         if not hmac.compare_digest(mac, self._of(body)):
             raise Malformed("a frame that the other side has not made")
 
@@ -74,7 +74,7 @@ def pack(fields: list[bytes]) -> bytes:
 
 
 def unpack(body: bytes) -> list[bytes]:
-    """Return the fields of a message. Raises Malformed: it is cut off, or has something behind them."""
+    """Return the fields of a message. Raises Malformed: it is cut off, or has bytes behind them."""
     try:
         (count,), at, fields = _COUNT.unpack_from(body), _COUNT.size, []
         for _ in range(count):
@@ -89,11 +89,11 @@ def unpack(body: bytes) -> list[bytes]:
 
 
 class Connection:
-    """A rank's connection to the store, in one thread.
+    """A rank's connection to the store, for one thread.
 
     Raises:
         Refused: one of the two does not know the key.
-        OSError: there is nobody, or it ended.
+        OSError: no server answers, or the connection ended.
     """
 
     def __init__(self, family: int, address: tuple[str, int], key: bytes, seconds: float):

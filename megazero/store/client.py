@@ -1,4 +1,4 @@
-"""The store of an srun step, as a rank uses it: what torch's process groups need, over connections that prove who asks.
+"""Use the store of an srun step from a rank: torch's Store interface over authenticated connections.
 
 torch calls it from C++, from any thread; each call takes a connection of its own, so that one that waits does not hold
 the others up. torch looks the methods up on the Python object: it must live as long as the groups do (`CommContext`
@@ -23,17 +23,17 @@ _SLACK = 2.0  # seconds that an answer may take beyond the time that it was aske
 
 
 class NoAnswer(dist.DistNetworkError):
-    """Rank 0 is there, and does not answer."""
+    """An error for a rank 0 that is connected, but does not answer."""
 
 
 class JobStore(Store):
-    """A rank's end of the store.
+    """A rank's client of the store.
 
     Args:
         host, port: where rank 0 listens.
         key: the job's.
-        timeout: for coming through, and for every operation that does not say otherwise.
-        server: rank 0's own, which lives with its end.
+        timeout: for connecting, and for every operation without one of its own.
+        server: on rank 0 the server, which is closed with the client.
 
     Raises:
         Refused: rank 0 has another token.
@@ -68,7 +68,7 @@ class JobStore(Store):
         return self._ask(b"multi_get", self._patience(None), *map(_bytes, keys), waits=self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are set. Nobody waits longer than the store's own timeout, torch's default or not."""
+        """Wait until all keys are set, never longer than the store's own timeout, whatever torch's default is."""
         waits = self._timeout if timeout is None else min(timeout, self._timeout)
         self._ask(b"wait", self._patience(waits), *map(_bytes, keys), waits=waits)
 
@@ -100,11 +100,11 @@ class JobStore(Store):
         return NUMBER.pack(int((waits or self._timeout).total_seconds() * 1000))
 
     def _ask(self, operation: bytes, *fields: bytes, waits: timedelta | None = None) -> list[bytes]:
-        """Return the answer's fields.
+        """Send an operation and return the answer's fields.
 
         Raises:
             DistStoreError: a key was not set in time.
-            NoAnswer: rank 0 is held up.
+            NoAnswer: rank 0 does not answer.
             DistNetworkError: it has ended.
         """
         seconds = (waits or self._timeout).total_seconds() + (_SLACK if waits is not None else 0.0)
@@ -130,7 +130,7 @@ class JobStore(Store):
         return answer[1:]
 
     def _connected(self) -> Connection:
-        """Return a new connection; try until time is up, for rank 0 may come later than this one."""
+        """Return a new connection; try until time is up, for rank 0 may start later than this rank."""
         deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
         while True:
             left = deadline - time.monotonic()

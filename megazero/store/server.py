@@ -1,8 +1,8 @@
-"""The server of a job's store: keys and values of one srun step, in a thread of rank 0.
+"""Serve the job's store: keys and values of one srun step, in a thread of rank 0.
 
-It stands in for torch's, which lets anybody read and write. It listens on one address; a connection proves that it
-knows the job's key before anything it says is looked at (`channel.py`); then each message is checked against the table
-of operations below. Whatever is not as it should be ends that connection alone, and is logged once for each address.
+It replaces torch's, which lets any process read and write. It listens on one address; a connection proves that it knows
+the job's key before its messages are parsed (`channel.py`); then each message is checked against the table of
+operations below. A violation ends that connection alone, and is logged once for each address.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ DONE, LATE = b"done", b"late"  # an answer's first field
 
 
 def check(fields: list[bytes]) -> bytes:
-    """Return the operation of a message. Raises Malformed: there is none, or it has other fields."""
+    """Return the operation of a message. Raises Malformed: it is unknown, or has other fields."""
     kinds = OPERATIONS.get(fields[0] if fields else b"")
     if kinds is None:
         raise Malformed("an operation that there is not")
@@ -72,10 +72,10 @@ def check(fields: list[bytes]) -> bytes:
 
 
 class StoreServer:
-    """Serves from the moment it is made until `close`, or the end of the process.
+    """A server that runs from its construction until `close`, or the end of the process.
 
     Args:
-        listener: a socket that listens; the server's from here on.
+        listener: a socket that listens; the server owns it from here on.
         key: the job's.
     """
 
@@ -202,7 +202,10 @@ class StoreServer:
         return await self._set(key, self._values.get(key, b"") + value)
 
     async def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> list[bytes]:
-        """As torch's: an absent key counts as empty, and gives back what was expected where that is not so."""
+        """Set a key if it holds `expected`, as torch does.
+
+        An absent key counts as empty, and returns `expected` where that is not empty.
+        """
         if self._values.get(key, b"") == expected:
             await self._set(key, desired)
         return [DONE, self._values.get(key, expected)]
@@ -221,7 +224,7 @@ class StoreServer:
                 self._logging = asyncio.create_task(self._log())
 
     async def _log(self) -> None:
-        """Wait for rank 0's log, which begins when the ranks have met, and write there what has not been written."""
+        """Write refused connections to rank 0's log once, when it exists: it begins when the ranks have met."""
         log = logging.getLogger("megazero")
         while not log.handlers:
             await asyncio.sleep(_LOOK)

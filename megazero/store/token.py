@@ -1,9 +1,9 @@
-"""The key that the ranks of one srun step share and no other user of the cluster knows.
+"""Derive the key that the ranks of one srun step share and no other user of the cluster knows.
 
 It is derived from a secret and from the step's name (job, step, restart count), so that a rank of an earlier attempt
 has another key. The secret is MEGAZERO_TOKEN, which the batch script makes anew for each job and SLURM hands to the
 tasks in their environment, where only their owner can read it. Without it the secret is a file in the user's home, made
-by whichever rank comes first. It never stands on a command line, which everybody on the host can read.
+by whichever rank comes first. It is never on a command line, which every user of the host can read.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ _DO = "export MEGAZERO_TOKEN=$(openssl rand -hex 32) in the batch script"
 
 @dataclass(frozen=True)
 class Secret:
-    """Says where a step's secret is.
+    """The location of a step's secret.
 
     Attributes:
-        token: from the environment; None: the file `token` in `folder` has it.
-        folder: the user's own.
+        token: the secret from the environment; None: the file `token` in `folder` has it.
+        folder: the user's configuration folder.
         step: job, step and restart count.
     """
 
@@ -50,7 +50,7 @@ class Secret:
 
 
 def _of_file(folder: Path) -> str:
-    """Return the secret in the user's file, which is made if there is none."""
+    """Return the secret in the user's file; make the file if it is missing."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -66,7 +66,7 @@ def _of_file(folder: Path) -> str:
 
 
 def _make(folder: Path) -> None:
-    """Make the file at once: no rank ever finds a part of it. Raises FileExistsError: there is one."""
+    """Make the file at once, so that no rank ever finds a part of it. Raises FileExistsError: it exists."""
     if os.path.lexists(folder / _FILE):
         raise FileExistsError
     draft = folder / f".{_FILE}.{secrets.token_hex(8)}"
@@ -82,7 +82,7 @@ def _make(folder: Path) -> None:
 
 
 def _check(path: Path, found: os.stat_result, kind: int, mode: int) -> None:
-    """Refuse what is not the user's alone."""
+    """Refuse a file or folder that other users can access."""
     if stat.S_IFMT(found.st_mode) != kind:
         what = f"expected a {'folder' if kind == stat.S_IFDIR else 'file'}, got something else"
     elif found.st_uid != os.geteuid():

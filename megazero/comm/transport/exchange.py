@@ -1,10 +1,10 @@
-"""Every rank of an axis has a message for every other: what all collectives on gloo are made of.
+"""Exchange messages between all ranks of an axis: the basis of all collectives on gloo.
 
 The data goes through shared memory where all ranks of the axis are on one host (`shared_memory.py`), else through
 gloo's sockets. A long message goes in pieces, so that the memory between sender and receiver has a constant size (the
 constant buffers of the ZeRO paper, section 6.2): a slot of the outbox, or two received pieces.
 
-What comes is handed to `consume`, piece by piece, where it lies: nobody keeps a received message.
+Received messages are passed to `consume`, piece by piece, without a copy: none is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _LINE = 64  # bytes; pieces are multiples of a cache line
 
 
 class CollectiveError(RuntimeError):
-    """An operation on `axis` did not end: a rank died, does not come, or called another one. The board knows more."""
+    """An error for an operation on `axis` that did not end: a rank died, does not come, or called another one."""
 
     def __init__(self, axis: str, reason: str):
         super().__init__(f"{axis} axis: {reason}")
@@ -31,7 +31,7 @@ class CollectiveError(RuntimeError):
 
 
 def others(axis: Axis) -> list[int]:
-    """The other ranks of an axis, each starting behind itself, so that not everybody sends to rank 0 first."""
+    """Return the other ranks of an axis, beginning behind this one, so that not all ranks send to rank 0 first."""
     return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 
@@ -39,13 +39,13 @@ class Exchange:
     """One round of messages; `start` sends, `wait` returns when all have come and been consumed.
 
     Args:
-        axis: whose ranks take part.
-        tag: the same on all ranks, and mostly another one for every round under way.
+        axis: the axis of the ranks that take part.
+        tag: the same on all ranks, and mostly different for every round under way.
         sends: flat tensors of equal length: one message for all, or one for each of `others`, in their order. Not to
             be changed before the end, but by `consume`.
         consume: called once for each piece: which elements of the messages, and these elements of the others', in the
             order of `others`. May be called in any wait of this thread, from `start` on.
-        into: flat tensors, one for each of `others`, where what comes through sockets belongs: nothing is staged, and
+        into: flat tensors, one for each of `others`, that sockets receive messages into: nothing is staged, and
             `consume` finds it there.
     """
 
@@ -73,7 +73,7 @@ class Exchange:
 
     @property
     def unread(self) -> int:
-        """How many messages lie in this rank's outbox until the others take them."""
+        """Return how many messages stay in this rank's outbox until the others take them."""
         return len(self._cuts) if self._mail is not None else 0
 
     def start(self) -> "Exchange":
@@ -87,7 +87,11 @@ class Exchange:
         return self
 
     def wait(self) -> None:
-        """Raises CollectiveError: a message did not come within the axis' timeout, or the connection broke."""
+        """Wait until all messages have come and been consumed.
+
+        Raises:
+            CollectiveError: a message did not come within the axis' timeout, or the connection broke.
+        """
         try:
             if self._mail is not None:
                 for round_ in self._rounds:
@@ -124,9 +128,9 @@ class Exchange:
         return received, [work for work in works if work is not None]
 
     def _receive_pieces(self) -> None:
-        """gloo pairs messages of one tag in the order in which they were sent.
+        """Receive and consume the pieces through gloo, which pairs messages of one tag in the order they were sent in.
 
-        Nothing is taken in from the mail meanwhile: where ranks share one axis through memory and another through
+        Nothing is taken in from shared memory meanwhile: where ranks share one axis through memory and another through
         sockets, no socket operation may be waited for between the start and the end of one in memory that has more
         pieces than there are slots, or four ranks could wait in a circle.
         """
@@ -142,7 +146,7 @@ class Exchange:
 
 
 class _Round:
-    """One piece that lies in the others' outboxes."""
+    """One piece of an exchange, in the outboxes of the other ranks."""
 
     def __init__(
         self,
@@ -159,13 +163,13 @@ class _Round:
         self._done = False
 
     def take_in(self) -> None:
-        """Consumes the others' messages, if all have come: somebody needs the room."""
+        """Consume the others' messages if all have come: another sender needs the room."""
         axis = self._axis
         if not self._done and all(self._mail.find(axis.ranks[k], axis.name, self._label) for k in others(axis)):
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the others' messages, consumes and acknowledges them."""
+        """Wait for the others' messages, consume and acknowledge them."""
         if self._done:
             return
         axis, shared_memory = self._axis, self._mail

@@ -1,4 +1,4 @@
-"""Tensors of a device on a backend that sends from the host's memory only: they go through a *bounce* buffer there.
+"""Stage device tensors through host memory, for a backend that sends from there only.
 
 Ranks that share a GPU cannot use NCCL, which refuses two ranks on one device; gloo takes tensors of the host. So an
 operation copies what it sends from the device into pinned memory, runs there exactly as it does between CPUs, to the
@@ -21,21 +21,22 @@ _ALL = slice(None)
 
 
 def staging_pool(device: torch.device, ledger: Ledger) -> Pool:
-    """The host's memory for tensors of `device`, pinned where that is a GPU. On a CPU it is declared apart: every copy
-    is made.
+    """Return a pool of host memory for tensors of `device`, pinned where that is a GPU.
+
+    On a CPU it counts as separate from the device's memory: every copy is made.
     """
     return Pool(torch.uint8, torch.device("cpu"), ledger, "host_bounce", pinned=device.type == "cuda")
 
 
 class HostStaging:
-    """Memory of the host that stands for a tensor of the device in one operation. It keeps no hold of that tensor.
+    """Host memory that stands for a tensor of the device in one operation. It holds no reference to that tensor.
 
     Args:
         like: a contiguous tensor of the device.
         pool: of bytes.
 
     Attributes:
-        host: the tensor's place on the host, flat, of its dtype; holds anything at first.
+        host: flat memory of the tensor's dtype and size on the host; uninitialised at first.
     """
 
     def __init__(self, like: Tensor, pool: Pool):
@@ -45,13 +46,13 @@ class HostStaging:
         self.host = self._buffer[: like.nbytes].view(like.dtype)
 
     def fetch(self, x: Tensor, place: slice = _ALL) -> None:
-        """x comes from the device to a place of as many elements on the host."""
+        """Copy x from the device to a slice of as many elements on the host."""
         self.host[place].copy_(x.detach().view(-1))
 
     def land(self, into: Tensor, place: slice = _ALL) -> None:
-        """What is at a place on the host goes into a tensor of the device of as many elements."""
+        """Copy a slice on the host to a tensor of the device of as many elements."""
         into.view(-1).copy_(self.host[place])
 
     def release(self) -> None:
-        """Another operation may have the memory."""
+        """Return the memory to the pool."""
         self._pool.give(self._buffer)

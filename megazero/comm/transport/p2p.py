@@ -1,12 +1,12 @@
-"""Messages from one rank to one other, as a pipeline needs them.
+"""Send messages from one rank to one other, as a pipeline needs them.
 
-A message is named by a channel (from which stage to which) and its number there: both sides know the name, so nobody
-sends shapes or asks what comes next. Sending never waits: what finds no room is kept, and handed over whenever this
+A message is named by a channel (from which stage to which) and its number there: both sides know the name, so neither
+sends shapes or asks for the next one. Sending never waits: a message that finds no room is kept, and sent whenever this
 rank waits for something. A receive is posted before the message is needed, into memory of its own.
 
 On one host messages go through shared memory (`shared_memory.py`), else through gloo's sockets; those of a device that
-gloo cannot send from are copied to the host first, and from there where they belong (`host_staging.py`). On NCCL each
-channel has a communicator of its own, because there messages have no names: what is sent first is received first.
+gloo cannot send from are copied to the host first, and on arrival to the device (`host_staging.py`). On NCCL each
+channel has a communicator of its own, because its messages have no names: the first sent is the first received.
 """
 
 import zlib
@@ -31,12 +31,12 @@ _NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the rest is the channe
 
 @dataclass(frozen=True)
 class Channel:
-    """A one-way road between two ranks of an axis.
+    """A one-way channel between two ranks of an axis.
 
     Attributes:
-        index: which of all channels it is; the same on both sides.
+        index: its position among all channels; the same on both sides.
         source, target: ranks on the axis.
-        name: of what goes there, for the ledger and the board: "activations", "gradients".
+        name: of its content, for the ledger and the board: "activations", "gradients".
     """
 
     index: int
@@ -46,13 +46,17 @@ class Channel:
 
 
 class Receipt:
-    """A message that is on its way. `wait` gives it; to be called once."""
+    """A message on its way; call `wait` once to get it."""
 
     def __init__(self, axis: Axis, source: int, text: str, finish: Callable[[], Tensor], came: Callable[[], bool]):
         self._axis, self._source, self._text, self._finish, self._came = axis, source, text, finish, came
 
     def wait(self) -> Tensor:
-        """Raises CollectiveError: it did not come within the axis' timeout, or the connection broke."""
+        """Wait for the message and return it.
+
+        Raises:
+            CollectiveError: it did not come within the axis' timeout, or the connection broke.
+        """
         with _broken_is_collective():
             if self._came():
                 return self._finish()
@@ -66,7 +70,7 @@ class Receipt:
 
 @contextmanager
 def _broken_is_collective() -> Iterator[None]:
-    """What backends raise when a peer is gone or does not answer, as everything between ranks raises it."""
+    """Turn the backends' errors for a peer that is gone or does not answer into CollectiveError."""
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
@@ -74,7 +78,7 @@ def _broken_is_collective() -> Iterator[None]:
 
 
 class Carrier(Protocol):
-    """How messages go. `unsent` is the global rank that does not take what is to be sent next, if one does not."""
+    """A way to send messages. `unsent` is the global rank that does not take the next message to be sent; else None."""
 
     @property
     def unsent(self) -> int | None: ...
@@ -82,7 +86,7 @@ class Carrier(Protocol):
     def send(self, channel: Channel, number: int, x: Tensor) -> None: ...
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        """(waits and gives the message, whether it has come)."""
+        """Return (a function that waits for the message and returns it, a function that says whether it has come)."""
         ...
 
     def finish(self) -> None: ...
@@ -102,7 +106,7 @@ class PointToPoint:
         self._sent: list[HostStaging] = []  # whose memory is the carrier's until it has sent all
 
     def send(self, channel: Channel, x: Tensor) -> None:
-        """The next message of a channel. x is contiguous, and nobody writes to it until `finish`.
+        """Send the next message of a channel. x is contiguous, and must not be written to until `finish`.
 
         Raises:
             CollectiveError: the connection broke.
@@ -119,10 +123,10 @@ class PointToPoint:
             self._carrier.send(channel, number, x)
 
     def post(self, channel: Channel, into: Tensor, what: str) -> Receipt:
-        """The next message of a channel will come into `into`.
+        """Post the receive of a channel's next message into `into`.
 
         Args:
-            what: as the board shows it to others while this rank waits.
+            what: the text that the status board shows while this rank waits.
 
         Raises:
             CollectiveError: the connection broke.
@@ -137,10 +141,10 @@ class PointToPoint:
         return Receipt(self._axis, channel.source, what, finish, came)
 
     def finish(self) -> None:
-        """Returns when nothing that was sent is kept any more.
+        """Wait until all messages have been sent.
 
         Raises:
-            CollectiveError: somebody does not take it within the axis' timeout, or the connection broke.
+            CollectiveError: a rank does not take one within the axis' timeout, or the connection broke.
         """
         with _broken_is_collective():
             rank, status_slot = self._carrier.unsent, self._axis.comm.status_slot
@@ -153,12 +157,12 @@ class PointToPoint:
             status_slot.end(P2P)
 
     def _number(self, channel: Channel, end: str) -> int:
-        """Counted by the wire, so that no two messages of a run ever have one name."""
+        """Return the next number of a channel's end, counted by the context, so that no two messages have one name."""
         return self._axis.comm.reserve(f"{self._axis.name} {channel.index} {end}", 1)
 
 
 def _landing(finish: Callable[[], Tensor], staging: HostStaging, into: Tensor) -> Callable[[], Tensor]:
-    """Waits for a message on the host, and brings it to the device."""
+    """Return a function that waits for a message on the host and copies it to the device."""
 
     def landed() -> Tensor:
         finish()
@@ -180,7 +184,7 @@ def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
 
 
 class _Parcels:
-    """Through shared memory, in pieces of a slot."""
+    """Messages through shared memory, in pieces of a slot."""
 
     def __init__(self, axis: Axis, shared_memory: SharedMemoryTransport, channels: list[Channel]):
         self._axis, self._mail = axis, shared_memory
@@ -198,7 +202,7 @@ class _Parcels:
         self.take_in()
 
     def take_in(self) -> None:
-        """Hands over what there is room for, and takes what has come."""
+        """Send what there is room for, and receive what has come."""
         while self._outgoing and self._mail.hand_over(*self._outgoing[0]):
             self._outgoing.popleft()
         for sender in self._sources:
@@ -224,13 +228,13 @@ class _Parcels:
             self._mail.wait_until(lambda target=target: self._passed(target), target)
 
     def _passed(self, target: int) -> bool:
-        """Nothing for this rank stands first any more."""
+        """Return whether the next message to be sent is no longer one for `target`."""
         self.take_in()
         return self.unsent != target
 
 
 def _pieces(channel: Channel, number: int, x: Tensor) -> list[tuple[int, Tensor]]:
-    """(key, piece) of each part of x that fits into a slot."""
+    """Return (key, piece) of each part of x that fits into a slot."""
     flat = x.view(-1)
     length = SLOT_BYTES // flat.element_size()
     cuts = range(0, max(len(flat), 1), length)
@@ -240,7 +244,7 @@ def _pieces(channel: Channel, number: int, x: Tensor) -> list[tuple[int, Tensor]
 
 
 class _Sockets:
-    """Through gloo, which sends in the background. It tells only who waits for it that it has sent."""
+    """Messages through gloo, which sends in the background and reports a send as done only when it is waited for."""
 
     def __init__(self, axis: Axis):
         self._axis = axis
@@ -273,7 +277,7 @@ class _Sockets:
 
 
 class _Nccl:
-    """A communicator for each channel: the two ends queue the same messages in the same order.
+    """Messages through NCCL, a communicator for each channel: the two ends queue the same messages in the same order.
 
     Every rank of the world makes them all, in one order: NCCL splits them off a communicator of everybody.
     """

@@ -1,24 +1,24 @@
-"""Messages between ranks of one host through shared memory.
+"""Send messages between ranks of one host through shared memory.
 
 Through a socket a message is copied four times and handled by four threads; 2 MiB cost two ranks 2.1 ms, of which 1.5
 are processor time taken from the matrix products beside them. Here the sender copies it once, into a slot of its
 *outbox*, a piece of memory that the other ranks of the host have mapped, and then writes a label for it: tag, number,
-place. Readers watch for the label they expect, read the message where it lies, and acknowledge it with one number; the
+place. Readers poll for the label they expect, read the message in the slot, and acknowledge it with one number; the
 sender uses a slot again when all its readers have.
 
-Labels have their places by axis and by the operation's number there, so a reader looks at one number, and carry the
-operation's tag: a rank that called something else writes another tag, and never finds a reader.
+Labels are indexed by axis and by the operation's number there, so a reader polls one number, and carry the operation's
+tag: a rank that called something else writes another tag, and never finds a reader.
 
-Whoever waits, for a letter or for a free slot, takes in what has come for its other rounds meanwhile, so that any
-number of operations may be under way: nobody waits for a reader that waits for him.
+A rank that waits, for a message or for a free slot, takes in what has come for its other rounds meanwhile, so that any
+number of operations may be under way: no two ranks wait for each other.
 
-Messages from one rank to one other (`p2p.py`) have slots of their own, so that neither kind ever waits for the
-other to be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for
-it, expected or not, so that nothing holds up what stands behind it.
+Messages from one rank to one other (`p2p.py`) have slots of their own, so that neither kind ever waits for the other to
+be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for it,
+expected or not, so that no message blocks those behind it.
 
-The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process.
-A rank opens what another told it of only if it is proven to be that: memory of the same user, of the inode that was
-told, of the right size, which nobody can change any more. (Memory cut off under a reader would end it with SIGBUS.)
+The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process. A
+rank opens the memory of another only if it is proven to be that: memory of the same user, of the inode that was
+announced, of the right size, which is sealed. (Memory cut off under a reader would end it with SIGBUS.)
 """
 
 import errno
@@ -53,12 +53,15 @@ _BETWEEN_ROLLS = 0.3  # seconds between looks at whether the others still live
 
 
 def supported() -> bool:
-    """Linux has descriptors one can open through /proc; x86 keeps a read before a later write, as readers need."""
+    """Return whether this system is Linux on x86.
+
+    Linux has descriptors one can open through /proc; x86 keeps a read before a later write, as readers need.
+    """
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class Outbox:
-    """An outbox in shared memory: slots for messages, labels of what lies in them, and what each reader has read.
+    """An outbox in shared memory: slots for messages, labels of their content, and what each reader has read.
 
     Args:
         memory: of `size(readers)` bytes, zero at first.
@@ -81,17 +84,17 @@ class Outbox:
         return (SLOTS + PARCELS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def view(self, slot: int, start: int, like: Tensor) -> Tensor:
-        """A message of the shape and dtype of `like`, `start` bytes into a slot."""
+        """Return the message of the shape and dtype of `like`, `start` bytes into a slot."""
         return self.slots[slot, start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True)
 class Label:
-    """What tells one round of messages on an axis from another.
+    """The name of one round of messages on an axis.
 
     Attributes:
         place: which round of the axis it is.
-        tag: 31 bits of what it is about.
+        tag: 31 bits that stand for the operation.
     """
 
     place: int
@@ -99,7 +102,7 @@ class Label:
 
     @property
     def key(self) -> int:
-        """Never 0, which is what an empty place holds, and never that of another round."""
+        """Return a number that is never 0, which an empty entry holds, and never that of another round."""
         return self.place << 31 | self.tag
 
 
@@ -113,16 +116,16 @@ class Message:
 
 
 class Round(Protocol):
-    """Letters that somebody expects."""
+    """A set of messages that are expected."""
 
     def take_in(self) -> None:
-        """Uses the letters, if all have come, and acknowledges them."""
+        """Use the messages if all have come, and acknowledge them."""
         ...
 
 
 @dataclass(frozen=True)
 class Handle:
-    """Says where an outbox can be found: a file descriptor of a process, and which file that is.
+    """The location of an outbox: a file descriptor of a process, and which file that is.
 
     Attributes:
         number: of the descriptor.
@@ -136,11 +139,11 @@ class Handle:
 
 
 class SharedMemoryTransport:
-    """This rank's outbox and those of the ranks that it can reach.
+    """The outboxes of this rank and of the ranks that it can reach.
 
     Args:
         rank, size: of the world.
-        timeout: how long to wait for a letter, or for readers to make room.
+        timeout: how long to wait for a message, or for readers to make room.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
@@ -162,7 +165,7 @@ class SharedMemoryTransport:
         self.reached: frozenset[int] = frozenset((rank,))
 
     def open(self, rank: int, handle: Handle) -> None:
-        """Maps another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
+        """Map another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
         path, size = f"/proc/{handle.pid}/fd/{handle.number}", Outbox.size(self._size)
         if os.stat(f"/proc/{handle.pid}").st_uid != os.geteuid():
             raise _not_proven(rank, "the process is another user's")
@@ -180,10 +183,10 @@ class SharedMemoryTransport:
         self._pids[rank] = handle.pid
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
-        """Puts contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
+        """Write contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
 
         Raises:
-            TimeoutError: nobody makes room.
+            TimeoutError: no reader makes room.
         """
         row = self._own.labels[AXES.index(axis), label.place % LABELS]
         slot = self._wait(lambda: self._free_slot(int(row[1])), [k for _, waiting in self._awaited for k in waiting])
@@ -195,12 +198,12 @@ class SharedMemoryTransport:
         row[0] = label.key  # last: whoever sees it sees the rest
 
     def find(self, sender: int, axis: str, label: Label) -> Message | None:
-        """What `sender` has posted under (axis, label), if it has."""
+        """Return the message that `sender` has posted under (axis, label); None: not yet."""
         row = self._boxes[sender].labels[AXES.index(axis), label.place % LABELS]
         return Message(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
 
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:
-        """The same, once it has.
+        """Wait for the message that `sender` posts under (axis, label).
 
         Raises:
             TimeoutError: it does not come, or the sender has died.
@@ -208,14 +211,14 @@ class SharedMemoryTransport:
         return self._wait(lambda: self.find(sender, axis, label), (sender,))
 
     def look(self, letter: Message, start: int, like: Tensor) -> Tensor:
-        """The message `start` bytes into a letter, where it lies: not to be written to, nor used once acknowledged."""
+        """Return a view of the message `start` bytes into a slot: not to be written to, nor used once acknowledged."""
         return self._boxes[letter.sender].view(letter.slot, start, like)
 
     def acknowledge(self, letter: Message) -> None:
         self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
 
     def hand_over(self, target: int, key: int, message: Tensor) -> bool:
-        """Puts a flat message where rank `target` finds it under `key`, if there is room.
+        """Write a flat message where rank `target` finds it under `key`; return False if there is no room.
 
         Args:
             key: never 0, and never that of another message of this rank.
@@ -230,7 +233,7 @@ class SharedMemoryTransport:
         return True
 
     def collect(self, sender: int) -> None:
-        """Copies what `sender` has handed over to this rank to where it belongs, and makes room."""
+        """Take the messages that `sender` has for this rank, whether expected or not, and make room."""
         box = self._boxes[sender]
         for i, (key, read, target, size) in enumerate(box.parcels.tolist()):
             if key == read or target != self.rank:
@@ -244,7 +247,7 @@ class SharedMemoryTransport:
             box.parcels[i, 1] = key
 
     def expect(self, sender: int, key: int, into: Tensor) -> None:
-        """What `sender` hands over under `key` belongs into a flat tensor."""
+        """Set the flat tensor that receives what `sender` hands over under `key`."""
         early = self.early.pop((sender, key), None)
         if early is None:
             self.expected[sender, key] = into
@@ -252,15 +255,15 @@ class SharedMemoryTransport:
             into.copy_(early.view(into.dtype))
 
     def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
-        """Returns once `ready`, which needs `sender` to have done something.
+        """Wait until `ready` is true, which needs `sender` to have done something.
 
         Raises:
-            TimeoutError: it has not, or has died.
+            TimeoutError: `sender` has not done it in time, or has died.
         """
         self._wait(lambda: ready() or None, (sender,))
 
     def _free_slot(self, before: int) -> int | None:
-        """The first slot that everybody has read: mostly one whose memory is still in the cache.
+        """Return the first slot that every reader has read: mostly one whose memory is still in the cache.
 
         None as long as message number `before` has not been read, whose label is to be written over.
         """
@@ -274,7 +277,7 @@ class SharedMemoryTransport:
         return free
 
     def _wait(self, ready: Callable[[], T | None], ranks: Sequence[int]) -> T:
-        """What `ready` gives once it gives something; TimeoutError when one of the ranks is gone or time is up."""
+        """Return the result of `ready` once it has one; TimeoutError when one of the ranks is gone or time is up."""
         for _ in range(_SPINS):
             if (found := ready()) is not None:
                 return found
@@ -304,7 +307,7 @@ def _name(rank: int) -> str:
 
 
 def _prove(rank: int, found: os.stat_result, handle: Handle, size: int) -> None:
-    """Refuse what is not the memory that a rank told of. Raises OSError."""
+    """Refuse memory that is not the memory that a rank announced. Raises OSError."""
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise _not_proven(rank, "it is another user's, or no file")
     if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
