@@ -85,7 +85,7 @@ def is_file_name(override: str) -> bool:
 
 
 def find(name_or_path: str, *folders: Path) -> Path:
-    """Return the file of a name or path. A bare name, with or without .yaml, is looked up in the folders, or configs/."""
+    """Return the file of a name or path; a bare name (.yaml is optional) is looked up in the folders, or configs/."""
     given = Path(name_or_path)
     candidates = [given]
     if given.parent == Path():

@@ -1,6 +1,6 @@
-"""Look at what a new run names before torch is imported: a wrong path is told within a second, and leaves nothing.
+"""Check what a new run names before torch is imported: a wrong path is reported within a second, and leaves nothing.
 
-Of runs whose ranks a launcher started all ranks look together, later: one that ended here would leave the others
+Where a launcher started the ranks, all of them check together, later: one that ended here would leave the others
 waiting. What a run that goes on finds wrong belongs into its log, so it is not looked at here.
 """
 
