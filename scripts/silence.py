@@ -88,7 +88,7 @@ class _Queue:
 
 
 def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> ShardedLayer:
-    """Run a command to its end.
+    """Run a command to its end; return its output and silences.
 
     Args:
         echo: pass its output on.

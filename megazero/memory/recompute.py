@@ -5,9 +5,9 @@ that. In backward the part runs once more on that input, now with a graph, and b
 part does depends on its input and its circumstances alone (dropout masks are functions of names), so it does the same
 again.
 
-The second run serves only its graph, and nothing reads its output: `Circumstances.recomputed` says so, and a block
-leaves its last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that
-the ZeRO paper counts (section 8: two forward, two again, two backward) one is gone.
+Of the second run only the graph is used, not the output: `Circumstances.recomputed` says so, and a block leaves its
+last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that the ZeRO
+paper counts (section 8: two forward, two again, two backward) one is gone.
 
 The two grains of `memory.recompute`: *full* wraps whole blocks; *selective* wraps the core of attention, everything
 between the projections (Korthikanti et al. 2022, arXiv 2205.05198, section 5), whose input is kept where it is.

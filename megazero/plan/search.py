@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         best: the layouts that fit, fastest first.

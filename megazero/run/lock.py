@@ -126,7 +126,7 @@ class RunLock:
         return owner is not None and owner["word"] == self.word
 
     def _create(self) -> bool:
-        """Create a whole lock or none: it is linked to its name once it is written."""
+        """Create a whole lock or none, linked to its name once it is written; return whether that succeeded."""
         temporary = self._write()
         try:
             os.link(temporary, self._path)
@@ -142,7 +142,7 @@ class RunLock:
         return temporary
 
     def _replace(self, owner: dict[str, Any]) -> bool:
-        """Take a dead owner's lock over, if no other newcomer has done so."""
+        """Take a dead owner's lock over, if no other newcomer has done so; return whether that succeeded."""
         try:
             with self._path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)

@@ -16,7 +16,7 @@ from megazero.schedules.simulate import peak_inputs
 
 @dataclass(frozen=True)
 class Layers:
-    """How a model lies on the pipeline axis.
+    """The cut of a model into stages on the pipeline axis.
 
     Attributes:
         schedule, ranks, chunks: as in the config.

@@ -26,7 +26,7 @@ from megazero.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens; temperature 0 takes the likeliest."""
+    """The settings to draw tokens; temperature 0 takes the likeliest."""
 
     tokens: int = 100
     temperature: float = 0.8

@@ -30,7 +30,7 @@ _RANKS = 2  # that measure, where neither a GPU nor the user says how many
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found on a machine.
+    """The findings about a machine.
 
     Attributes:
         parts: findings by part of the machine.
