@@ -5,10 +5,10 @@ document comes as a run of pieces of at most a quarter of a megabyte, cut after 
 one file of 100 GB costs no more memory than a thousand small ones. A newline is a token of its own in our vocabularies,
 hence cutting after one changes no token.
 
-Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. What is
-not is refused, or skipped, counted and listed where the user has asked for that (`Skipped`): a file that is not UTF-8
-as a whole, of a `.jsonl` the line. A file is looked through before its first piece is passed on, so that no half of it
-gets into a data set.
+Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. Other text
+is refused, or where the user has asked for that skipped, counted and listed (`Skipped`): the whole file, or of a
+`.jsonl` the line. A file is checked before its first piece is passed on, so that no part of a bad file gets into a data
+set.
 """
 
 import codecs

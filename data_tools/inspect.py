@@ -3,7 +3,7 @@
     python data_tools/inspect.py data/quickstart/train
     python data_tools/inspect.py data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
 
-Opening it checks the index; then every id is read and held against the vocabulary (--vocab, or the tokenizer's).
+Opening it checks the index; then every id is read and checked against the vocabulary (--vocab, or the tokenizer's).
 """
 
 import sys

@@ -6,8 +6,8 @@ Every document is encoded and ended with the tokenizer's end-of-document id. Ids
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
 whole or not at all.
 
-The text is looked through before the first token is made: encoding takes hours where checking takes minutes, and a file
-that is not UTF-8 at the end of a corpus would throw all of it away. Keeping what is finished would be the other way; it
+The text is checked before the first token is made: encoding takes hours where checking takes minutes, and a file that
+is not UTF-8 at the end of a corpus would throw all of it away. Keeping what is finished would be the other way; it
 would leave a data set that is not what was asked for.
 """
 

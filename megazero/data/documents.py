@@ -55,7 +55,7 @@ class TokenStream:
     """The chosen documents of a data set, in file order, as one sequence of `num_tokens` tokens.
 
     Args:
-        dataset: where they lie.
+        dataset: the data set that holds them.
         documents: int64 document numbers, strictly rising.
     """
 

@@ -1,10 +1,10 @@
 """Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
 
 Ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte costs
-nothing and ranks on one machine share the page cache. (It is not mapped: a mapped file that somebody truncates ends the
-process by SIGBUS, a read says so.) The index is small and redundant (lengths, pointers and file size all say the same),
-and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair or a flipped bit in the
-index is refused with the numbers, not met as garbage in step 40,000.
+nothing and ranks on one machine share the page cache. (It is not mapped: if a mapped file is truncated, SIGBUS ends the
+process, where a read returns an error.) The index is small and redundant (lengths, pointers and file size all say the
+same), and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair or a flipped bit
+in the index is refused with the numbers, not met as garbage in step 40,000.
 
     PREFIX.bin   token ids, little endian, no header
     PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
@@ -63,7 +63,7 @@ class IndexedDataset:
     """A validated, read-only data set.
 
     Attributes:
-        prefix, bin_path, idx_path: where it lies.
+        prefix, bin_path, idx_path: its paths.
         dtype: the integer type of the ids.
         num_documents, num_tokens: counts.
         document_offsets: int64 [num_documents + 1], in tokens; document d is tokens[offsets[d] : offsets[d + 1]].

@@ -5,7 +5,7 @@ for the sample ids of its rank (sampler), each id names a window, each window is
 pure function of the step, so there is nothing to save and nothing to restore; the only state is one background thread
 that reads step s + 1 while step s computes.
 
-Every id is held against the vocabulary when it is read: an id past the end of the embedding table is otherwise an
+Every id is checked against the vocabulary when it is read: an id past the end of the embedding table is otherwise an
 unreadable device assert, or silence. The message names the file, the document and the position.
 
 With `mask_eod` a window that holds several documents keeps them apart: each token knows its document (attention must

@@ -1,7 +1,7 @@
 """Turn text into ids and back, without losing a byte.
 
-A thin shell around a SentencePiece model. Such a model writes a space as U+2581 inside its pieces and falls back to 256
-byte pieces for characters it has no piece for; with identity normalisation, no dummy prefix and all white space kept,
+It wraps a SentencePiece model. Such a model writes a space as U+2581 inside its pieces and falls back to 256 byte
+pieces for characters it has no piece for; with identity normalisation, no dummy prefix and all white space kept,
 decode(encode(text)) == text for every text but one kind: text that itself contains U+2581 comes back with a space. That
 character is therefore spelt in its three UTF-8 bytes here, which SentencePiece decodes faithfully.
 

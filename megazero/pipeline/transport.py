@@ -44,7 +44,7 @@ class Transport:
     def open(self) -> None:
         """Open the channels; every rank of the world calls this at the same point, before anything is sent or posted.
 
-        The constructor does not do it: building a model asks nothing of other ranks.
+        The constructor does not do it: building a model does not communicate.
         """
         if self._channels and self._messages is None:
             self._messages = PointToPoint(self._pipeline, list(self._channels.values()))

@@ -35,8 +35,7 @@ class Liveness:
 def liveness(schedule: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Liveness:
     """Return the liveness of one rank, for any number of micro-batches.
 
-    What gpipe keeps grows with them: it is all of them. The others keep no more with many than with as many as fill
-    the pipeline twice.
+    gpipe keeps all of them. The others keep no more than with as many as fill the pipeline twice.
     """
     if schedule == "gpipe":
         moment = Moment(rank, False, ((rank, micro_batches),), ())

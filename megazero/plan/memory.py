@@ -1,7 +1,7 @@
 """The bytes that one rank holds, by the categories of the ledger.
 
     parameters, gradients, optimizer    model states (`states.py`)
-    pool          whole buffers of what rests sharded over the data axis: gathered parameters (stage 3) and gradients
+    pool          whole buffers of what is kept sharded over the data axis: gathered parameters (stage 3) and gradients
                   on their way to a shard (stages 2 and 3), one in use and one coming or going (`pool.py`)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
                   with Pa+cpu; where they have to be put together again two whole ones more

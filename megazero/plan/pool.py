@@ -1,4 +1,4 @@
-"""Buffers of the pools: whole parameters and whole gradients of what does not rest whole, and shards on their way.
+"""The buffers of the pools: whole parameters and gradients of sharded units, and shards in transfer.
 
 A buffer is kept for the next unit of its size, whatever that is (`comm/pool.py`). So the pool of parameters and the
 pool of gradients each hold, of every size, as many buffers as were ever in use at once. Which units are in use at once

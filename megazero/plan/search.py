@@ -85,7 +85,7 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
     """Search the fastest layouts of a job's model and global batch on some ranks.
 
     Args:
-        job: its sizes of axes, stage, micro-batch, schedule, recompute and offload are not looked at.
+        job: its sizes of axes, stage, micro-batch, schedule, recompute and offload are ignored.
         allowed: returns whether a layout can be run.
 
     Raises:

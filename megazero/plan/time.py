@@ -1,7 +1,7 @@
 """The seconds of a step, by part, in closed form.
 
-One micro-batch on the busiest pipeline rank takes what `compute.py` says, and what of its sums over the tensor axis
-nothing runs beside: those of forward, and of backward what is longer than the weight's product that it runs beside.
+One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, and of its sums over the tensor axis
+those that overlap with nothing: all of forward, and of backward what is longer than the weight's product beside it.
 With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
 belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
 same):

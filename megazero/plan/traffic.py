@@ -120,8 +120,8 @@ def fullest(layout: Layout) -> int:
 def split_by_node(layout: Layout, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
     """Return the `in_node` and `cross_node` bytes of each axis.
 
-    A ring through ranks that lie k to a node leaves it with every k-th of its links, so of what the ranks of a node
-    send together 1 / k crosses; the ranks of an axis lie `stride` apart, tensor fastest.
+    A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
+    The ranks of an axis are `stride` apart, tensor fastest.
 
     Args:
         devices: their number in a node.

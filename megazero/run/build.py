@@ -63,8 +63,8 @@ class Ready(NamedTuple):
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
     """Build everything that one rank of a training run needs, in the order in which it depends on each other.
 
-    Only the first rank of the world writes rows and profiles. It asks nothing of the other ranks, so each may
-    fail on its own; whoever calls it lets them agree.
+    Only the first rank of the world writes rows and profiles. It does not communicate, so each rank may fail on its
+    own; the caller makes the ranks agree.
 
     Raises:
         UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;

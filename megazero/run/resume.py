@@ -162,7 +162,7 @@ class Undone:
 
     Attributes:
         trains: there are steps to train.
-        row: of metrics, of the step to go on from, that a killed job has not come to write; None: it is there.
+        row: the metrics row of the step to go on from, which a killed job did not write; None: it is there.
         ledger, picture: the file is missing; the loss curve is older than the rows.
     """
 

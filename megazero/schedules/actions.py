@@ -58,7 +58,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Return the action that prints so.
+        """Return the action that prints as `text`.
 
         Raises:
             ValueError: no action prints so.
@@ -111,7 +111,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, *, name: str, micro_batches: int, rank_of: Sequence[int]) -> "Schedule":
-        """Return the schedule that prints so. Raises ValueError where a word is no action."""
+        """Return the schedule that prints as `text`. Raises ValueError where a word is no action."""
         ranks = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
         return cls(name, micro_batches, tuple(rank_of), ranks)
 

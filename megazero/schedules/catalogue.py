@@ -10,7 +10,7 @@ There are p ranks, m micro-batches, v stages (chunks) on each rank.
     zb-v          two stages on each rank, down the ranks and up again,  Qi et al. 2024, arXiv 2405.15362, 3
                   backward split in two
 
-Bubbles and memory of each are in `simulate.py`'s tests, held against the papers' formulas.
+Bubbles and memory of each are in `simulate.py`'s tests, compared with the papers' formulas.
 
 All take any number of micro-batches: interleaved and zb-v are made for the next number that they are regular for, and
 the micro-batches that do not exist are left out, which keeps every order intact.

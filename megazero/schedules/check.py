@@ -2,7 +2,7 @@
 
 Each stage does each micro-batch once, in order, on the rank that has it; its backward whole, or in two parts, or not at
 all. With transfers in the lists: what is sent has been computed, what is waited for has been posted, and every message
-has a sender and a receiver. That nobody waits in a circle is found by `simulate`.
+has a sender and a receiver. Deadlocks are found by `simulate`.
 """
 
 from collections import Counter

@@ -30,7 +30,7 @@ _MOST_NUMBERS = 600  # boxes; more could not be read
 
 
 def check_name(path: Path | None, verb: str) -> None:
-    """Refuse a name of a picture that says no format. Raises UserError 100."""
+    """Refuse a picture's name without a known format. Raises UserError 100."""
     if path is not None and path.suffix not in FORMATS:
         raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
 

@@ -3,7 +3,7 @@
 A link says which of their tensors one of our parameters is made of, and how. Ours: row weights are [in, out], column
 weights [out, in]; the rows of qkv are grouped by key-value head: for each group its query heads, its key, its value.
 Theirs: GPT-2's Conv1D weights are [in, out] and its qkv is all queries, all keys, all values; Llama's are [out, in] and
-apart. A tied head has no tensor of its own on either side.
+separate. A tied head has no tensor of its own on either side.
 
 Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_llama.py.
 """

@@ -1,7 +1,7 @@
 """`megazero plan`: will a job fit, how fast will it be, what will it cost; which layout is the fastest that fits.
 
-Arithmetic alone (`plan/`): no torch, no device. What a plan says of memory is held against ledgers of real runs, what
-it says of time against published ones (docs/planning.md).
+Arithmetic alone (`plan/`): no torch, no device. The memory of a plan is compared with ledgers of real runs, its time
+with published ones (docs/planning.md).
 """
 
 from collections.abc import Iterator
