@@ -1,4 +1,4 @@
-"""Check all that can be shown on one machine with a GPU.
+"""Check all that can be shown on one machine.
 
 That is: that kernels build, are right, how fast they are and train, and that training in several ranks on its one GPU,
 through streams and the host's memory, computes what one process does.
