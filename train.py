@@ -1,4 +1,4 @@
-"""Trains a config: python train.py --config gpt13b.yaml [section.key=value ...] [--nproc N]."""
+"""Train a config: python train.py --config gpt13b.yaml [section.key=value ...] [--nproc N]."""
 
 import sys
 

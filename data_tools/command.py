@@ -1,4 +1,4 @@
-"""What every command of this folder has in common: one line for a fault, a code for the shell.
+"""Turn faults into one line and an exit code, for every command of this folder.
 
 0    done
 1    a fault of the data or of the disk   (MZ-2xx)
@@ -23,35 +23,35 @@ from megazero.base.heartbeat import HEART
 
 
 class Parser(argparse.ArgumentParser):
-    """Options whose faults are one line with a code, like all others."""
+    """A parser whose faults are one line with a code, like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(190, message, "see --help", where=self.prog)
 
 
 def positive(text: str) -> int:
-    """An option that counts something."""
+    """Return the number of an option that counts something."""
     if not text.isdecimal() or not 0 < int(text[:12]) < 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 2^31 - 1, got {text[:20]}")
     return int(text)
 
 
 def prefix(text: str) -> Path:
-    """An option that names a data set; "data/" is data.bin and data.idx."""
+    """Return the path of an option that names a data set; "data/" is data.bin and data.idx."""
     if Path(text).name in ("", ".."):
         raise argparse.ArgumentTypeError(f"expected a prefix such as data/train, got {text!r}")
     return Path(text)
 
 
 def suffix(text: str) -> str:
-    """An option that names the end of file names."""
+    """Return the value of an option that names the end of file names."""
     if re.fullmatch(r"\.[^\s/]+", text) is None:
         raise argparse.ArgumentTypeError(f"expected a suffix such as .txt, with its dot, got {text[:20]!r}")
     return text
 
 
 def add_inputs(parser: Parser) -> None:
-    """The options about the text, with the same meaning in every command that reads it."""
+    """Add the options about the text, with the same meaning in every command that reads it."""
     ends = " ".join(TEXT_SUFFIXES)
     what = f".jsonl (a document per line), any other file (one document), or a folder (its {ends} files)"
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
@@ -63,7 +63,7 @@ def add_inputs(parser: Parser) -> None:
 
 
 def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Sequence[str] | None) -> int:
-    """Parses, runs, and turns faults into a line on stderr and an exit code."""
+    """Parse, run, and turn faults into a line on stderr and an exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files, and text of a data set, on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -91,6 +91,6 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
 
 
 def _silence_stdout() -> None:
-    """What is left in its buffer would fail once more, with a traceback, when Python flushes it at exit."""
+    """Discard what is left in stdout's buffer: its flush at exit would fail once more, with a traceback."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

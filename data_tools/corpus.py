@@ -1,14 +1,14 @@
-"""Reading text, whatever its size, in bounded memory.
+"""Read text, whatever its size, in bounded memory.
 
 A corpus is a list of files. `.jsonl` holds a document per line, under one key; any other file is one document. Every
 document comes as a run of pieces of at most a quarter of a megabyte, cut after a line end where there is one, so that
 one file of 100 GB costs no more memory than a thousand small ones. A newline is a token of its own in our vocabularies,
 hence cutting after one changes no token.
 
-Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. What is
-not is refused, or skipped, counted and listed where the user has asked for that (`Skipped`): a file that is not UTF-8
-as a whole, of a `.jsonl` the line. A file is looked through before its first piece is passed on, so that no half of it
-gets into a data set.
+Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. Other text
+is refused, or where the user has asked for that skipped, counted and listed (`Skipped`): the whole file, or of a
+`.jsonl` the line. A file is checked before its first piece is passed on, so that no part of a bad file gets into a data
+set.
 """
 
 import codecs
@@ -49,18 +49,18 @@ _LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
 
 @dataclass
 class Skipped:
-    """What was skipped of a corpus.
+    """The files and lines that were skipped of a corpus.
 
     Attributes:
-        count: of files and lines.
-        lines: why, of the first ones.
+        count: number of files and lines.
+        lines: the reasons, for the first ones.
     """
 
     count: int = 0
     lines: list[str] = field(default_factory=list)
 
     def add(self, error: UserError) -> None:
-        """Count one more, that was not as it should be."""
+        """Count one more file or line that is bad."""
         self.count += 1
         if len(self.lines) < _LISTED:
             self.lines.append(f"{error.where}: {error.what}")
@@ -83,7 +83,7 @@ class Skipped:
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
-    """The files of a corpus: named files in the order given, folders searched for `suffixes` and sorted.
+    """Return the files of a corpus: named files in the order given, folders searched for `suffixes` and sorted.
 
     Raises:
         UserError: 211 when a path does not exist or a folder cannot be read, 214 when there is no file at all.
@@ -112,7 +112,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
 
 def read_pieces(files: Sequence[Path], key: str, skipped: Skipped | None = None) -> Iterator[Piece]:
-    """All documents of the files, in order.
+    """Yield all documents of the files, in order.
 
     Args:
         skipped: takes what is bad; None: that is refused.
@@ -128,7 +128,7 @@ def read_pieces(files: Sequence[Path], key: str, skipped: Skipped | None = None)
 
 
 def check_files(files: Sequence[Path], key: str) -> None:
-    """Look through all files, so that one that is bad is refused before any work is done. Raises as `read_pieces`."""
+    """Check all files, so that a bad one is refused before any work is done. Raises as `read_pieces`."""
     total = sum(path.stat().st_size for path in files)
     with doing("checking the text, MB", total // 1_000_000) as progress:
         read = 0
@@ -188,7 +188,7 @@ def _text(path: Path, skipped: Skipped | None) -> Iterator[Piece]:
 
 
 def _character_end(data: bytes) -> int:
-    """Where the last complete character of UTF-8 ends; the end of the data when its tail is no UTF-8 anyway."""
+    """Return where the last complete character of UTF-8 ends; the end of the data when its tail is no UTF-8 anyway."""
     for back in range(1, min(4, len(data) - 1) + 1):
         if data[-back] >= 0xC0:  # the first byte of a character of 2 to 4 bytes, which may be cut
             return len(data) - back
@@ -205,7 +205,7 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError, path: Path, offset: int) -> UserError:
-    """Return what is said of bytes that begin at `offset` of a file."""
+    """Return the error of bytes that begin at `offset` of a file and are not UTF-8."""
     what = f"byte {offset + error.start:,} (0x{error.object[error.start]:02x}) is not UTF-8: {error.reason}"
     return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=path)
 
@@ -230,7 +230,7 @@ def _json_lines(path: Path, key: str, skipped: Skipped | None) -> Iterator[Piece
 
 
 def _json_text(line: bytes, path: Path, number: int, offset: int, key: str) -> str | None:
-    """The document of a line; None for a blank line."""
+    """Return the document of a line; None for a blank line."""
 
     def refuse(what: str) -> UserError:
         return UserError(213, what, "mend the line, choose another --key, or give --skip-bad", where=f"{path}:{number}")
@@ -261,7 +261,7 @@ def _json_text(line: bytes, path: Path, number: int, offset: int, key: str) -> s
 
 
 def _cut(text: str, line_bytes: int) -> Iterator[Piece]:
-    """A document that is in memory as a whole, in pieces; the last one carries the bytes of the line."""
+    """Yield a document that is in memory as a whole, in pieces; the last one carries the bytes of the line."""
     size = PIECE_BYTES // 4  # characters, of at most 4 bytes
     start = 0
     while len(text) - start > size:

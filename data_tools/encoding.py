@@ -1,4 +1,4 @@
-"""Text to ids in worker processes, results in the order of the text.
+"""Encode text into ids in worker processes, results in the order of the text.
 
 SentencePiece encodes some 3 MB/s per core, so this is where the time of preprocessing goes. Pieces of text are handed
 out in batches of about a quarter of a megabyte; at most a few batches per worker are on their way at any time, so
@@ -78,7 +78,7 @@ def encode_pieces(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces with some PIECE_BYTES of text, so that short documents do not cost a message each."""
+    """Yield runs of pieces with some PIECE_BYTES of text, so that short documents do not cost a message each."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -91,7 +91,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Start worker processes while Ctrl-C is blocked: they inherit that, and it reaches us afterwards.
+    """Yield worker processes, started while Ctrl-C is blocked: they inherit that, and it reaches us afterwards.
 
     Without it an interrupt during their first half second prints one traceback per worker.
     """
@@ -109,7 +109,7 @@ def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[t
 
 
 def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
-    """Encode what comes until nobody is there to send more."""
+    """Encode what comes until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     encode = Tokenizer(path).encode
     try:

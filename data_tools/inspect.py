@@ -1,9 +1,9 @@
-"""Says what a token data set holds, after checking all of it.
+"""Say what a token data set holds, after checking all of it.
 
     python data_tools/inspect.py data/quickstart/train
     python data_tools/inspect.py data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
 
-Opening it checks the index; then every id is read and held against the vocabulary (--vocab, or the tokenizer's).
+Opening it checks the index; then every id is read and checked against the vocabulary (--vocab, or the tokenizer's).
 """
 
 import sys
@@ -67,7 +67,7 @@ def _readable(value: object) -> str:
 
 
 def _scan(dataset: IndexedDataset, vocab: int | None) -> tuple[int | None, int | None]:
-    """Smallest and largest id of the whole file. Raises UserError 205 for the first one outside [0, vocab)."""
+    """Return the smallest and largest id of the whole file. Raises UserError 205: one outside [0, vocab)."""
     low = high = None
     for start in range(0, dataset.num_tokens, BLOCK):
         block = dataset.read(start, min(start + BLOCK, dataset.num_tokens))
@@ -92,7 +92,7 @@ def _text(dataset: IndexedDataset, document: int, tokenizer: Tokenizer) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code (command.py)."""
+    """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="inspect.py", description="Check a token data set and say what it holds.")
     parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="of PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="gives the vocabulary, and decodes")

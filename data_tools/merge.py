@@ -1,4 +1,4 @@
-"""Joins token data sets into one.
+"""Join token data sets into one.
 
     python data_tools/merge.py data/books data/web --output data/all
 
@@ -51,7 +51,7 @@ def _copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code (command.py)."""
+    """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="merge.py", description="Join token data sets into one.")
     parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Turns text into a token data set, PREFIX.bin and PREFIX.idx.
+"""Turn text into a token data set, PREFIX.bin and PREFIX.idx.
 
     python data_tools/preprocess.py --input books/ web.jsonl --tokenizer books.model --output data/books
 
@@ -6,8 +6,8 @@ Every document is encoded and ended with the tokenizer's end-of-document id. Ids
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
 whole or not at all.
 
-The text is looked through before the first token is made: encoding takes hours where checking takes minutes, and a file
-that is not UTF-8 at the end of a corpus would throw all of it away. Keeping what is finished would be the other way; it
+The text is checked before the first token is made: encoding takes hours where checking takes minutes, and a file that
+is not UTF-8 at the end of a corpus would throw all of it away. Keeping what is finished would be the other way; it
 would leave a data set that is not what was asked for.
 """
 
@@ -45,7 +45,7 @@ from megazero.data.tokenizer import Tokenizer
 
 @dataclass
 class Summary:
-    """What went into a data set; bytes are those of the text."""
+    """The counts of what went into a data set; bytes are those of the text."""
 
     documents: int = 0
     empty: int = 0
@@ -75,7 +75,7 @@ def preprocess(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, the heartbeat anywhere else; yields what is told of the bytes that were done."""
+    """Show a bar on a terminal, the heartbeat anywhere else; yield what is called with the bytes that were done."""
     console, done = Console(stderr=True), 0
     if console.is_terminal:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -132,7 +132,7 @@ def _write(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code (command.py)."""
+    """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="preprocess.py", description="Turn text into a token data set.")
     add_inputs(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Trains a lossless SentencePiece BPE vocabulary.
+"""Train a lossless SentencePiece BPE vocabulary.
 
     python data_tools/train_tokenizer.py --input books/ --output books.model --vocab 8192
 
@@ -62,7 +62,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
 
 
 def _sample(files: list[Path], key: str, skipped: Skipped | None = None) -> list[str]:
-    """About SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
+    """Return about SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
     total = sum(path.stat().st_size for path in files)
     share = min(1.0, SAMPLE_BYTES / max(total, 1))
     sample, seen, kept, read = [], 0, 0, 0
@@ -87,7 +87,7 @@ def _train(sample: list[str], vocab: int) -> bytes:
 
 
 def _training_error(message: str, vocab: int) -> UserError:
-    """The library's complaint with its numbers, in our words."""
+    """Return the library's complaint with its numbers, in our words."""
     if found := re.search(r"too high.*<= (\d+)", message):
         what = f"the text yields {found[1]} pieces, fewer than the {vocab} of --vocab"
         return UserError(215, what, f"use more text or --vocab {found[1]} or less")
@@ -97,7 +97,7 @@ def _training_error(message: str, vocab: int) -> UserError:
 
 
 def _check(model: bytes, sample: list[str]) -> float:
-    """Bytes per token on a part of the sample, after its round trip came back equal."""
+    """Return bytes per token on a part of the sample, after checking that its round trip comes back equal."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokenizer.model")
         path.write_bytes(model)
@@ -114,7 +114,7 @@ def _check(model: bytes, sample: list[str]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code (command.py)."""
+    """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="train_tokenizer.py", description="Train a lossless SentencePiece BPE vocabulary.")
     add_inputs(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="MODEL", help="the model file to write")

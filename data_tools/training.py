@@ -1,4 +1,4 @@
-"""SentencePiece's trainer, in a process of its own.
+"""Run SentencePiece's trainer in a process of its own.
 
 The library trains for seconds to minutes in one call, and a signal's handler runs when that returns: Ctrl-C would wait
 for it. So it runs in a child, which is killed when this process stops waiting, and ends when this process does.
@@ -20,7 +20,7 @@ SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
 
 
 class TrainingError(Exception):
-    """The library's complaint, or how its process ended."""
+    """An error of the trainer: the library's complaint, or how its process ended."""
 
 
 def train_apart(sample: list[str], vocab: int) -> bytes:
@@ -49,7 +49,7 @@ def train_apart(sample: list[str], vocab: int) -> bytes:
 
 
 def _be(to: Connection, sample: list[str], vocab: int) -> None:
-    """The life of the child."""
+    """Train in the child process, and send the model or the complaint."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         to.send((_train(sample, vocab), ""))
@@ -65,7 +65,7 @@ def _end_with_parent() -> None:
 
 
 def _sentences(sample: list[str]) -> Iterator[str]:
-    """Lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
+    """Yield lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
     size = SENTENCE_BYTES // 4
     for text in sample:
         for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL

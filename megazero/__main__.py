@@ -332,7 +332,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_planning(verbs: Any) -> None:
-    """What tells something before anything is trained."""
+    """Add the verbs that tell something before anything is trained."""
     ranks = _at_least(1, int, _MOST_GPUS)
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what every rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run; decides the data axis")
@@ -362,7 +362,7 @@ def _add_planning(verbs: Any) -> None:
 
 
 def _add_run_folders(verbs: Any) -> None:
-    """What reads or makes the folder of a run."""
+    """Add the verbs that read or make the folder of a run."""
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     generate.add_argument("--prompt", required=True)
@@ -387,7 +387,7 @@ def _add_run_folders(verbs: Any) -> None:
 
 
 def _with_config(verbs: Any, run: Callable[[argparse.Namespace], int], name: str, what: str) -> argparse.ArgumentParser:
-    """A verb that takes a config and overrides."""
+    """Return the parser of a verb that takes a config and overrides."""
     parser = verbs.add_parser(name, help=what, epilog=OVERRIDES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a shipped config's name, or a path")
     overrides = "options that differ from the config's, see below"

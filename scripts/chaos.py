@@ -1,4 +1,4 @@
-"""Kills jobs in the middle of saving, over and over, and looks whether anything is ever lost.
+"""Kill jobs in the middle of saving, over and over, and check that nothing is ever lost.
 
     python scripts/chaos.py [--kills 1000] [--ranks 2] [--seed 0] [--json]
 
@@ -56,7 +56,7 @@ observe: {every: 1}
 
 
 class Chance:
-    """Private random numbers, the same for the same seed."""
+    """A source of private random numbers, the same for the same seed."""
 
     def __init__(self, seed: int):
         self._generator = torch.Generator().manual_seed(seed)
@@ -70,7 +70,7 @@ class Chance:
 
 @dataclass
 class Tally:
-    """What has been seen."""
+    """The counts and faults of a storm."""
 
     kills: int = 0
     whom: dict[str, int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
-    """Everything that the module says, in an empty folder."""
+    """Do everything that the module says, in an empty folder."""
     config = folder / "tiny.yaml"
     config.write_text(CONFIG)
     with IndexedDatasetWriter(folder / "data", np.uint16) as writer:
@@ -149,15 +149,15 @@ def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
 
 
 def _staging(store: Store) -> set[str]:
-    """Names of what is being written, or was when somebody was killed."""
+    """Return the names of what is being written, or was when a job was killed."""
     return {path.name for path in store.folder.glob(".step_*.tmp")} if store.folder.exists() else set()
 
 
 def _kill_while_saving(pid: int, store: Store, left: set[str], ranks: int, chance: Chance, tally: Tally) -> list[int]:
-    """Waits until some steps are saved and another is being written; returns the job's processes.
+    """Wait until some steps are saved and another is being written, then kill; return the job's processes.
 
     Args:
-        left: by jobs before.
+        left: names that jobs before have left.
     """
     passed, seen = chance.choice((0, 0, 1, 3)), set[str]()
     while not os.waitpid(pid, os.WNOHANG)[0]:
@@ -192,7 +192,7 @@ def _kill_while_saving(pid: int, store: Store, left: set[str], ranks: int, chanc
 
 
 def _look(store: Store, run: Path, most: int, before: list[int], family: list[int], tally: Tally) -> int:
-    """Notes whatever is not as it should be; how many trained steps are not saved."""
+    """Note whatever is not as it should be; return how many trained steps are not saved."""
     deadline = time.monotonic() + 2.0
     while (left := [pid for pid in family if _lives(pid)]) and time.monotonic() < deadline:
         time.sleep(0.005)

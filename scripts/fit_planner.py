@@ -1,9 +1,9 @@
-"""How fast the planner says that published runs are, and the shares of the data sheets that make it so.
+"""Fit the planner to published runs: how fast it says they are, and the shares of the data sheets that make it so.
 
     python scripts/fit_planner.py            every row: predicted, published, error; and errors on what was left out
     python scripts/fit_planner.py --fit      fits the shares anew first, and prints them
 
-The fit is one set of shares (`megazero/plan/machines.py`, Reached) for each kind of device: least squares of the
+The fit is one set of shares (`megazero/plan/machines.py`, Efficiency) for each kind of device: least squares of the
 logarithm of predicted over published, by coordinate descent within plausible bounds, every table weighing the same, so
 that 36 rows of one setup do not outvote 10 of ten. A row is never fitted alone. *Left out*: a table's rows, predicted
 with shares that were fitted to the other tables of the same device.
@@ -69,7 +69,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Of the published tables."""
+    """Return the rows of the published tables."""
     with PUBLISHED.open(encoding="utf-8") as file:
         return [_row(row) for row in csv.DictReader(line for line in file if not line.startswith("#"))]
 
@@ -103,7 +103,7 @@ def _row(row: dict[str, str]) -> Row:
 
 
 def fit(chosen: Sequence[Row], machine: Machine) -> Machine:
-    """The machine with the shares under which these rows come closest."""
+    """Return the machine with the shares under which these rows come closest."""
     tables = [[row for row in chosen if row.table == table] for table in dict.fromkeys(row.table for row in chosen)]
 
     def loss(reached: Efficiency) -> float:
@@ -131,17 +131,17 @@ def _log(row: Row, machine: Machine) -> float:
 
 
 def errors(chosen: Sequence[Row], machine: Machine) -> list[float]:
-    """Predicted over published, less 1."""
+    """Return predicted over published, less 1."""
     return [row.predicted(machine) / row.published - 1 for row in chosen]
 
 
 def of_machine(chosen: Sequence[Row], name: str) -> list[Row]:
-    """What the fit of a device sees."""
+    """Return the rows that the fit of a device sees."""
     return [row for row in chosen if row.machine == name and row.fitted]
 
 
 def left_out(chosen: Sequence[Row]) -> list[tuple[str, str, list[float]]]:
-    """(device, table, errors) where each table is predicted from the others of its device."""
+    """Return (device, table, errors) where each table is predicted from the others of its device."""
     found = []
     for name in FITTED:
         own = of_machine(chosen, name)
@@ -154,7 +154,7 @@ def left_out(chosen: Sequence[Row]) -> list[tuple[str, str, list[float]]]:
 
 
 def each_row(machines: dict[str, Machine]) -> list[str]:
-    """A line for each row."""
+    """Return a line for each row."""
     lines = ["| table | row | quantity | published | predicted | error |", "|---|---|---|---|---|---|"]
     for row in rows():
         found = row.predicted(machines[row.machine])
@@ -166,7 +166,7 @@ def each_row(machines: dict[str, Machine]) -> list[str]:
 
 
 def summary(machines: dict[str, Machine]) -> list[str]:
-    """A line for each table, and one for all of them."""
+    """Return a line for each table, and one for all of them."""
     lines = ["| table | rows | median | worst |", "|---|---|---|---|"]
     every = rows()
     tables = {
@@ -179,7 +179,7 @@ def summary(machines: dict[str, Machine]) -> list[str]:
 
 
 def shares(machines: dict[str, Machine]) -> list[str]:
-    """A line for each device."""
+    """Return a line for each device."""
     names = [field.name for field in fields(Efficiency)]
     lines = [f"| device | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     for machine in machines.values():
@@ -189,7 +189,7 @@ def shares(machines: dict[str, Machine]) -> list[str]:
 
 
 def skip_output() -> list[str]:
-    """A line for each table that is left out of a fit."""
+    """Return a line for each table that is left out of a fit."""
     lines = ["| left out | device | median | worst |", "|---|---|---|---|"]
     for device, table, found in left_out(rows()):
         sizes = [abs(error) for error in found]

@@ -1,4 +1,4 @@
-"""Installs what the project needs into the environment of the Python that runs this; `make setup` calls it.
+"""Install what the project needs into the environment of the Python that runs this; `make setup` calls it.
 
 Every package comes from the lock of this platform and Python, where it has one version and the hashes of the files that
 may be installed as it; pip refuses a file with another hash. Nothing is resolved, so nothing comes that no lock names,

@@ -1,4 +1,4 @@
-"""Writes the locks: every package that `make setup` installs, one version everywhere, with the hashes of its files.
+"""Write the locks: every package that `make setup` installs, one version everywhere, with the hashes of its files.
 
     python scripts/lock.py                      after a change of pyproject.toml: versions stay where they can
     python scripts/lock.py --upgrade            takes the newest of everything

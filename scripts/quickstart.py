@@ -1,4 +1,4 @@
-"""The whole way on one machine: text, tokenizer, token files, training, a sample (`make quickstart`).
+"""Run the whole way on one machine: text, tokenizer, token files, training, a sample (`make quickstart`).
 
 Trains configs/tiny.yaml into a fresh numbered folder runs/quickstart_N, on two local ranks with ZeRO stage 2 (on one
 where there is one GPU). Extra arguments are overrides for the training run, e.g.
@@ -44,7 +44,7 @@ def run(title: str, *command: object) -> int:
 
 
 def ranks() -> str:
-    """Two, unless they would share a GPU."""
+    """Return two ranks, as text, or one where two would share a GPU."""
     HEART.begin(sys.stdout, "quickstart")
     try:
         with doing("looking for GPUs"):
@@ -56,7 +56,7 @@ def ranks() -> str:
 
 
 def fresh_folder(runs: Path) -> Path:
-    """runs/quickstart_N with the smallest N that does not exist, as a path from the root."""
+    """Return runs/quickstart_N with the smallest N that does not exist, as a path from the root."""
     number = 1
     while (runs / f"quickstart_{number}").exists():
         number += 1

@@ -1,4 +1,4 @@
-"""The quickstart's data: a tokenizer and a token data set from text that every machine has.
+"""Make the quickstart's data: a tokenizer and a token data set from text that every machine has.
 
     python scripts/quickstart_data.py --output data/quickstart
 
@@ -69,7 +69,7 @@ def _tell(text: str) -> None:
 
 
 def _sources() -> Iterator[Path]:
-    """The standard library's modules, in a fixed order."""
+    """Yield the standard library's modules, in a fixed order."""
     root = sysconfig.get_path("stdlib")
     for parent, folders, names in os.walk(root):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
@@ -77,7 +77,7 @@ def _sources() -> Iterator[Path]:
 
 
 def _utf8(path: Path) -> str:
-    """The text of a source file; nothing where it is in another encoding or cannot be read."""
+    """Return the text of a source file; "" where it is in another encoding or cannot be read."""
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
@@ -106,14 +106,14 @@ def _is_dataset(prefix: Path) -> bool:
 
 
 def _command(main: Callable[[Sequence[str]], int], arguments: list[object]) -> None:
-    """Runs a data tool; it has printed what went wrong, if anything."""
+    """Run a data tool, which prints what went wrong, if anything."""
     code = main([str(argument) for argument in arguments])
     if code:
         sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the steps; returns the exit code (data_tools/command.py)."""
+    """Run the steps; return the exit code (data_tools/command.py)."""
     parser = Parser(prog="quickstart_data.py", description="Make the quickstart's tokenizer and token files.")
     parser.add_argument("--output", type=Path, default=Path("data/quickstart"), help="folder (default: %(default)s)")
     return run(quickstart_data, parser, argv)

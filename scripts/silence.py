@@ -1,4 +1,4 @@
-"""Runs a command and says how long it was silent: nothing of ours may be for more than two seconds.
+"""Run a command and say how long it was silent: nothing of ours may be for more than two seconds.
 
     python scripts/silence.py python -m megazero simulate --config gpt13b.yaml --gpus 64
     longest silence 1.1 s (1.3 s on the clock) after 'simulating step 1 of 2'; first output after 0.7 s; 12.4 s in all
@@ -30,10 +30,11 @@ _LAST_WORDS = 60  # characters of the output before a silence that are shown
 
 @dataclass(frozen=True)
 class Silence:
-    """
+    """One silence of a command.
+
     Attributes:
-        seconds: on the clock.
-        waited: that a thread of the command waited for a processor in the meantime.
+        seconds: its length on the clock.
+        waited: seconds that a thread of the command waited for a processor in the meantime.
         after: the last output before it.
     """
 
@@ -43,19 +44,19 @@ class Silence:
 
     @property
     def own(self) -> float:
-        """Seconds that are the command's."""
+        """Return the seconds that are the command's."""
         return max(0.0, self.seconds - self.waited)
 
 
 @dataclass
 class ShardedLayer:
-    """What was seen of a command.
+    """The output and silences of a command.
 
     Attributes:
         code: its exit code.
         first: the silence before the first output.
-        longest: of all.
-        seconds: of the whole.
+        longest: the longest of all.
+        seconds: those of the whole.
         output: its text.
     """
 
@@ -68,7 +69,7 @@ class ShardedLayer:
 
 @dataclass
 class _Queue:
-    """How long the threads of a family of processes have waited for a processor, since `begin`."""
+    """The seconds that the threads of a family of processes have waited for a processor, since `begin`."""
 
     root: int
     before: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class _Queue:
 
 
 def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> ShardedLayer:
-    """Run a command to its end.
+    """Run a command to its end; return its output and silences.
 
     Args:
         echo: pass its output on.

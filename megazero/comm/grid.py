@@ -109,8 +109,8 @@ class Grid(Mapping[str, Axis]):
 
         The order is that in which sums are taken, so it is part of what every number is.
         """
-        rows = sorted(AXES[::-1], key=lambda row: "gradients" not in row.partial)
-        names = [row.name for row in rows if what in row.partial]
+        rows = [row for row in reversed(AXES) if what in row.partial]
+        names = [row.name for row in sorted(rows, key=lambda row: "gradients" not in row.partial)]
         for joined, parts in JOINED.items():  # one sum instead of several
             if names[: len(parts)] == list(reversed(parts)):
                 names[: len(parts)] = [joined]

@@ -33,7 +33,7 @@ class Option:
 
 
 def explain(config: Config, selection: str | None) -> list[Option]:
-    """The options whose key is `selection` or lies below it; all for None.
+    """Return the options whose key is `selection` or lies below it; all for None.
 
     Raises:
         UserError: 104, no such option or section.
@@ -58,7 +58,7 @@ def as_json(options: list[Option]) -> list[dict[str, Any]]:
 
 
 def as_text(options: list[Option], columns: int | None = None) -> str:
-    """Options as lines, each followed by its relations; broken at so many columns, None: nowhere."""
+    """Return the options as lines, each followed by its relations; broken at so many columns, None: nowhere."""
     lines = []
     for option in options:
         shown = spelt(option.value)
@@ -73,7 +73,7 @@ def as_text(options: list[Option], columns: int | None = None) -> str:
 
 
 def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """(dotted key, field, default) of every option, in order."""
+    """Yield (dotted key, field, default) of every option, in order."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -91,7 +91,7 @@ def _relations(key: str) -> Iterator[str]:
 
 
 def _type(field: FieldInfo) -> str:
-    """The type as a user would say it: `integer >= 1`, `one | of | these`, `number or null`."""
+    """Return the type as a user would say it: `integer >= 1`, `one | of | these`, `number or null`."""
     bounds = [text for item in field.metadata for text in _bounds(item)]
     return " ".join([_name(field.annotation), *bounds])
 

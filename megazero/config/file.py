@@ -1,11 +1,11 @@
-"""From a YAML file and overrides to a checked `Config`, or to lines that say what is wrong and where.
+"""Read a YAML file and overrides into a checked `Config`, or into lines that say what is wrong and where.
 
     load("gpt13b", ["run.steps=50"])
     load("gpt13b", ["c4.yaml", "zero.stage=1"])
 
-A bare name is looked up in configs/, that of a file among the overrides in configs/over/ first; its sections go over
-what was given before. Every message gives the file and line, or says that it came from the command
-line. Does not import torch.
+A bare name is looked up in configs/, that of a file among the overrides in configs/over/ first; its sections replace
+what was given before, key by key. Every message gives the file and line, or says that it came from the command line.
+Does not import torch.
 """
 
 import difflib
@@ -44,14 +44,14 @@ class _Source:
     where: dict[str, str] = field(default_factory=dict)
 
     def locate(self, key: str) -> str:
-        """Where `key`, or the nearest section around it, was given."""
+        """Return where `key`, or the nearest section around it, was given."""
         while key and key not in self.where:
             key = key.rpartition(".")[0]
         return self.where.get(key, self.name)
 
 
 def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
-    """The resolved config of a file with overrides applied.
+    """Return the resolved config of a file with overrides applied.
 
     Raises:
         UserError: 101 file not found, 102 not YAML, 103 duplicate key, 104 unknown key, 105 wrong value,
@@ -80,12 +80,12 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
 
 
 def is_file_name(override: str) -> bool:
-    """Whether it names a file of overrides, and is not one itself."""
+    """Return whether an override names a file of overrides, and is not one itself."""
     return override.endswith(".yaml") and "=" not in override
 
 
 def find(name_or_path: str, *folders: Path) -> Path:
-    """The file a name or path means. A bare name, with or without .yaml, is looked up in the folders, or configs/."""
+    """Return the file of a name or path; a bare name (.yaml is optional) is looked up in the folders, or configs/."""
     given = Path(name_or_path)
     candidates = [given]
     if given.parent == Path():
@@ -121,17 +121,17 @@ def _is_file(path: Path) -> bool:
 
 
 def flatten(config: BaseModel) -> dict[str, Any]:
-    """ "section.key" -> value for every option, by the names users write."""
+    """Return the value of every option by its "section.key", the names users write."""
     return dict(_flatten(config.model_dump(by_alias=True), ""))
 
 
 def option_keys() -> list[str]:
-    """Every option's dotted key."""
+    """Return every option's dotted key."""
     return list(flatten(Config()))
 
 
 def refuse_unbuilt(config: Config) -> None:
-    """Refuses to start what a config may say but the code cannot do yet.
+    """Refuse to start what a config may say but the code cannot do yet.
 
     Raises:
         UserError: 109, one line per option.
@@ -150,7 +150,7 @@ def refuse_unbuilt(config: Config) -> None:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Writes the config as YAML that `load` reads back to the same config.
+    """Write the config as YAML that `load` reads back to the same config.
 
     Raises:
         UserError: 401, it cannot be written.
@@ -168,7 +168,7 @@ def dump(config: Config, path: Path) -> None:
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
-    """Sections are merged key by key, values replaced."""
+    """Merge sections key by key, and replace values."""
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
             _lay_over(below[key], value)
@@ -201,7 +201,7 @@ def _read(path: Path, source: _Source) -> None:
 
 
 def _plain(tree: CommentedMap, prefix: str, file: str, source: _Source) -> dict[str, Any]:
-    """The mapping as plain Python, noting the line of every key."""
+    """Return the mapping as plain Python, noting the line of every key."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
@@ -213,13 +213,13 @@ def _plain(tree: CommentedMap, prefix: str, file: str, source: _Source) -> dict[
 
 
 def _line(tree: CommentedMap, key: Any) -> str:
-    """The line of a key as `:7`; of its mapping where a merge (`<<`) brought the key; empty where neither is known."""
+    """Return the line of a key as `:7`, that of its mapping where a merge (`<<`) brought the key; else ""."""
     place = (tree.lc.data or {}).get(key, (tree.lc.line,))[0]
     return "" if place is None else f":{place + 1}"
 
 
 def _scalar(value: Any) -> Any:
-    """ruamel's round-trip scalars (which remember their spelling) as the plain types they stand for."""
+    """Return ruamel's round-trip scalars (which remember their spelling) as the plain types they stand for."""
     if isinstance(value, list):
         return tuple(_scalar(item) for item in value)
     if isinstance(value, dict):
@@ -285,7 +285,7 @@ def _sections(known: list[str]) -> list[str]:
 
 
 def _leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(keys from the top, value) of everything that is no mapping, and of empty mappings."""
+    """Yield (keys from the top, value) of everything that is no mapping, and of empty mappings."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*path, key))
@@ -294,7 +294,7 @@ def _leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tup
 
 
 def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
-    """pydantic's complaints, one line for each option; the rest (unknown keys, sections) has been reported already."""
+    """Return pydantic's complaints, one for each option; unknown keys and sections have been reported already."""
     known, lines = option_keys(), {}
     for item in error.errors():
         # the location of a complaint about one branch of a union goes on past the option's name
@@ -329,7 +329,7 @@ def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def spelt(value: Any) -> str:
-    """A value as YAML would spell it."""
+    """Return a value as YAML would spell it."""
     if value is None:
         return "null"
     text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Which options go together, as data.
+"""The rules of which options go together, as data.
 
 Three tables, used by the configuration's checks, by `explain`, and by the documents:
 
@@ -24,8 +24,8 @@ class Relation:
     Attributes:
         options: the options in it.
         equation: as printed.
-        holds: whether it does.
-        got: the equation with the values in it.
+        holds: returns whether the equation holds.
+        got: returns the equation with the values in it.
         do: what to change.
     """
 
@@ -38,7 +38,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """`option` in `values` needs `other` to be in `allowed`."""
+    """A rule: `option` in `values` needs `other` to be in `allowed`."""
 
     option: str
     values: tuple[Any, ...]
@@ -49,7 +49,7 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Limit:
-    """The only values that can be trained with today."""
+    """The only values of an option that can be trained with today."""
 
     option: str
     allowed: tuple[Any, ...]
@@ -169,7 +169,7 @@ VERBS: dict[str, bool] = {
 
 
 def broken_relations(values: Values) -> list[Relation]:
-    """The equations that do not hold. One whose divisor is zero cannot occur: sizes are at least 1."""
+    """Return the equations that do not hold; none divides by zero, because sizes are at least 1."""
     return [relation for relation in RELATIONS if not relation.holds(values)]
 
 
@@ -178,5 +178,5 @@ def broken_exclusions(values: Values) -> list[Exclusion]:
 
 
 def beyond_limits(values: Values) -> list[Limit]:
-    """Options that ask for what is not built yet."""
+    """Return the limits that a config goes beyond: options that ask for what is not built yet."""
     return [limit for limit in LIMITS if values[limit.option] not in limit.allowed]

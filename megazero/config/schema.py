@@ -1,4 +1,4 @@
-"""The configuration: one frozen model per section, strict keys, no surprises.
+"""The configuration: one frozen model per section, unknown keys refused.
 
     run      model    parallel   zero       memory     pipeline   precision
     optimizer  schedule  batch    data       checkpoint  observe
@@ -28,7 +28,7 @@ Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}
 
 
 class Section(BaseModel):
-    """Frozen, strict, and closed to unknown keys."""
+    """The base of all sections: frozen, strict, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -94,7 +94,7 @@ class Offload(Section):
 
 
 def _whole(value: object) -> object:
-    """Literals are compared with ==, and 3.0 == 3 and True == 1; strict means neither."""
+    """Refuse 3.0 and True where 3 and 1 are meant: literals are compared with ==, which does not tell them apart."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("int_type", "Input should be a valid integer")
     return value
@@ -217,7 +217,7 @@ class Observe(Section):
 
 
 class Config(Section):
-    """All sections. `name` is that of the file, not an option."""
+    """All sections of a config; `name` is that of the file, not an option."""
 
     run: Run = Field(default_factory=Run)
     model: Model = Field(default_factory=Model)
@@ -235,7 +235,7 @@ class Config(Section):
 
 
 def resolved(config: Config) -> Config:
-    """The config with every default that depends on other options filled in, as config.yaml of a run shows it."""
+    """Return the config with every default that depends on other options filled in, as a run's config.yaml shows it."""
     model, chunks = config.model, config.pipeline.chunks
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
@@ -253,5 +253,8 @@ def resolved(config: Config) -> Config:
 
 
 def default_ffn(hidden: int, activation: str) -> int:
-    """4 h (GPT), or for SwiGLU 8/3 h rounded up to a multiple of 256 (Llama): about as many parameters."""
+    """Return the default ffn: 4 h (GPT), or for SwiGLU 8/3 h rounded up to a multiple of 256 (Llama).
+
+    Both give about as many parameters.
+    """
     return 4 * hidden if activation == "gelu" else -(-(8 * hidden) // (3 * 256)) * 256

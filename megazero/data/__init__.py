@@ -1,4 +1,4 @@
-"""Tokens on their way to the model: files, documents, the order of samples, batches.
+"""Turn token files into batches: files, documents, the order of samples, batches.
 
 indexed_dataset   the .bin/.idx pair on disk (Megatron's format), read where it is needed, written atomically
 documents         which documents are training and which validation; documents joined to one token stream

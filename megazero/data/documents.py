@@ -1,4 +1,4 @@
-"""Which documents a run uses, and those documents as one stream of tokens.
+"""Choose the documents of a run, and join them to one stream of tokens.
 
 Training and validation are split by whole documents, so that no validation text was seen in training. Which side a
 document is on depends on nothing but its number and the fraction: not on the seed, the sequence length or the number of
@@ -22,7 +22,7 @@ _WORTH = 64  # tokens that are read for one that is wanted, before each run of t
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A 32-bit hash of 32-bit words held in uint64: two multiplications, three xor-shifts.
+    """Return a 32-bit hash of 32-bit words held in uint64: two multiplications, three xor-shifts.
 
     The constants are the low-bias "lowbias32" of C. Wellons (hash-prospector). It is a bijection of the 32-bit words.
     """
@@ -32,7 +32,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def split_documents(num_documents: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Document numbers of (training, validation), both int64 and rising.
+    """Return the document numbers of (training, validation), both int64 and rising.
 
     Document i is for validation when hash(i) / 2^32 < fraction.
 
@@ -55,7 +55,7 @@ class TokenStream:
     """The chosen documents of a data set, in file order, as one sequence of `num_tokens` tokens.
 
     Args:
-        dataset: where they lie.
+        dataset: the data set that holds them.
         documents: int64 document numbers, strictly rising.
     """
 
@@ -69,7 +69,7 @@ class TokenStream:
         self.num_tokens = int(self._starts[-1])
 
     def digest(self) -> str:
-        """Of where its documents lie in the file, and of some of their tokens: other text has another."""
+        """Return a digest of where its documents lie in the file, and of some tokens: other text has another."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
         tokens = self._tokens(self._in_file(some, np.searchsorted(self._starts, some, side="right") - 1))
         digest = xxhash.xxh3_64(self._first_tokens.tobytes())
@@ -78,7 +78,7 @@ class TokenStream:
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [start, stop) of the stream: (ids int64 [stop - start], ordinal of each one's document, int64).
+        """Return tokens [start, stop): (ids int64 [stop - start], ordinal of each one's document, int64).
 
         The ordinal counts the chosen documents from 0; a change of ordinal is a document boundary.
         """
@@ -88,13 +88,13 @@ class TokenStream:
         return self._tokens(self._in_file(positions, ordinals)).astype(np.int64), ordinals
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(document number in the file, position in the document) of a token of the stream, for messages."""
+        """Return (document number in the file, position in the document) of a token of the stream, for messages."""
         positions = np.array([position])
         ordinals = np.searchsorted(self._starts, positions, side="right") - 1
         return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
 
     def _tokens(self, in_file: np.ndarray) -> np.ndarray:
-        """Return the tokens at rising places of the file."""
+        """Return the tokens at rising positions of the file."""
         if not len(in_file):
             return np.empty(0, self.dataset.dtype)
         first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1

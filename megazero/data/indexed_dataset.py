@@ -1,10 +1,10 @@
 """Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
 
-The idea: ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte
-costs nothing and ranks on one machine share the page cache. (It is not mapped: a mapped file that somebody truncates
-ends the process by SIGBUS, a read says so.) The index is small and redundant (lengths, pointers and file
-size all say the same), and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair
-or a flipped bit in the index is refused with the numbers, not met as garbage in step 40,000.
+Ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte costs
+nothing and ranks on one machine share the page cache. (It is not mapped: if a mapped file is truncated, SIGBUS ends the
+process, where a read returns an error.) The index is small and redundant (lengths, pointers and file size all say the
+same), and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair or a flipped bit
+in the index is refused with the numbers, not met as garbage in step 40,000.
 
     PREFIX.bin   token ids, little endian, no header
     PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
@@ -54,7 +54,7 @@ MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
 
 
 def file_pair(prefix: str | Path) -> tuple[Path, Path]:
-    """The .bin and .idx paths of a prefix. The suffix is appended, so a prefix may contain dots ("web-v1.5")."""
+    """Return the .bin and .idx paths of a prefix, which may contain dots ("web-v1.5"): the suffix is appended."""
     path = Path(prefix)  # "data/" is "data"
     return Path(f"{path}.bin"), Path(f"{path}.idx")
 
@@ -63,7 +63,7 @@ class IndexedDataset:
     """A validated, read-only data set.
 
     Attributes:
-        prefix, bin_path, idx_path: where it lies.
+        prefix, bin_path, idx_path: its paths.
         dtype: the integer type of the ids.
         num_documents, num_tokens: counts.
         document_offsets: int64 [num_documents + 1], in tokens; document d is tokens[offsets[d] : offsets[d + 1]].
@@ -120,7 +120,7 @@ class IndexedDataset:
         return tokens
 
     def locate(self, token: int) -> tuple[int, int]:
-        """(document, position in it) of the token at this index of `tokens`."""
+        """Return (document, position in it) of the token at this index of the file."""
         document = int(np.searchsorted(self.document_offsets, token, side="right")) - 1
         return document, token - int(self.document_offsets[document])
 
@@ -142,7 +142,7 @@ def _how_to_make(prefix: Path) -> str:
 
 
 def _read_index(file: BinaryIO, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Header and arrays. Counts are held against the file's size before anything of their size is allocated."""
+    """Return header and arrays; counts are checked against the file's size before arrays of that size are allocated."""
     header = file.read(HEADER.size)
     rebuild = "rebuild it with data_tools/preprocess.py"
     if len(header) < HEADER.size:
@@ -169,7 +169,7 @@ def _read_index(file: BinaryIO, path: Path) -> tuple[np.dtype, np.ndarray, np.nd
 def _check_index(
     path: Path, itemsize: int, lengths: np.ndarray, pointers: np.ndarray, indices: np.ndarray
 ) -> np.ndarray:
-    """Token offset of every sequence, int64 [S + 1], after all statements of the index were found to agree."""
+    """Return the token offset of every sequence, int64 [S + 1], once the index is found to agree with itself."""
 
     def refuse(what: str) -> NoReturn:
         raise UserError(203, what, "copy it again or rebuild it with data_tools/preprocess.py", where=path)
@@ -200,7 +200,7 @@ def _check_index(
 
 
 class IndexedDatasetWriter:
-    """Writes a pair so that a reader sees the whole of it or nothing.
+    """A writer of a pair of files, of which a reader sees the whole or nothing.
 
     Both files are written under unique temporary names in the target folder, flushed to the disk, and renamed, .idx
     last: a reader accepts nothing without .idx. An old pair keeps working until then; its .idx is removed before its
@@ -236,7 +236,7 @@ class IndexedDatasetWriter:
         return self
 
     def append(self, tokens: np.ndarray) -> None:
-        """Adds ids [n], of any integer type, to the document that is being written."""
+        """Add ids [n], of any integer type, to the document that is being written."""
         ids = tokens.astype(self.dtype, copy=False)
         assert np.array_equal(ids, tokens), f"ids do not fit {self.dtype}"
         with self._write_errors():
@@ -248,7 +248,7 @@ class IndexedDatasetWriter:
             self._open_length -= MAX_SEQUENCE
 
     def end_document(self) -> None:
-        """Closes the document; it must hold a token."""
+        """Close the document; it must hold a token."""
         assert self._open_length, "a document needs at least one token"
         self._lengths.append(self._open_length)
         self._open_length = 0

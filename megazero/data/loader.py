@@ -1,11 +1,11 @@
-"""Batches: windows of the token stream as tensors.
+"""Read batches: windows of the token stream as tensors.
 
-The idea: window k of a stream is its tokens [k S, k S + S + 1); the first S are the input, the last S the targets. A
-step asks for the sample ids of its rank (sampler), each id names a window, each window is one read of the file.
-All of it is a pure function of the step, so there is nothing to save and nothing to restore; the only state is one
-background thread that reads step s + 1 while step s computes.
+Window k of a stream is its tokens [k S, k S + S + 1); the first S are the input, the last S the targets. A step asks
+for the sample ids of its rank (sampler), each id names a window, each window is one read of the file. All of it is a
+pure function of the step, so there is nothing to save and nothing to restore; the only state is one background thread
+that reads step s + 1 while step s computes.
 
-Every id is held against the vocabulary when it is read: an id past the end of the embedding table is otherwise an
+Every id is checked against the vocabulary when it is read: an id past the end of the embedding table is otherwise an
 unreadable device assert, or silence. The message names the file, the document and the position.
 
 With `mask_eod` a window that holds several documents keeps them apart: each token knows its document (attention must
@@ -31,7 +31,7 @@ from megazero.data.sampler import index_of, sample_id, window_of
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads.
+    """The input of one forward pass.
 
     Attributes:
         tokens_SB, targets_SB: int64; the target is the next token.
@@ -50,7 +50,7 @@ class MicroBatch:
 
 
 class WindowDataset:
-    """The windows of a stream.
+    """The windows of a stream of tokens.
 
     Args:
         stream: the documents.
@@ -74,7 +74,7 @@ class WindowDataset:
             raise UserError(207, what, "use more text or a smaller model.seq_len", where=stream.dataset.bin_path)
 
     def read(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int64 [S + 1], ordinal of each one's document in the stream int64 [S + 1]), checked."""
+        """Return (ids int64 [S + 1], ordinal of each one's document in the stream int64 [S + 1]), checked."""
         start = window * self.seq_len
         tokens, ordinals = self.stream.read(start, start + self.seq_len + 1)
         outside = (tokens < 0) | (tokens >= self.vocab)
@@ -87,7 +87,7 @@ class WindowDataset:
         return tokens, ordinals
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
-        """The windows [B] as one micro-batch that carries `sample_ids` [B]."""
+        """Return the windows [B] as one micro-batch that carries `sample_ids` [B]."""
         reads = [self.read(int(window)) for window in windows]
         tokens = np.stack([tokens for tokens, _ in reads], axis=1)  # [S + 1, B]
         ordinals = np.stack([ordinals for _, ordinals in reads], axis=1)
@@ -142,22 +142,22 @@ class BatchLoader:
         self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step, in order: a pure function of the step. Raises UserError 205 for bad ids."""
+        """Return the micro-batches of a step, in order, a function of the step alone. Raises UserError 205: bad ids."""
         ahead, self._ahead = self._ahead, None
         batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._build(step)
         self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
         return batches
 
     def samples(self, steps: int) -> int:
-        """How many samples that many steps consume: the id of the next one."""
+        """Return how many samples that many steps consume: the id of the next one."""
         return sample_id(steps, 0, self._global_batch)
 
     def epoch(self, steps: int) -> float:
-        """How often that many steps go through the data set."""
+        """Return how often that many steps go through the data set."""
         return self.samples(steps) / self._dataset.num_windows
 
     def close(self) -> None:
-        """Ends the background thread. What it read, or failed to read, for a step that never came is dropped."""
+        """End the background thread, and drop what it read, or failed to read, for a step that never came."""
         self._thread.shutdown(cancel_futures=True)
 
     def _build(self, step: int) -> list[MicroBatch]:
@@ -169,9 +169,9 @@ class BatchLoader:
 def validation_batches(
     dataset: WindowDataset, micro_batch: int, limit: int | None = None, *, data_rank: int = 0, num_data: int = 1
 ) -> Iterator[MicroBatch]:
-    """Windows 0, 1, 2 ... once each, in order, as micro-batches that go round the ranks; the last may have fewer rows.
+    """Yield every window once, in order, as micro-batches dealt to the ranks in turn; the last may have fewer rows.
 
-    Every rank gets as many: one without a last micro-batch gets one of which no target counts.
+    Every rank gets the same number: one without a last micro-batch gets one of which no target counts.
 
     Args:
         dataset: windows to read.
@@ -193,7 +193,7 @@ def validation_batches(
 def open_datasets(
     train: str | Path, valid: str | Path | float | None, seq_len: int, vocab: int, mask_eod: bool
 ) -> tuple[WindowDataset, WindowDataset | None]:
-    """The training windows and, if any, the validation windows of a run.
+    """Open the training windows and, if any, the validation windows of a run.
 
     Args:
         train: prefix of the training data set.

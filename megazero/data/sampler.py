@@ -1,4 +1,4 @@
-"""Which text is in which batch: three pure functions, no state.
+"""Three pure functions that say which text is in which batch.
 
 There is no cursor to save. Step s of a run with a global batch of G sequences consumes samples s x G to s x G + G - 1;
 a resumed run, or one on another grid, asks the same functions and gets the same text in the same order.
@@ -30,12 +30,12 @@ def sample_id(step: int, index: int, global_batch: int) -> int: ...
 @overload
 def sample_id(step: int, index: np.ndarray, global_batch: int) -> np.ndarray: ...
 def sample_id(step: int, index: int | np.ndarray, global_batch: int) -> int | np.ndarray:
-    """The number, over the whole run, of sequence `index` (one or many) of a step."""
+    """Return the number, over the whole run, of sequence `index` (one or many) of a step."""
     return step * global_batch + index
 
 
 def placement(index: int, num_data: int, num_micro: int, micro: int) -> tuple[int, int, int]:
-    """(data rank, micro-batch, row) that compute sequence `index` of a step; the row counts fastest, then the rank.
+    """Return (data rank, micro-batch, row) of sequence `index` of a step; the row counts fastest, then the rank.
 
     Args:
         index: 0 <= index < num_data x num_micro x micro, the global batch.
@@ -50,7 +50,7 @@ def placement(index: int, num_data: int, num_micro: int, micro: int) -> tuple[in
 
 
 def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: int) -> int:
-    """The inverse of `placement`."""
+    """Return the index that `placement` maps to these: its inverse."""
     return (micro_batch * num_data + data_rank) * micro + row
 
 
@@ -59,7 +59,7 @@ def window_of(sample: int, num_windows: int, seed: int) -> int: ...
 @overload
 def window_of(sample: np.ndarray, num_windows: int, seed: int) -> np.ndarray: ...
 def window_of(sample: int | np.ndarray, num_windows: int, seed: int) -> int | np.ndarray:
-    """The window of text that a sample (an id, or int64 ids of any shape) consists of, in [0, num_windows).
+    """Return the window of text of a sample (an id, or int64 ids of any shape), in [0, num_windows).
 
     Over the ids e x N ... e x N + N - 1 of an epoch e every window comes exactly once.
     """
@@ -75,7 +75,7 @@ def window_of(sample: int | np.ndarray, num_windows: int, seed: int) -> int | np
 
 
 def _round_keys(epochs: np.ndarray, seed: int) -> np.ndarray:
-    """32-bit keys, uint64 [rounds, *shape of epochs], from the low 64 bits of seed and epoch and the round."""
+    """Return 32-bit keys, uint64 [rounds, *shape of epochs], from the low 64 bits of seed and epoch and the round."""
     words = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
     key = mix(np.full_like(epochs, words[0]) ^ np.uint64(0x9E3779B9))
     key = mix(key ^ np.uint64(words[1]))
@@ -85,7 +85,7 @@ def _round_keys(epochs: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
-    """One bijection of [0, 2^(2 half)) per element of x."""
+    """Map each element of x by a bijection of [0, 2^(2 half)) of its own."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = x >> bits, x & mask
     for key in keys:

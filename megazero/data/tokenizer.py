@@ -1,7 +1,7 @@
-"""Text to ids and back, without losing a byte.
+"""Turn text into ids and back, without losing a byte.
 
-A thin shell around a SentencePiece model. Such a model writes a space as U+2581 inside its pieces and falls back to 256
-byte pieces for characters it has no piece for; with identity normalisation, no dummy prefix and all white space kept,
+It wraps a SentencePiece model. Such a model writes a space as U+2581 inside its pieces and falls back to 256 byte
+pieces for characters it has no piece for; with identity normalisation, no dummy prefix and all white space kept,
 decode(encode(text)) == text for every text but one kind: text that itself contains U+2581 comes back with a space. That
 character is therefore spelt in its three UTF-8 bytes here, which SentencePiece decodes faithfully.
 
@@ -66,7 +66,7 @@ class Tokenizer:
             raise UserError(210, what, make, where=path)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without end-of-document. Raises UserError 212 for half a surrogate pair: it is no text."""
+        """Return the ids of a text, without end-of-document. Raises UserError 212: half a surrogate pair, no text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -80,11 +80,11 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; control ids (end of document) are silent. Bytes that are not UTF-8 come as U+FFFD."""
+        """Return the text of ids, without control ids (end of document); bytes that are not UTF-8 come as U+FFFD."""
         return self._model.decode(ids)
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of text that each id stands for, int64 [vocab_size]; 0 for control ids.
+        """Return the UTF-8 bytes of text that each id stands for, int64 [vocab_size]; 0 for control ids.
 
         token_bytes()[encode(text)].sum() == len(text.encode()), so the mean loss of a text in bits per byte is
         sum(loss in nats) / ln 2 / sum(token_bytes of its targets).

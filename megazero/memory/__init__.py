@@ -1,1 +1,1 @@
-"""ZeRO-R: activations that are computed again, split over ranks, kept in one place, or moved to the host."""
+"""ZeRO-R: activations that are recomputed, split over ranks, kept in one buffer, or moved to the host."""

@@ -1,8 +1,8 @@
-"""One contiguous piece of memory for all the inputs that a pipeline stage keeps, made before the first step.
+"""One buffer, allocated before the first step, for all the inputs that a pipeline stage keeps.
 
-Inputs that are kept and activations that come and go take turns in an allocator, and leave it full of holes: the ZeRO
-paper saw models run out with a third of the memory free (section 6.3, memory defragmentation, MD). So what is kept is
-copied to a place that was there all the time. How many places are needed is known from the schedule.
+Kept inputs and short-lived activations alternate in an allocator, and fragment it: the ZeRO paper saw models run out
+with a third of the memory free (section 6.3, memory defragmentation, MD). So what is kept is copied to slots of that
+buffer. How many slots are needed is known from the schedule.
 """
 
 import torch
@@ -16,9 +16,9 @@ class Arena:
     """Slots of one size, in the memory of the device or of the host.
 
     Args:
-        slots: how many inputs are there at most.
+        slots: the most inputs that are kept at once.
         numel: elements of each.
-        ledger: told of the memory.
+        ledger: counts the memory.
         host: where to keep them; None: on the device.
     """
 
@@ -40,7 +40,7 @@ class Arena:
         self._free = list(self.memory)[::-1]
 
     def put(self, flat: Tensor) -> Tensor:
-        """Copies an input [numel] to a free slot, and returns that."""
+        """Copy an input [numel] to a free slot, and return the slot."""
         assert self._free, f"{len(self.memory)} slots are taken: the schedule keeps more than it said"
         slot = self._free.pop()
         if self._host is None:
@@ -50,7 +50,7 @@ class Arena:
         return slot
 
     def fetch(self, slot: Tensor, into: Tensor) -> None:
-        """Copies a slot to memory of the device, which the current stream may use afterwards; the slot is free then."""
+        """Copy a slot to memory of the device, which the current stream may use afterwards; then free the slot."""
         if self._host is None:
             into.copy_(slot)
         else:
@@ -58,12 +58,12 @@ class Arena:
         self.give(slot)
 
     def give(self, slot: Tensor) -> None:
-        """A slot is free."""
+        """Free a slot."""
         self._free.append(slot)
 
 
 class ArenaStore:
-    """Keeps inputs as they are."""
+    """A store that keeps inputs whole, in an arena."""
 
     def __init__(self, arena: Arena):
         self._arena = arena
@@ -77,7 +77,7 @@ class _Slot:
         self._arena, self._slot, self._shape = arena, slot, shape
 
     def restore(self) -> Tensor:
-        """The slot itself: nothing of the replay may change it, or be kept beyond it."""
+        """Return the slot itself; nothing of the recomputation may change it, or use it after `free`."""
         return self._slot.view(self._shape)
 
     def free(self) -> None:

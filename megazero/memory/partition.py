@@ -1,13 +1,13 @@
-"""Kept inputs are split over the tensor axis (Pa, the ZeRO paper's section 6.1), and on the host if asked (Pa+cpu).
+"""Split kept inputs over the tensor axis (Pa, the ZeRO paper's section 6.1), on the host if asked (Pa+cpu).
 
 The ranks of the tensor axis compute the same residual stream, and would all keep it. Instead each keeps one of `size`
-equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, beside the 2 n
-(t - 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is nothing to
-gather, and the host is all that is left to do.
+equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, beside the 2 n (t
+- 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is nothing to
+gather, and only the move to the host remains.
 
-Inputs are needed in the reverse order in which they were kept, so when one is asked for the one before it is begun: it
-comes from the host, and from the other ranks, while the block behind it is being computed. Two whole inputs are there
-at a time.
+Inputs are needed in the reverse order in which they were kept, so when one is asked for, the fetch of the one before it
+starts: it comes from the host, and from the other ranks, while the block behind it is being computed. Two whole inputs
+are there at a time.
 """
 
 import torch
@@ -21,7 +21,7 @@ from megazero.memory.activation_store import Arena
 
 
 class PartitionedStore:
-    """Keeps this rank's part of every input.
+    """A store that keeps this rank's part of every input.
 
     Args:
         arena: of parts.
@@ -40,8 +40,10 @@ class PartitionedStore:
 
 
 class _Part:
-    """One input. `before` is the one that was kept before it: by the block before it, or for another micro-batch, whose
-    backward has been if micro-batches go through backward in their order.
+    """The part of one input on this rank; `before` is the input that was kept before it.
+
+    That one is of the block before, or of another micro-batch, whose backward is done if micro-batches go through
+    backward in their order.
     """
 
     def __init__(self, store: PartitionedStore, slot: Tensor, shape: torch.Size, before: "_Part | None"):
@@ -49,7 +51,7 @@ class _Part:
         self._coming: tuple[Tensor, Pending] | None = None
 
     def start(self) -> None:
-        """It will be needed soon."""
+        """Start to fetch and gather the input, which will be needed soon."""
         store = self._store
         if self._slot is None:
             return

@@ -1,13 +1,13 @@
-"""Activations that are not kept but computed again when backward needs them (Chen et al. 2016, arXiv 1604.06174).
+"""Recompute activations when backward needs them, instead of keeping them (Chen et al. 2016, arXiv 1604.06174).
 
-A recomputed part of the model runs forward without a graph, and only its input is kept, however a `ActivationStore`
-does that. In backward the part runs once more on that input, now with a graph, and backward goes through it at once.
-What a part does depends on its input and its circumstances alone (dropout masks are functions of names), so it does the
-same again.
+A recomputed part of the model runs forward without a graph, and only its input is kept, as an `ActivationStore` does
+that. In backward the part runs once more on that input, now with a graph, and backward goes through it at once. What a
+part does depends on its input and its circumstances alone (dropout masks are functions of names), so it does the same
+again.
 
-The second time nobody looks at what the part returns, only at its graph: `replayed` circumstances say so, and a block
-leaves its last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that
-the ZeRO paper counts (section 8: two forward, two again, two backward) one is gone.
+Of the second run only the graph is used, not the output: `Circumstances.recomputed` says so, and a block leaves its
+last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that the ZeRO
+paper counts (section 8: two forward, two again, two backward) one is gone.
 
 The two grains of `memory.recompute`: *full* wraps whole blocks; *selective* wraps the core of attention, everything
 between the projections (Korthikanti et al. 2022, arXiv 2205.05198, section 5), whose input is kept where it is.
@@ -22,33 +22,33 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class Circumstances(Protocol):
-    """What a part is told beside its input."""
+    """The circumstances that a recomputed part gets beside its input."""
 
     def recomputed(self) -> Self:
-        """The same for a part whose output nobody will look at."""
+        """Return the same for a recomputation, whose output nothing reads."""
         ...
 
 
 class Kept(Protocol):
-    """A part's input, between forward and backward."""
+    """A part's input, kept between forward and backward."""
 
     def restore(self) -> Tensor:
-        """The input, good until `free`."""
+        """Return the input, good until `free`."""
         ...
 
     def free(self) -> None:
-        """It is not needed any more."""
+        """Free the input, which is not needed any more."""
         ...
 
 
 class ActivationStore(Protocol):
-    """How inputs are kept."""
+    """A way to keep inputs."""
 
     def keep(self, x: Tensor) -> Kept: ...
 
 
 class PlainStore:
-    """Keeps a tensor by not letting go of it."""
+    """A store that keeps a reference to the tensor."""
 
     def __init__(self, x: Tensor):
         self._x = x
@@ -72,7 +72,7 @@ class Recomputed:
 
     Args:
         part: returns a new tensor; called with an input that has a gradient, and its circumstances.
-        shelf: where its input is kept.
+        store: keeps its input.
     """
 
     def __init__(self, part: Layer, store: ActivationStore | type[PlainStore]):

@@ -1,1 +1,1 @@
-"""A model in stages on the ranks of the pipeline axis: cut, run by a schedule's actions, joined by messages."""
+"""Run a model in stages on the ranks of the pipeline axis, by a schedule's actions, with messages between stages."""

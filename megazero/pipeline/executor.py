@@ -1,4 +1,4 @@
-"""Does what a schedule says: one function for each kind of action, and a table of them.
+"""Execute a schedule: one function for each kind of action, and a table of them.
 
 The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 ...) and in many on many.
 """
@@ -34,10 +34,10 @@ class Pipeline:
         stages: of this rank, by their index.
         num_stages: of all ranks.
         rank: on the pipeline axis.
-        schedule: number of micro-batches -> what all ranks do in a step.
+        schedule: number of micro-batches -> the actions of all ranks in a step.
         transport: between stages.
         shape: of a batch's residual stream on this rank.
-        tie: sums the shared weight's gradient over first and last stage.
+        reduce_tied: sums the shared weight's gradient over first and last stage.
     """
 
     def __init__(
@@ -87,26 +87,26 @@ class Pipeline:
         between: Callable[[], object] = lambda: None,
         look: Look | None = None,
     ) -> None:
-        """Forward and backward of every micro-batch; gradients are left where the engine updates from.
+        """Run forward and backward of every micro-batch; gradients are left where the engine updates from.
 
         Args:
             batches: the micro-batches, in order.
             feed: what the stages need to know of one; asked for when a forward begins.
-            now: told what is being done.
+            now: called with what is being done.
             between: called once, before the first backward.
-            look: shown what each stage makes for another: output of a forward, or gradient of its input.
+            look: called with what each stage makes for another: output of a forward, or gradient of its input.
         """
         self._feed, self._look = feed, look
         self._run(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, now, between)
 
     def num_passes(self, micro_batches: int) -> int:
-        """Return how many passes of a step this rank has, which are as many as `now` is told of."""
+        """Return the number of passes of this rank in a step, which is how often `now` is called."""
         schedule = self._lowered(self._training, micro_batches, lambda schedule: schedule)
         return sum(action.kind in _WORDS for action in schedule.ranks[self._rank])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
-        """Token losses of every batch where the last stage is, nothing elsewhere."""
+        """Return the token losses of every batch where the last stage is, nothing elsewhere."""
         self._feed, self._look = feed, None
         schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)
         self._run(schedule, batches, lambda phase: None, lambda: None)

@@ -17,7 +17,7 @@ Run = Callable[[Tensor | None, StageInputs], Tensor]
 
 
 class StageGradients(Protocol):
-    """Who looks after parameters and gradients of a stage (`zero/stage.py`)."""
+    """The manager of a stage's parameters and gradients (`zero/stage.py`)."""
 
     def forward(self, micro_batch: int) -> None: ...
 
@@ -31,9 +31,9 @@ class StageGradients(Protocol):
 
 
 class _Input(torch.autograd.Function):
-    """The identity at a stage's beginning, where the gradient that backward leaves is what the stage before waits for.
+    """The identity at a stage's beginning, which takes the gradient of the stage's input out of backward.
 
-    A leaf would be kept until then. `root` has no elements, and makes the graph begin here.
+    A leaf would be kept until backward. `root` has no elements, and makes the graph begin here.
     """
 
     @staticmethod
@@ -48,11 +48,12 @@ class _Input(torch.autograd.Function):
 
 
 class Stage:
-    """
+    """One stage of the model on its rank.
+
     Args:
-        index: of the stage.
+        index: number of the stage.
         run: its parts of the model: (output of the stage before, feed) -> output; the first gets None.
-        passes: of its units.
+        passes: gather parameters and reduce gradients of its units.
         loss: (token losses, feed) -> what backward begins at; None for all but the last.
     """
 
@@ -65,7 +66,7 @@ class Stage:
         self._root = torch.empty(0, requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None, feed: StageInputs) -> Tensor:
-        """The output, without its graph."""
+        """Run forward, and return the output without its graph."""
         if not torch.is_grad_enabled():
             return self.run(x, feed)
         self.passes.forward(micro_batch)
@@ -79,11 +80,11 @@ class Stage:
         return y.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None, *, reduce: bool, last: bool) -> Tensor | None:
-        """The gradient of the stage's input, None in the first stage.
+        """Run backward, and return the gradient of the stage's input, None in the first stage.
 
         Args:
             gradient: of its output; None in the last stage.
-            reduce: it is followed by a reduction of the gradients.
+            reduce: this backward is followed by a reduction of the gradients.
             last: it is the step's last micro-batch.
         """
         arrived, begin = self._begin(micro_batch, gradient)
@@ -91,7 +92,7 @@ class Stage:
         return self._gradient(arrived)
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
-        """The same without the weights' gradients, which `backward_weight` computes later."""
+        """Run backward without the weights' gradients, which `backward_weight` computes later."""
         arrived, begin = self._begin(micro_batch, gradient)
         self.passes.backward_input(micro_batch, begin)
         return self._gradient(arrived)
@@ -103,7 +104,7 @@ class Stage:
         self.passes.finish_reduction()
 
     def clear(self) -> None:
-        """Nothing is under way."""
+        """Forget the micro-batches that are under way."""
         self._live.clear()
 
     def _begin(self, micro_batch: int, gradient: Tensor | None) -> tuple[list[Tensor] | None, Callable[[], None]]:

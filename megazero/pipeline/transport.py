@@ -1,4 +1,4 @@
-"""What goes from stage to stage: activations down, their gradients up.
+"""Move tensors between stages: activations to the next, their gradients to the one before.
 
 Every message has the shape of one micro-batch's residual stream, which both sides know. Two stages of one rank hand
 their tensors over as they are.
@@ -24,7 +24,7 @@ class Transport:
     """The tensors between this rank's stages and others.
 
     Args:
-        pipeline: the axis.
+        pipeline: the pipeline axis.
         rank_of: of each stage its rank.
         dtype, device: of every message.
     """
@@ -42,31 +42,31 @@ class Transport:
         self._coming: dict[tuple[Kind, int, int], Receipt] = {}
 
     def open(self) -> None:
-        """Before anything is sent or posted; every rank of the world does it at the same point.
+        """Open the channels; every rank of the world calls this at the same point, before anything is sent or posted.
 
-        Not when it is made: building a model asks nothing of other ranks.
+        The constructor does not do it: building a model does not communicate.
         """
         if self._channels and self._messages is None:
             self._messages = PointToPoint(self._pipeline, list(self._channels.values()))
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
-        """What a stage needs (its input for FORWARD, its output's gradient for BACKWARD) has been computed here."""
+        """Keep what was computed here for a stage: its input for FORWARD, its output's gradient for BACKWARD."""
         self._here[kind, stage, micro_batch] = x
 
     def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
-        """What a stage of this rank needs; waits for it. Raises CollectiveError: it does not come."""
+        """Return what a stage of this rank needs, waiting for it. Raises CollectiveError: it does not come."""
         key = kind, stage, micro_batch
         return self._coming.pop(key).wait() if key in self._coming else self._here.pop(key)
 
     def send(self, action: Action) -> None:
-        """What was put for another rank's stage goes there."""
+        """Send what was put for another rank's stage."""
         kind, towards = _SENDS[action.kind]
         stage = action.stage + towards
         assert self._messages is not None, "open comes first"
         self._messages.send(self._channels[kind, stage], self._here.pop((kind, stage, action.micro_batch)).contiguous())
 
     def post(self, action: Action, shape: Sequence[int]) -> None:
-        """What comes from another rank's stage has a place to come to."""
+        """Post the receive of what comes from another rank's stage."""
         kind, towards = _RECEIVES[action.kind]
         what = f"{_NAMES[kind]} of micro-batch {action.micro_batch} from stage {action.stage + towards}"
         into = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
@@ -75,7 +75,7 @@ class Transport:
         self._coming[kind, action.stage, action.micro_batch] = receipt
 
     def finish(self) -> None:
-        """At the end of a step. Nothing is left over."""
+        """Finish a step: no tensor may be left over."""
         assert not self._here and not self._coming, f"nobody took {[*self._here, *self._coming]}"
         if self._messages is not None:
             self._messages.finish()

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, in closed form, from what each of its operations saves.
+"""The bytes that a block keeps for its backward, in closed form, from what each of its operations saves.
 
 T tokens of a micro-batch (sequence x micro-batch), t tensor ranks, T' = T / t under sequence parallelism and T without,
 h the hidden size, kv the width of keys and of values, f that of the MLP, e bytes an element; in bytes:
@@ -28,11 +28,11 @@ class Micro:
     """A micro-batch on one rank.
 
     Attributes:
-        sequences: in it.
+        sequences: their number.
         tensor: ranks of the tensor axis.
-        sequence: the residual stream is split over them.
+        sequence: the residual stream is split over these ranks.
         item: bytes of an activation.
-        dropout: there is some.
+        dropout: the model has dropout.
         documents: attention has a mask of its own, so that it does not cross the ends of documents.
     """
 
@@ -45,7 +45,7 @@ class Micro:
 
 
 def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
-    """Bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
+    """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
     stream = tokens // t if micro.sequence else tokens
     if recompute == "full":
@@ -64,10 +64,10 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
 
 
 def logits(shape: ModelShape, micro: Micro) -> int:
-    """Bytes of the logits of one micro-batch, of this rank's part of the vocabulary."""
+    """Return the bytes of the logits of one micro-batch, of this rank's part of the vocabulary."""
     return shape.seq_len * micro.sequences * -(-shape.vocab // micro.tensor) * micro.item
 
 
 def _wide(item: int) -> int:
-    """Bytes of what is computed more exactly."""
+    """Return the bytes of an element of what is computed in a wider type."""
     return max(item, 4)

@@ -1,4 +1,4 @@
-"""How long a device computes on one micro-batch in one block, and in the two ends of the model.
+"""The seconds that a device computes on one micro-batch in one block, and in the two ends of the model.
 
 A matrix product [M, K] x [K, N] takes its arithmetic at the rate that large products reach, and its reads and writes at
 the memory's, one after the other, because the second is what small products lose:
@@ -6,8 +6,8 @@ the memory's, one after the other, because the second is what small products los
     2 M N K / (peak x matmul)  +  item (M K + K N + M N) / (bandwidth x memory)  +  launch
 
 so that efficiency falls smoothly with the smallest of the three. A weight's gradient is read and written again where it
-gathers over micro-batches. Operations that compute next to nothing take their bytes over the memory's bandwidth; for a
-token, h the hidden size, f that of the MLP, e bytes an element, everything behind /t on 1 / t of it:
+accumulates over micro-batches. Operations that compute next to nothing take their bytes over the memory's bandwidth;
+for a token, h the hidden size, f that of the MLP, e bytes an element, everything behind /t on 1 / t of it:
 
                      forward                        backward
     norms            2 x 2 h e                      2 x 3 h e
@@ -34,7 +34,7 @@ _LOGITS = 16  # and for each logit, from product to gradient: read for maximum a
 
 @dataclass(frozen=True)
 class Software:
-    """What systems do in different ways; ours by default.
+    """The ways in which systems differ; the defaults are ours.
 
     Attributes:
         stored_scores: attention keeps its scores in memory.
@@ -66,10 +66,10 @@ SYSTEMS = {
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, what is computed again.
+    """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, recomputation.
 
     Attributes:
-        columns: of the weights' gradients those of the two column products, beside which a sum can run.
+        columns: the gradients of the two column products' weights, beside which a sum can run.
     """
 
     forward: float
@@ -114,7 +114,7 @@ class Compute:
         self.stream = self.tokens // self.t if layout.sequence else self.tokens
 
     def moved(self, size: float) -> float:
-        """An operation that only moves so many bytes through the memory."""
+        """Return the seconds of an operation that only moves so many bytes through the memory."""
         return size / self._bandwidth + self.launch
 
     def block(self) -> PassTimes:
@@ -136,7 +136,7 @@ class Compute:
         return PassTimes(forward, sum(products) + core_backward + light_backward, sum(weights) + biases, again, columns)
 
     def head(self) -> PassTimes:
-        """Norm, projection and loss."""
+        """Return the times of norm, projection and loss."""
         h, rows = self.shape.hidden, self.shape.vocab / self.t
         product, stream = self._product(self.tokens, rows, h), self.stream * h * self.item
         loss = self.moved(self.tokens * rows * _LOGITS)
@@ -150,11 +150,11 @@ class Compute:
         return PassTimes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
 
     def update(self, elements: float) -> float:
-        """Adam on so many elements."""
+        """Return the seconds of Adam's update of so many elements."""
         return self.moved(elements * self.layout.bytes.moved_by_update)
 
     def flops(self) -> tuple[float, float]:
-        """Of a token: the model's, and those that the machine does, recompute included."""
+        """Return the FLOPs of a token: the model's, and those that the machine does, recompute included."""
         shape = self.shape
         model = shape.flops_per_token()
         core = 4 * shape.seq_len * shape.hidden
@@ -173,7 +173,7 @@ class Compute:
         return 2 * m * n * k / self._rate + self.moved(size)
 
     def _attention(self) -> tuple[float, float]:
-        """What lies between the projections, forward and backward."""
+        """Return the seconds of what lies between the projections, forward and backward."""
         shape, T, t = self.shape, self.tokens, self.t
         flops = 4 * T * shape.seq_len * shape.hidden / t
         if not self.software.stored_scores:
@@ -187,7 +187,7 @@ class Compute:
         return forward, 2 * flops / self._rate + self.moved(scores * _STORED_BACKWARD)
 
     def _light(self) -> tuple[float, float, float]:
-        """Norms, sums, activation: forward, backward, and the sums of biases' gradients."""
+        """Return the seconds of norms, sums and activation: forward, backward, and the sums of biases' gradients."""
         shape, T, stream = self.shape, self.tokens, self.stream
         h, f, kv, e, t = shape.hidden, shape.ffn, shape.kv_width, self.item, self.t
         masks = 2 * h * self.layout.dropout

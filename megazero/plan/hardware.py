@@ -26,12 +26,12 @@ class Device:
 
 
 def _peaks(half: float, fp32: float, fp64: float) -> dict[str, float]:
-    """Peaks in TFLOP/s to FLOP/s; bf16 runs at the rate of fp16 from Ampere on."""
+    """Convert peaks from TFLOP/s to FLOP/s; bf16 runs at the rate of fp16 from Ampere on."""
     return {"bf16": half * 1e12, "fp16": half * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12}
 
 
 def _volta(half: float, fp32: float, fp64: float) -> dict[str, float]:
-    """Volta has no bf16 matrix units: no peak, so no MFU, in bf16."""
+    """Return Volta's peaks: it has no bf16 matrix units, so no peak and no MFU in bf16."""
     return {"fp16": half * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12}
 
 
@@ -53,7 +53,7 @@ DEVICES: tuple[Device, ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak dense matmul FLOP/s of one device, or None where it is not known.
+    """Return the peak dense matmul FLOP/s of one device, or None where it is not known.
 
     Args:
         device_name: as torch.cuda.get_device_name() gives it, for example "NVIDIA A100-SXM4-80GB".

@@ -1,4 +1,4 @@
-"""What fixes the memory, the traffic and the time of a step: a model, how it is spread, what is kept."""
+"""A model, its parallel axes and what is kept: all that fixes the memory, the traffic and the time of a step."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ class Layout:
     """A training job, as the closed formulas see it.
 
     Attributes:
-        shape: of the model.
+        shape: the model's.
         bytes: of an element of parameters (and activations), gradients, masters.
         tensor, pipeline, data: ranks of the three axes.
         sequence: the residual stream is split over the tensor axis.
@@ -24,7 +24,7 @@ class Layout:
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
         offload_optimizer, offload_parameters: to the host.
         delayed: the host updates beside the next step, which takes no more memory.
-        dropout: there are masks.
+        dropout: the model has dropout, so there are masks.
         documents: attention does not cross the ends of documents.
     """
 
@@ -54,10 +54,10 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on each data rank."""
+        """Return the micro-batches of a step, on each data rank."""
         return self.global_batch // (self.micro_batch * self.data)
 
     @cached_property
     def layers(self) -> Layers:
-        """The cut of the model."""
+        """Return how the model is cut into stages."""
         return cut(self.schedule, self.pipeline, self.chunks, self.shape.layers, self.shape.head_in_blocks())

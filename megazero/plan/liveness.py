@@ -1,4 +1,4 @@
-"""What is alive on a pipeline rank while it works: micro-batches of each of its stages."""
+"""The micro-batches that are alive on a pipeline rank in a step, of each of its stages."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,11 +9,11 @@ from megazero.schedules.catalogue import make
 
 @dataclass(frozen=True)
 class Moment:
-    """A backward of one stage.
+    """The moment of one stage's backward.
 
     Attributes:
-        stage: whose.
-        apart: of the input only; weights come later.
+        stage: its number.
+        apart: the backward is of the input only; weights come later.
         kept: of each stage of the rank the micro-batches between forward and backward, this one included.
         noted: of each the micro-batches whose weights' backward is still to come.
     """
@@ -26,17 +26,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Of one rank: all different moments of a step, and of each stage the most that is kept."""
+    """All different moments of a step on one rank, and the most micro-batches kept of each stage."""
 
     moments: tuple[Moment, ...]
     most: dict[int, int]
 
 
 def liveness(schedule: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Liveness:
-    """Of one rank, for any number of micro-batches.
+    """Return the liveness of one rank, for any number of micro-batches.
 
-    What gpipe keeps grows with them: it is all of them. The others keep no more with many than with as many as fill
-    the pipeline twice.
+    gpipe keeps all of them. The others keep no more than with as many as fill the pipeline twice.
     """
     if schedule == "gpipe":
         moment = Moment(rank, False, ((rank, micro_batches),), ())

@@ -1,4 +1,4 @@
-"""Machines to plan for: what their data sheets say, and how much of it training reaches.
+"""Machines to plan for: what their data sheets say, and the share of it that training reaches.
 
 A rate that training sees is the sheet's figure times a share that was fitted to published runs
 (`scripts/fit_planner.py`, docs/planning.md): one set of shares for each kind of device, never for a model or a
@@ -12,7 +12,7 @@ from megazero.plan.hardware import peak_flops
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of a data sheet's figures training reaches.
+    """The share of a data sheet's figures that training reaches.
 
     Attributes:
         matmul: of the peak, by a matrix product too large for its reads and writes to count.
@@ -20,7 +20,7 @@ class Efficiency:
         memory: of the memory's bandwidth, by operations that compute next to nothing.
         in_node, cross_node: of the links' bandwidths, by rings.
         beside: of the time that a device computes, in which traffic along the data axis moves as if it did not.
-        fitted: where these come from.
+        fitted: the source of these shares.
     """
 
     matmul: float
@@ -37,7 +37,7 @@ class Machine:
     """A cluster of equal nodes, as the planner sees it. Bandwidths are of one direction, in bytes a second.
 
     Attributes:
-        name: of the device.
+        name: the device's.
         memory_bytes: of a device.
         peaks: dense matmul FLOP/s by dtype.
         memory_bandwidth: of a device.
@@ -49,7 +49,7 @@ class Machine:
         host_memory_bytes, host_memory_bandwidth: each device's part of the node's.
         price_per_hour: dollars for a device; None: not known.
         launch: seconds that a kernel takes if there is nothing to do.
-        reached: what training gets of all this.
+        reached: the shares of these that training gets.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Machine:
     reached: Efficiency
 
     def peak(self, item: int) -> float | None:
-        """FLOP/s where activations have so many bytes; of 16 bits the better of bf16 and fp16. None: not known."""
+        """Return FLOP/s at so many bytes an element; of 16 bits the better of bf16 and fp16. None: not known."""
         names = {2: ("bf16", "fp16"), 4: ("fp32",), 8: ("fp64",)}[item]
         return max((self.peaks[name] for name in names if name in self.peaks), default=None)
 

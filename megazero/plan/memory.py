@@ -1,7 +1,7 @@
-"""What one rank holds, by the categories of the ledger: what rests, what is pooled, what is kept, what comes and goes.
+"""The bytes that one rank holds, by the categories of the ledger.
 
     parameters, gradients, optimizer    model states (`states.py`)
-    pool          whole buffers of what rests sharded over the data axis: gathered parameters (stage 3) and gradients
+    pool          whole buffers of what is kept sharded over the data axis: gathered parameters (stage 3) and gradients
                   on their way to a shard (stages 2 and 3), one in use and one coming or going (`pool.py`)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
                   with Pa+cpu; where they have to be put together again two whole ones more
@@ -25,14 +25,14 @@ from megazero.plan.states import UnitSize, states, units
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of one rank of the pipeline axis: bytes by category, and what the most of the activations is."""
+    """The memory of one rank of the pipeline axis: bytes by category, and the cause of the peak of activations."""
 
     held: dict[str, int]
     cause: str
 
     @property
     def peak(self) -> int:
-        """Bytes of the device."""
+        """Return the bytes on the device."""
         return sum(size for category, size in self.held.items() if not category.startswith("host_"))
 
     @property
@@ -41,7 +41,7 @@ class RankMemory:
 
 
 def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
-    """Of rank `rank` of the pipeline axis.
+    """Return the memory of rank `rank` of the pipeline axis.
 
     Args:
         fused: the kernels of norms and activations make no copies of their own.
@@ -72,7 +72,7 @@ def _inputs(layout: Layout, stages: dict[int, range], live: Liveness) -> dict[st
 
 
 def _activations(layout: Layout, rank: int, stages: dict[int, range], live: Liveness, fused: bool) -> tuple[int, str]:
-    """The most over the backwards of a step."""
+    """Return the most bytes over the backwards of a step, and their cause."""
     walks = {stage: _Walk(layout, parts, fused) for stage, parts in stages.items()}
     most = (0, "")
     for moment in live.moments:
@@ -85,7 +85,7 @@ def _activations(layout: Layout, rank: int, stages: dict[int, range], live: Live
 
 
 def _messages(layout: Layout, rank: int) -> int:
-    """A message that is awaited, and one that is on its way, of which a rank at the end of the pipeline has one."""
+    """Return the bytes of one message awaited and one on its way; the last rank of the pipeline has only one."""
     if layout.pipeline == 1:
         return 0
     return kept_by_block(layout.shape, micro_of(layout), "full") * (1 if rank == layout.pipeline - 1 else 2)
@@ -93,7 +93,7 @@ def _messages(layout: Layout, rank: int) -> int:
 
 @dataclass(frozen=True)
 class _Walk:
-    """What a micro-batch takes on one stage."""
+    """The bytes that a micro-batch takes on one stage."""
 
     layout: Layout
     parts: range
@@ -109,7 +109,7 @@ class _Walk:
 
     @cached_property
     def kept(self) -> int:
-        """Between forward and backward."""
+        """Return the bytes kept between forward and backward."""
         layout, micro = self.layout, micro_of(self.layout)
         each = kept_by_block(layout.shape, micro, layout.recompute) if layout.recompute != "full" else 0
         stream = kept_by_block(layout.shape, micro, "full")
@@ -118,13 +118,15 @@ class _Walk:
 
     @cached_property
     def peak(self) -> tuple[int, str]:
-        """In its backward, with what is kept."""
+        """Return the peak in its backward, with what is kept, and its cause."""
         return self._peak(self._blocks, head=self._head)
 
     @cached_property
     def peak_with_notes(self) -> tuple[int, str]:
-        """The same where the backward of weights comes later: in the block that comes first, beside what the head
-        leaves for it, or in the one that comes last, beside what all others do.
+        """Return the peak and its cause where the backward of weights comes later.
+
+        It is in the block that comes first, beside what the head leaves for it, or in the one that comes last, beside
+        what all others do.
         """
         layout = self.layout
         tokens = layout.shape.seq_len * layout.micro_batch * layout.bytes.parameter
@@ -138,7 +140,7 @@ class _Walk:
 
     @cached_property
     def noted(self) -> int:
-        """Inputs and gradients of the matrix products, between a backward of inputs and that of weights."""
+        """Return the bytes of the matrix products' inputs and gradients between backward of inputs and of weights."""
         return self._blocks * self._noted_by_block + self._noted_by_head
 
     @property
@@ -191,7 +193,7 @@ def _blocks(parts: range, layers: int) -> int:
 
 
 def micro_of(layout: Layout) -> Micro:
-    """One micro-batch of a layout."""
+    """Return one micro-batch of a layout."""
     return Micro(
         layout.micro_batch, layout.tensor, layout.sequence, layout.bytes.parameter, layout.dropout, layout.documents
     )

@@ -56,23 +56,23 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values: hidden, unless query heads share them."""
+        """Return the width of the keys, and of the values: hidden, unless query heads share them."""
         return self.kv_heads * self.head_dim
 
     @property
     def num_mlp_inputs(self) -> int:
-        """Projections from hidden to ffn: up, and gate where there is one."""
+        """Return the number of projections from hidden to ffn: up, and gate where there is one."""
         return 2 if self.gated else 1
 
     def parameters(self) -> int:
-        """Parameters of the whole model, each counted once (a tied head is the embedding)."""
+        """Return the parameters of the whole model, each counted once (a tied head is the embedding)."""
         embedding = self.vocab * self.hidden
         positions = self.seq_len * self.hidden if self.learned_positions else 0
         head = 0 if self.tied else self.vocab * self.hidden
         return embedding + positions + self.layers * self.block_parameters() + self._norm() + head
 
     def block_parameters(self) -> int:
-        """Parameters of one block: four linears (five where gated), their biases, two norms."""
+        """Return the parameters of one block: four linears (five where gated), their biases, two norms."""
         biases = 0
         if self.layernorm:
             attention = self.hidden + 2 * self.kv_width + self.hidden  # q, k and v, out
@@ -80,16 +80,16 @@ class ModelShape:
         return self._block_matrices() + biases + 2 * self._norm()
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in matrix products: the blocks' linears and the head."""
+        """Return the parameters that take part in matrix products: the blocks' linears and the head."""
         return self.layers * self._block_matrices() + self.vocab * self.hidden
 
     def flops_per_token(self) -> int:
-        """Model FLOPs of one training token, forward and backward, in a sequence of seq_len tokens."""
+        """Return the model FLOPs of one training token, forward and backward, in a sequence of seq_len tokens."""
         attention = 12 * self.layers * self.heads * self.head_dim * self.seq_len
         return 6 * self.matmul_parameters() + attention
 
     def head_in_blocks(self) -> float:
-        """What the output projection costs, in blocks (forward, and backward alike)."""
+        """Return the cost of the output projection, in blocks (forward, and backward alike)."""
         block = 2 * self._block_matrices() + 4 * self.seq_len * self.heads * self.head_dim
         return 2 * self.vocab * self.hidden / block
 

@@ -40,10 +40,10 @@ def moments(
     fused: bool,
     widened: bool,
 ) -> Iterator[tuple[str, int]]:
-    """(where in backward, bytes) of one micro-batch on a stage.
+    """Yield (where in backward, bytes) of one micro-batch on a stage.
 
     Args:
-        blocks: on this stage.
+        blocks: their number on this stage.
         head: the stage has it too.
         fused: operations make no copies of their own.
         widened: gradients are wider than parameters.
@@ -87,6 +87,6 @@ def peak(
     fused: bool,
     widened: bool,
 ) -> tuple[int, str]:
-    """The most of these, and where."""
+    """Return the largest of `moments`, as (bytes, where)."""
     every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)
     return max((size, where) for where, size in every)

@@ -1,4 +1,4 @@
-"""Buffers of the pools: whole parameters and whole gradients of what does not rest whole, and shards on their way.
+"""The buffers of the pools: whole parameters and gradients of sharded units, and shards in transfer.
 
 A buffer is kept for the next unit of its size, whatever that is (`comm/pool.py`). So the pool of parameters and the
 pool of gradients each hold, of every size, as many buffers as were ever in use at once. Which units are in use at once
@@ -53,13 +53,13 @@ def _path(layout: Layout, parts: range) -> list[StageUnits]:
 
 
 def _gathered(path: Sequence[StageUnits]) -> Iterator[set[UnitSize]]:
-    """Units whose parameters are there at once."""
+    """Yield the sets of units whose parameters are gathered at once."""
     for part, following in pairwise([*path, ()]):
         yield {*part, *following}
 
 
 def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
-    """Units whose gradients are there at once, and those of them whose reduction has begun.
+    """Yield the sets of units whose gradients are in use at once, and those of them whose reduction has begun.
 
     Args:
         ties: the tied weight, once for each of its uses on this rank.

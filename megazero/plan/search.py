@@ -1,4 +1,4 @@
-"""The fastest layouts that fit, by trying them all.
+"""Find the fastest layouts that fit, by trying them all.
 
 Tried are all sizes of the axes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
 schedules where they are regular (`time.regular`), stages, micro-batches that divide a data rank's share (up to 64),
@@ -44,10 +44,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        best: that fit, fastest first.
+        best: the layouts that fit, fastest first.
         excluded: would be faster than the best, without saving memory, and do not fit; of each way to spread the job
             the one that needs least, and those first that need least.
         tried: layouts in all.
@@ -61,19 +61,19 @@ class Search:
 
 
 def usable(machine: Machine) -> float:
-    """Bytes of a device that tensors can have."""
+    """Return the bytes of a device that tensors can have."""
     return machine.memory_bytes * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
 def everywhere(layout: Layout) -> Iterator[RankMemory]:
-    """Of every rank of a pipeline; first those that are likely to have most."""
+    """Yield the memory of every rank of a pipeline; first those that are likely to have most."""
     likely = dict.fromkeys((0, layout.pipeline - 1, layout.pipeline // 2))
     for rank in (*likely, *(rank for rank in range(layout.pipeline) if rank not in likely)):
         yield memory(layout, rank)
 
 
 def fullest(layout: Layout) -> RankMemory:
-    """Of the rank with most on its device."""
+    """Return the memory of the rank with most on its device."""
     return max(everywhere(layout), key=lambda found: found.peak)
 
 
@@ -82,11 +82,11 @@ def fits(found: RankMemory, machine: Machine) -> bool:
 
 
 def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout], bool], count: int = 10) -> Search:
-    """The fastest layouts of a job's model and global batch on some ranks.
+    """Search the fastest layouts of a job's model and global batch on some ranks.
 
     Args:
-        job: its sizes of axes, stage, micro-batch, schedule, recompute and offload are not looked at.
-        allowed: whether a layout can be run.
+        job: its sizes of axes, stage, micro-batch, schedule, recompute and offload are ignored.
+        allowed: returns whether a layout can be run.
 
     Raises:
         ValueError: the machine has no peak for the job's precision.
@@ -110,8 +110,10 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
 def _fastest(
     layouts: list[Layout], machine: Machine, allowed: Callable[[Layout], bool], count: int
 ) -> tuple[list[Found], list[Found]]:
-    """The fastest that fit, and those that would be faster than all of these. No layout is faster than it is with no
-    saving, so none is looked at that is slower without than enough others are with theirs.
+    """Return the fastest that fit, and those that would be faster than all of these.
+
+    A layout is fastest without savings. So one that is slower without savings than enough others with theirs is not
+    tried.
     """
     bounds = [(step_time(layout, machine), layout) for layout in layouts]
     best: list[Found] = []
@@ -139,12 +141,12 @@ def _fastest(
 
 
 def _lack(found: RankMemory, machine: Machine) -> float:
-    """Needed over available, on the device or the host."""
+    """Return needed bytes over available ones, on the device or the host."""
     return max(found.peak / usable(machine), found.host / machine.host_memory_bytes)
 
 
 def _least(options: list[Layout], machine: Machine, allowed: Callable[[Layout], bool]) -> Found | None:
-    """The first that fits."""
+    """Return the first that fits, or None."""
     room = usable(machine)
     for candidate in options:
         if memory(candidate, 0).peak > room or not allowed(candidate):
@@ -163,7 +165,7 @@ def _until(ranks: Iterator[RankMemory], stop: Callable[[RankMemory], bool]) -> I
 
 
 def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
-    """Every way to spread a job, before anything is done about memory."""
+    """Yield every way to spread a job over the ranks, before anything is done about memory."""
     layers, shape = job.shape.layers, job.shape
     job = Layout(shape, job.bytes, global_batch=job.global_batch, dropout=job.dropout, documents=job.documents)
     for tensor in (t for t in _divisors(ranks) if t <= widest and not shape.kv_heads % t and not shape.ffn % t):
@@ -184,7 +186,7 @@ def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
 
 
 def savings(layout: Layout) -> Iterator[list[Layout]]:
-    """What can be done about a layout's memory: for each way to offload its recomputes, cheapest first."""
+    """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
     for offload in OFFLOAD:
         stage = max(layout.stage, 3 if "offload_parameters" in offload else 1 if offload else 0)
         if layout.data > 1 and stage != layout.stage:
@@ -208,7 +210,7 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def _hopeless(layout: Layout, machine: Machine) -> bool:
-    """Even half of an even share of the model states is more than there is, device and host together."""
+    """Return whether even half of an even share of the model states is more than device and host together have."""
     sizes = layout.bytes
     shard = layout.data if layout.stage == 3 else 1
     each = sizes.parameter / shard + sizes.gradient / (layout.data if layout.stage >= 2 else 1)

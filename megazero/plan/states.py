@@ -1,4 +1,4 @@
-"""Model states: bytes of parameters, gradients and optimizer state on one rank, to the byte.
+"""The model states of one rank: bytes of parameters, gradients and optimizer state, to the byte.
 
 A unit (the embedding, a block, the head; a tied weight is one of its own) has P parameters on a tensor rank, in a flat
 buffer whose two halves, decayed or not, and whose N shards are multiples of 16 elements. With p, g and m the bytes of a
@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one element."""
+    """The bytes of one element."""
 
     parameter: int
     gradient: int
@@ -30,18 +30,21 @@ class Bytes:
 
     @property
     def optimizer(self) -> int:
-        """Both moments, and the master where it is not the parameter itself."""
+        """Return the bytes of both moments, and of the master where it is not the parameter itself."""
         return (2 if self.master == self.parameter else 3) * self.master
 
     @property
     def moved_by_update(self) -> int:
-        """Moments and master in and out, the gradient in, the parameter out where it is not its own master."""
+        """Return the bytes that an update reads and writes of one element.
+
+        Moments and master in and out, the gradient in, the parameter out where it is not its own master.
+        """
         return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """Elements of one unit on a tensor rank: those that decay, the others."""
+    """The elements of one unit on a tensor rank: those that decay, the others."""
 
     name: str
     decayed: int
@@ -52,12 +55,12 @@ class UnitSize:
         return self.decayed + self.rest
 
     def padded(self, data: int) -> int:
-        """Elements of the flat buffer that `data` ranks share."""
+        """Return the elements of the flat buffer that `data` ranks share."""
         return _aligned(_aligned(self.decayed) + self.rest, data)
 
 
 def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) -> list[UnitSize]:
-    """The units of some parts of the model's path (0 the embedding, the last the head); None: of all."""
+    """Return the units of some parts of the model's path (0 the embedding, the last the head); None: of all."""
     paths = parts or [range(shape.layers + 2)]
     own = {i for path in paths for i in path}
     vocabulary = -(-shape.vocab // tensor) * shape.hidden
@@ -74,7 +77,7 @@ def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) 
 
 
 def states(sizes: Sequence[UnitSize], data: int, stage: int, bytes_: Bytes) -> dict[str, int]:
-    """What rests on a rank between steps, by category, nothing of it on the host."""
+    """Return the bytes that a rank holds between steps, by category, with nothing on the host."""
     whole = sum(unit.padded(data) for unit in sizes)
     share = whole // data
     return {

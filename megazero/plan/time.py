@@ -1,7 +1,7 @@
-"""How long a step takes, by part, in closed form.
+"""The seconds of a step, by part, in closed form.
 
-One micro-batch on the busiest pipeline rank takes what `compute.py` says, and what of its sums over the tensor axis
-nothing runs beside: those of forward, and of backward what is longer than the weight's product that it runs beside.
+One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, and of its sums over the tensor axis
+those that overlap with nothing: all of forward, and of backward what is longer than the weight's product beside it.
 With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
 belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
 same):
@@ -34,16 +34,16 @@ from megazero.schedules.simulate import Costs, simulate
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, in seconds.
+    """The time of a step, in seconds.
 
     Attributes:
-        step_s: from begin to end.
-        parts: that add up to it.
+        step_s: seconds from begin to end.
+        parts: seconds that add up to it.
         hidden: traffic that nobody waits for, by axis.
         bubble: what the busiest pipeline rank waits for others, over its work.
         tokens_per_second_per_device, tflops_per_device: the latter of the model's FLOPs.
         mfu, hfu: model's, and done, FLOPs over the peak.
-        micro: of one micro-batch on a pipeline rank, the mean of all.
+        micro: times of one micro-batch on a pipeline rank, the mean of all.
     """
 
     step_s: float
@@ -58,13 +58,13 @@ class StepTime:
 
 
 class Links:
-    """Seconds of operations between ranks."""
+    """The seconds that operations between ranks take."""
 
     def __init__(self, layout: Layout, machine: Machine):
         self.layout, self.machine = layout, machine
 
     def bandwidth(self, axis: str) -> float:
-        """Bytes a second that a ring moves through each rank."""
+        """Return the bytes a second that a ring moves through each rank."""
         reached, together = self.machine.reached, self._together(axis)
         node = self.machine.in_node_bandwidth * reached.in_node
         if together == axis_size(self.layout, axis):
@@ -73,13 +73,13 @@ class Links:
         return min(node, cross)
 
     def seconds(self, axis: str, size: float, ops: float) -> float:
-        """Of `ops` rings in which a rank sends `size` bytes in all."""
+        """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
         if not size:
             return 0.0
         return size / self.bandwidth(axis) + ops * (axis_size(self.layout, axis) - 1) * self._latency(axis)
 
     def message(self, size: float) -> float:
-        """To the next rank of the pipeline."""
+        """Return the seconds of a message to the next rank of the pipeline."""
         if not size:
             return 0.0
         return size / self.bandwidth("pipeline") + self._latency("pipeline")
@@ -88,7 +88,7 @@ class Links:
         return ranks_in_node(self.layout, axis, self.machine.devices_per_node)
 
     def _latency(self, axis: str) -> float:
-        """Of a ring's steps on average."""
+        """Return the mean latency of a ring's steps, in seconds."""
         together = self._together(axis)
         if together == axis_size(self.layout, axis):
             return self.machine.in_node_latency
@@ -96,7 +96,7 @@ class Links:
 
 
 def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> StepTime:
-    """The time of a step.
+    """Return the time of a step.
 
     Raises:
         ValueError: the machine has no peak for the layout's precision.
@@ -141,7 +141,7 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
 
 
 def _sums(layout: Layout, links: Links, compute: Compute, block: PassTimes, software: Software) -> PassTimes:
-    """What a block waits for on the tensor axis."""
+    """Return the seconds that a block waits on the tensor axis."""
     t = layout.tensor
     if t == 1:
         return PassTimes(0.0, 0.0, 0.0)
@@ -159,7 +159,7 @@ def _sums(layout: Layout, links: Links, compute: Compute, block: PassTimes, soft
 
 
 def _blocks(layout: Layout) -> tuple[int, int]:
-    """Blocks of the busiest rank without the head, and of the rank with it, as `schedules/layers.py` spreads them."""
+    """Return the blocks of the busiest rank without the head, and of the rank with it (`schedules/layers.py`)."""
     p, blocks = layout.pipeline, layout.shape.layers
     if p == 1:
         return blocks, blocks
@@ -175,7 +175,7 @@ def _blocks(layout: Layout) -> tuple[int, int]:
 def _busiest(
     layout: Layout, compute: Compute, block: PassTimes, sums: PassTimes, first: int, last: int
 ) -> tuple[PassTimes, float]:
-    """Of one micro-batch on the rank that has most to do: all of it, and what is only computed, once."""
+    """Return the times of one micro-batch on the busiest rank, and the seconds that it computes once."""
     each = block.plus(sums)
     begin, end = each.times(first), each.times(last).plus(compute.head())
     begin = begin.plus(compute.embedding())
@@ -188,13 +188,13 @@ def _busiest(
 
 
 def _mean(layout: Layout, compute: Compute, block: PassTimes, sums: PassTimes) -> PassTimes:
-    """Of one micro-batch on a pipeline rank, over all of them."""
+    """Return the times of one micro-batch on a pipeline rank, the mean over all ranks."""
     whole = block.plus(sums).times(layout.shape.layers).plus(compute.head()).plus(compute.embedding())
     return whole.times(1 / layout.pipeline)
 
 
 def regular(layout: Layout) -> bool:
-    """Whether the closed form of the schedule's bubble is exact: enough micro-batches, and equal chunks."""
+    """Return whether the closed form of the schedule's bubble is exact: enough micro-batches, and equal chunks."""
     m, p, stages = layout.micro_batches, layout.pipeline, layout.pipeline * layout.chunks
     equal = layout.shape.layers % stages == 0
     return {
@@ -207,8 +207,10 @@ def regular(layout: Layout) -> bool:
 
 
 def _waits(layout: Layout, mean: PassTimes) -> float:
-    """Seconds that the busiest rank waits for others: in closed form, or where that is not exact by simulation, of no
-    more micro-batches than fill the pipeline a few times.
+    """Return the seconds that the busiest rank waits for others.
+
+    In closed form, or where that is not exact by simulation, of no more micro-batches than fill the pipeline a few
+    times.
     """
     p, m = layout.pipeline, layout.micro_batches
     if p == 1 or regular(layout) or layout.shape.layers < p * layout.chunks:  # the last only in published figures
@@ -223,7 +225,9 @@ def _waits(layout: Layout, mean: PassTimes) -> float:
 
 
 def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> float:
-    """Seconds that the busiest rank waits in a step, if a micro-batch takes each rank `passes`, and for no message.
+    """Return the seconds that the busiest rank waits in a step if a micro-batch takes each rank `passes`.
+
+    Messages take no time here.
 
     Exact for as many micro-batches as the schedule is regular for, where the input's part of backward is no shorter
     than the weights'.
@@ -252,7 +256,7 @@ def _messages(layout: Layout, links: Links, software: Software) -> float:
 def _data(
     links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: PassTimes, software: Software
 ) -> tuple[float, float]:
-    """What is waited for on the data axis and at the ends, and what is not."""
+    """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not."""
     layout = links.layout
     m = layout.micro_batches
 
@@ -280,12 +284,12 @@ def _data(
 
 
 def _rest(traffic: float, computation: float, units: int) -> float:
-    """What is waited for of traffic beside a computation, of which one unit's part has nothing beside it."""
+    """Return the seconds waited for traffic beside a computation; one unit's part has nothing beside it."""
     return max(traffic - computation, traffic / max(1, units))
 
 
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
-    """The update on the device, or what is waited for where things rest on the host."""
+    """Return the seconds of the update on the device, and those waited for what is offloaded to the host."""
     layout = compute.layout
     m = layout.micro_batches
     moved: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What one rank sends in a step, in closed form: bytes by axis and purpose, as the ledger of a run counts them.
+"""The bytes that one rank sends in a step, in closed form, by axis and purpose, as the ledger of a run counts them.
 
 Elements by the ring formula (`comm/ledger.py`); N, t, p ranks of the data, tensor and pipeline axis, m
 micro-batches, P the padded elements of a rank's units, n = s b h elements of a micro-batch's residual stream, n' = n/t
@@ -38,11 +38,11 @@ WIDE = 8  # bytes of a scalar that ranks sum
 
 @dataclass(frozen=True)
 class Share:
-    """What of the model a pipeline rank has.
+    """The share of the model that a pipeline rank has.
 
     Attributes:
         blocks: their number.
-        embedding, head: it has that end.
+        embedding, head: whether it has that end.
         sends, returns: neighbour stages on other ranks that get activations, and gradients.
     """
 
@@ -59,8 +59,8 @@ class Flow:
 
     Attributes:
         axis, purpose: as the ledger names them.
-        ops: how many.
-        bytes: that the rank sends, over all of them.
+        ops: their number.
+        bytes: bytes that the rank sends, over all of them.
     """
 
     axis: str
@@ -71,7 +71,10 @@ class Flow:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit of a rank: padded elements, elements from where on its buffer is whole on every tensor rank, how many."""
+    """A unit of a rank: padded elements, where its tail begins, number of such units.
+
+    From its tail on, the buffer is whole on every tensor rank.
+    """
 
     name: str
     padded: int
@@ -80,7 +83,7 @@ class _Unit:
 
 
 def share_of(layout: Layout, rank: int) -> Share:
-    """Of one rank of the pipeline axis."""
+    """Return the share of one rank of the pipeline axis."""
     layers, last = layout.layers, layout.shape.layers + 1
     stages = layers.of_rank(rank)
     own = [i for parts in stages.values() for i in parts]
@@ -90,11 +93,11 @@ def share_of(layout: Layout, rank: int) -> Share:
 
 
 def traffic(layout: Layout, rank: int = 0, data_rank: int | None = None) -> dict[str, dict[str, int]]:
-    """Bytes that a rank sends in a step: `[axis][purpose]`, with `host` for what is moved to and from its memory.
+    """Return the bytes that a rank sends in a step: `[axis][purpose]`, with `host` for copies to and from its memory.
 
     Args:
-        rank: on the pipeline axis.
-        data_rank: on the data axis; None: the last, whose shards have most of the tails, so none sends more.
+        rank: its number on the pipeline axis.
+        data_rank: its number on the data axis; None: the last, whose shards have most of the tails, so none sends more.
     """
     found: dict[str, dict[str, int]] = {}
     for flow in flows(layout, share_of(layout, rank), data_rank):
@@ -105,23 +108,23 @@ def traffic(layout: Layout, rank: int = 0, data_rank: int | None = None) -> dict
 
 
 def sent(found: dict[str, dict[str, int]]) -> int:
-    """Bytes to other ranks, over all axes and purposes."""
+    """Return the bytes sent to other ranks, over all axes and purposes."""
     return sum(size for axis, purposes in found.items() if axis != "host" for size in purposes.values())
 
 
 def fullest(layout: Layout) -> int:
-    """The pipeline rank that sends most."""
+    """Return the pipeline rank that sends most."""
     return max(range(layout.pipeline), key=lambda rank: sent(traffic(layout, rank)))
 
 
 def split_by_node(layout: Layout, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
-    """`in_node` and `cross_node` bytes of each axis.
+    """Return the `in_node` and `cross_node` bytes of each axis.
 
-    A ring through ranks that lie k to a node leaves it with every k-th of its links, so of what the ranks of a node
-    send together 1 / k crosses; the ranks of an axis lie `stride` apart, tensor fastest.
+    A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
+    The ranks of an axis are `stride` apart, tensor fastest.
 
     Args:
-        devices: of a node.
+        devices: their number in a node.
     """
     result: dict[str, dict[str, int]] = {}
     for axis, purposes in found.items():
@@ -139,8 +142,9 @@ def axis_size(layout: Layout, axis: str) -> int:
 
 
 def ranks_in_node(layout: Layout, axis: str, devices: int) -> int:
-    """How many ranks of one axis lie in one node of so many devices; where groups straddle nodes, of the worst group
-    about half.
+    """Return how many ranks of one axis lie in one node of so many devices.
+
+    Where groups straddle nodes, about half of the worst group.
     """
     if layout.ranks <= devices:
         return axis_size(layout, axis)
@@ -153,7 +157,7 @@ def ranks_in_node(layout: Layout, axis: str, devices: int) -> int:
 
 
 def flows(layout: Layout, share: Share, data_rank: int | None = None) -> Iterator[Flow]:
-    """Everything that a rank with this share of the model sends in a step, and receives from its host."""
+    """Yield everything that a rank with this share of the model sends in a step, and receives from its host."""
     own = _units(layout, share)
     yield from _data(layout, own)
     yield from _tensor(layout, share)
@@ -164,7 +168,7 @@ def flows(layout: Layout, share: Share, data_rank: int | None = None) -> Iterato
 
 
 def gathers(layout: Layout, share: Share) -> tuple[int, int]:
-    """Of stage 3: elements of units gathered for the forward, and for the backward, of one micro-batch."""
+    """Return the elements that stage 3 gathers for the forward, and for the backward, of one micro-batch."""
     own = {unit.name: unit for unit in _units(layout, share)}
     blocks = own["blocks"].padded * own["blocks"].count if "blocks" in own else 0
     tied = own["tied"].padded if "tied" in own else 0
@@ -175,7 +179,7 @@ def gathers(layout: Layout, share: Share) -> tuple[int, int]:
 
 
 def updated(layout: Layout, share: Share) -> int:
-    """Elements that the rank updates, padding included."""
+    """Return the elements that the rank updates, padding included."""
     return sum(_shard(layout, unit) * unit.count for unit in _units(layout, share))
 
 
@@ -210,7 +214,7 @@ def _data(layout: Layout, own: list[_Unit]) -> Iterator[Flow]:
 
 
 def _stage_3(layout: Layout, share: Share) -> tuple[int, int]:
-    """Operations, and elements of the units gathered, in a step."""
+    """Return the gathers of stage 3 in a step: operations, and elements of the units."""
     if layout.stage != 3:
         return 0, 0
     forward, backward = gathers(layout, share)
@@ -246,7 +250,7 @@ def _tensor(layout: Layout, share: Share) -> Iterator[Flow]:
 
 
 def _tails(layout: Layout, own: list[_Unit], data_rank: int) -> Iterator[Flow]:
-    """What under sequence parallelism is summed over the tensor axis once a step."""
+    """Yield what is summed over the tensor axis once a step under sequence parallelism."""
     if not layout.sequence:
         return
     t, item = layout.tensor, layout.bytes.gradient
@@ -260,14 +264,14 @@ def _tails(layout: Layout, own: list[_Unit], data_rank: int) -> Iterator[Flow]:
 
 
 def _tail(layout: Layout, unit: _Unit, data_rank: int) -> int:
-    """Elements of a rank's shard that lie in the unit's tail."""
+    """Return the elements of a rank's shard that lie in the unit's tail."""
     shard = _shard(layout, unit)
     start = data_rank * shard if layout.stage >= 1 else 0
     return max(0, shard - max(0, unit.tail - start))
 
 
 def _shard(layout: Layout, unit: _Unit) -> int:
-    """Elements that a rank updates."""
+    """Return the elements of a unit that a rank updates."""
     return unit.padded // layout.data if layout.stage >= 1 else unit.padded
 
 
@@ -279,13 +283,13 @@ def _pipeline(layout: Layout, share: Share) -> Iterator[Flow]:
 
 
 def _tied(layout: Layout, share: Share, own: list[_Unit]) -> list[_Unit]:
-    """The unit that another rank has too."""
+    """Return the tied unit where another rank has it too, else nothing."""
     both = share.embedding and share.head
     return [unit for unit in own if unit.name == "tied" and layout.pipeline > 1 and not both]
 
 
 def _scalars(layout: Layout, share: Share, own: list[_Unit]) -> Iterator[Flow]:
-    """The tied weight's gradient, the norm and the loss."""
+    """Yield the sums of the tied weight's gradient, the norm and the loss."""
     tied = _tied(layout, share, own)
     for unit in tied:
         yield Flow("ends", "tied", 1, _shard(layout, unit) * layout.bytes.gradient)
@@ -301,7 +305,7 @@ def _scalars(layout: Layout, share: Share, own: list[_Unit]) -> Iterator[Flow]:
 
 
 def _ends(layout: Layout) -> int:
-    """Units of embedding and head beside a tied one."""
+    """Return the number of units of embedding and head beside a tied one."""
     return 2 if layout.shape.learned_positions or not layout.shape.tied else 1
 
 

@@ -1,1 +1,1 @@
-"""Give one training run its folder, lock, logs, checkpoints and words."""
+"""Give one training run its folder, lock, logs, checkpoints and messages."""

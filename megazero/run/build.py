@@ -1,4 +1,4 @@
-"""From a config to a run: trainer, data, validation, sinks, and what is written at the end."""
+"""Build a run from a config: trainer, data, validation, sinks, and what is written at the end."""
 
 import json
 import sys
@@ -61,10 +61,10 @@ class Ready(NamedTuple):
 
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
-    """Everything that one rank of a training run needs, in the order in which it depends on each other.
+    """Build everything that one rank of a training run needs, in the order in which it depends on each other.
 
-    Only the first rank of the world writes rows and profiles. It asks nothing of the other ranks, so each may
-    fail on its own; whoever calls it lets them agree.
+    Only the first rank of the world writes rows and profiles. It does not communicate, so each rank may fail on its
+    own; the caller makes the ranks agree.
 
     Raises:
         UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
@@ -88,7 +88,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
 
     def now(step: int, phase: str) -> None:
-        """Put down what this rank does where the others can read it, and tell whoever watches if it takes long."""
+        """Record what this rank does where the others can read it, and on the terminal if it takes long."""
         comm.status_slot.now(step, phase)
         phases.now(phase)
         HEART.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
@@ -126,7 +126,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
 def _blame(
     own: Fault | None, say: Callable[[int, str | None], UserError], grid: Grid, device: torch.device
 ) -> UserError:
-    """The error of the rank that has found something in its own part of a step first; of rank 0 if none has."""
+    """Return the error of the first rank that has found a fault of its own; of rank 0 if none has."""
     found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid["world"], "agree", device)]
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)

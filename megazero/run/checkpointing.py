@@ -1,5 +1,7 @@
-"""Choose what of a run its checkpoints hold: the state of the engine as pieces of parameters, and in the manifest
-everything that is no tensor. Sees the config, as build/assemble.py does.
+"""Choose what of a run its checkpoints hold.
+
+They hold the state of the engine as pieces of parameters, and in the manifest everything that is no tensor. Sees the
+config, as build/assemble.py does.
 """
 
 import contextlib
@@ -41,12 +43,12 @@ from megazero.zero.unit import Unit
 
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
-    """The whole shape of every parameter of the model."""
+    """Return the whole shape of every parameter of the model."""
     return {name: list(declaration_of(p).shape) for name, p in built.model.named_parameters()}
 
 
 def holdings_to_save(built: Built, grid: Grid) -> list[ShardState]:
-    """What only this rank saves: its share of every unit, whatever rests where."""
+    """Return what only this rank saves: its share of every unit, on the device or the host."""
     numel = _numel(built)
     return [
         _holding(built, grid, unit, _share(unit), numel, once=True)
@@ -56,7 +58,7 @@ def holdings_to_save(built: Built, grid: Grid) -> list[ShardState]:
 
 
 def holdings_to_load(built: Built, grid: Grid) -> list[ShardState]:
-    """What this rank updates; the rest comes from there."""
+    """Return what this rank updates: the tensors to load, from which the rest follows."""
     numel = _numel(built)
     return [_holding(built, grid, unit, unit.shard, numel, once=False) for unit in built.engine.units]
 
@@ -86,25 +88,25 @@ def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[
 
 @dataclass(frozen=True)
 class Identity:
-    """Digests of what a run reads; None for no tokenizer."""
+    """The digests of what a run reads; None for no tokenizer."""
 
     data: str
     tokenizer: str | None
 
     @classmethod
     def of(cls, train: WindowDataset, tokenizer: Tokenizer | None) -> "Identity":
-        """Return that of the windows' place in the files, not of every token, and of the tokenizer's file."""
+        """Return the identity of the windows' place in the files, not of every token, and of the tokenizer's file."""
         data = f"{train.num_windows} windows, xxh3 {train.stream.digest()}"
         return cls(data, tokenizer.fingerprint if tokenizer is not None else None)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a job trains.
+    """The folder, lock and signals of the job that trains.
 
     Attributes:
-        folder: of the run.
-        lock: of that folder; rank 0 holds it.
+        folder: the run's.
+        lock: the lock of that folder; rank 0 holds it.
         job: what all ranks know of it.
         signals: that have come to this rank.
     """
@@ -117,12 +119,12 @@ class RunContext:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What every manifest of a run says alike, beside the tensors.
+    """The part of the manifest that is the same in every checkpoint of a run.
 
     Attributes:
         run: its id.
-        shapes: of every parameter.
-        dtype: of the optimizer's parameters and state.
+        shapes: the whole shape of every parameter.
+        dtype: the type of the optimizer's parameters and state.
         kinds: of values: the weight, and the optimizer's state.
     """
 
@@ -135,7 +137,7 @@ class CheckpointMetadata:
     identity: Identity
 
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
-        """The whole manifest of a step, of what all ranks have written."""
+        """Return the whole manifest of a step, of what all ranks have written."""
         config, grid = self.config, self.grid
         tensors: dict[str, list[list[int]]] = {name: [] for name in self.shapes}
         for part in parts:
@@ -170,7 +172,7 @@ def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identi
 def checkpoints_of(
     config: Config, built: Built, grid: Grid, device: torch.device, about: CheckpointMetadata, site: RunContext
 ) -> Checkpoints:
-    """What saves this rank's part of the run; rank 0 commits."""
+    """Return what saves this rank's part of the run; rank 0 commits."""
     store = Store(site.folder.checkpoints, site.job.word)
     options, log = config.checkpoint, logging.getLogger("megazero")
 
@@ -219,7 +221,7 @@ def _require_ours(site: RunContext, step: int) -> None:
 
 
 def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None:
-    """Refuses a run whose checkpoints would not fit: it would find out when it has something to lose.
+    """Refuse a run whose checkpoints would not fit: it would find out when it has something to lose.
 
     Raises:
         UserError: 403, there is not room for one, or with several for two; 401, the disk does not answer.
@@ -243,5 +245,5 @@ def _by_start(piece: list[int]) -> int:
 
 
 def plain(config: Config) -> dict[str, Any]:
-    """The config flat, in JSON's types."""
+    """Return the config flat, in JSON's types."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}

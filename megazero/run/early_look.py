@@ -1,7 +1,7 @@
-"""Look at what a new run names before torch is imported: a wrong path is told within a second, and leaves nothing.
+"""Check what a new run names before torch is imported: a wrong path is reported within a second, and leaves nothing.
 
-Of runs whose ranks a launcher started all ranks look together, later: one that ended here would leave the others
-waiting. What a run that goes on finds wrong belongs into its log, so it is not looked at here.
+Where a launcher started the ranks, all of them check together, later: one that ended here would leave the others
+waiting. The faults of a run that goes on belong in its log, so they are not checked here.
 """
 
 from megazero.build.pipeline import check_world

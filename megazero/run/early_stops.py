@@ -1,8 +1,8 @@
-"""A run that is told to stop before its first step, again and again, is not started for ever.
+"""Count the starts of a run that are stopped before its first step, and stop restarting it after three.
 
-Each such start asks to be started again (exit code 75) and changes nothing, so a queue would go on for ever. So
-they are counted, in a file of the run's folder, which outlives launchers and hosts. The first completed step
-removes it; at the third start in a row the run fails, and fails at once from then on until the file is removed.
+Each such start asks to be started again (exit code 75) and changes nothing, so a queue would go on for ever. So such
+starts are counted, in a file of the run's folder, which outlives launchers and hosts. The first completed step removes
+it; at the third start in a row the run fails, and fails at once from then on until the file is removed.
 """
 
 import contextlib
@@ -19,9 +19,10 @@ _LONGEST = 200  # bytes of the file
 
 
 class EarlyStops:
-    """
+    """The count of starts in a row that were stopped before the first step.
+
     Args:
-        path: of the file.
+        path: the file of the count.
     """
 
     def __init__(self, path: Path):

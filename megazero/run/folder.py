@@ -1,4 +1,4 @@
-"""The folder of a run and the names in it (the contract's):
+"""The folder of a run, and the names in it, which are part of the contract.
 
 config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
 logs/slurm-1234.out  lock  STOP  early_stops
@@ -16,16 +16,16 @@ from megazero.run.lock import RunLock
 
 
 class RunFolder:
-    """Paths inside one run's folder. Making the object touches nothing."""
+    """The paths inside one run's folder; making the object touches nothing."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     def create(self, lock: RunLock, *, resume: bool) -> str | None:
-        """Makes the folder this job's; returns whose dead lock was taken over, if one was.
+        """Make the folder this job's; return whose dead lock was taken over, if one was.
 
         Args:
-            lock: of this folder.
+            lock: the lock of this folder.
             resume: it may hold a run, which goes on.
 
         Raises:
@@ -85,7 +85,7 @@ class RunFolder:
             link.symlink_to(output)
 
     def release(self) -> None:
-        """A run that ended before its first row does not keep the folder."""
+        """Remove metrics.jsonl of a run that ended before its first row, so that the folder is not taken."""
         with contextlib.suppress(OSError):
             if self.metrics.stat().st_size == 0 and not any(self.checkpoints.glob("step_*")):
                 self.metrics.unlink()
@@ -100,7 +100,7 @@ class RunFolder:
         Whatever else lies there, rows and steps above all, is left alone, and the folder with it.
 
         Args:
-            made: by this job.
+            made: the folders made by this job.
         """
         if self.path not in made:
             return
@@ -127,7 +127,7 @@ class RunFolder:
         return None
 
     def picture_is_old(self) -> bool:
-        """True if the loss curve is missing, or rows have been written since it was drawn."""
+        """Return whether the loss curve is missing, or older than the newest row."""
         try:
             return self.loss_plot.stat().st_mtime_ns < self.metrics.stat().st_mtime_ns
         except OSError:
@@ -151,7 +151,7 @@ class RunFolder:
 
     @property
     def board(self) -> Path:
-        """Where ranks without a common parent show what they are doing."""
+        """Return the folder of the status board, where ranks without a common parent show what they are doing."""
         return self.path / "logs" / "board"
 
     @property
@@ -171,17 +171,17 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Whose the folder is."""
+        """Return the lock, which says whose the folder is."""
         return self.path / "lock"
 
     @property
     def early_stops(self) -> EarlyStops:
-        """Counts how often in a row it was told to stop before its first step."""
+        """Return the count of how often in a row it was stopped before its first step."""
         return EarlyStops(self.path / "early_stops")
 
     @property
     def stop(self) -> Path:
-        """The kill switch: while it exists, nothing trains here."""
+        """Return the kill switch: while that file exists, nothing trains here."""
         return self.path / "STOP"
 
 

@@ -1,4 +1,4 @@
-"""Notices between saves that a run's folder is deleted, moved, or made read-only: while there is time to mend it.
+"""Notice between saves that a run's folder is deleted, moved, or made read-only, while there is time to mend it.
 
 A run that saves once an hour would otherwise learn at its next save that it has nowhere to write, an hour of training
 later. The first rank looks about once a second; each kind of fault is one warning, and the run goes on, because the
@@ -14,11 +14,12 @@ _SELDOM = 1.0  # seconds between looks; a network's disk is asked each time
 
 
 class FolderWatch:
-    """
+    """A watch on a run's folder.
+
     Args:
-        folder: of the run.
-        warn: told once of each fault.
-        clock: seconds that only go forward.
+        folder: the run's.
+        warn: called once for each fault.
+        clock: returns seconds that only go forward.
     """
 
     def __init__(self, folder: RunFolder, warn: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
@@ -27,7 +28,7 @@ class FolderWatch:
         self._said: set[str] = set()
 
     def look(self) -> None:
-        """Warn of a fault that has not been said; does nothing if it has looked a moment ago."""
+        """Warn of a fault not reported before; do nothing if it has looked a moment ago."""
         if self._clock() - self._looked < _SELDOM:
             return
         self._looked = self._clock()

@@ -1,4 +1,4 @@
-"""ledger.json: what every rank has sent, what it has held, and how long it took."""
+"""Write ledger.json: what every rank has sent, what it has held, and how long it took."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a run takes of a checkpoint to begin with, by `checkpoint.load`, and what must be the same for that.
+"""Begin a run with a part of a checkpoint, by `checkpoint.load`, and check what must be the same for that.
 
     load        of the checkpoint                                  what begins anew
     all         everything: the run goes on                        nothing
@@ -6,7 +6,7 @@
                 have seen
     weights     weights                                            the same, and the moments with their count
 
-It is of the start from another run only. What lies in a run's own folder it goes on from with everything, so that a
+It applies to the start from another run only. From steps in its own folder a run goes on with everything, so that a
 line with `checkpoint.load` can be started again and again. An import has weights alone, whatever is asked for.
 
 Adam corrects its moments for having begun at zero, by 1 / (1 - beta^n) with n the updates they have seen. Moments that
@@ -42,7 +42,7 @@ _SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.offl
 
 
 def taken(manifest: Manifest, load: str) -> str:
-    """Return what is taken of a checkpoint: `load`, but of weights without a run no more than those."""
+    """Return what is taken of a checkpoint: `load`, but only weights of one that is an import without a run."""
     return "weights" if manifest.progress is None else load
 
 
@@ -78,7 +78,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
 
 
 def begin(trainer: Trainer, found: Manifest, job: ResumePoint, owed: Mapping[str, Any] | None) -> None:
-    """Have a trainer begin with what has been loaded.
+    """Set a trainer to begin with what has been loaded.
 
     Args:
         owed: the row of the step to go on from, where an earlier job has left it unwritten.
@@ -118,12 +118,12 @@ def changes(manifest: Manifest, config: Config) -> str:
 
 
 def _free(config: Config) -> set[str]:
-    """What of a model its weights do not depend on."""
+    """Return the options of a model that its weights do not depend on."""
     return {"model.dropout"} | ({"model.seq_len"} if config.model.position == "rotary" else set())
 
 
 def _fits(theirs: str, ours: torch.dtype, load: str) -> bool:
-    """True if values go over without rounding; who goes on has the same dtype."""
+    """Return whether values are loaded without rounding; a run that goes on has the same dtype."""
     found = DTYPES[theirs]
     return found == ours or (load != "all" and (found, ours) == (torch.float32, torch.float64))
 

@@ -1,9 +1,9 @@
-"""One job per run directory: a file that says whose it is.
+"""Lock a run directory for one job: a file says whose it is.
 
-The owner writes its host, its process and a word of its own into `lock`, and touches the file every few seconds.
-Another job that finds it there is refused, unless the owner is dead: on the same host when its process is gone, on
-another when the file is not touched for several times that long. No clock is compared with another's: the newcomer
-watches whether anything changes.
+The owner writes its host, its process and a random word into `lock`, and touches the file every few seconds. Another
+job that finds it there is refused, unless the owner is dead: on the same host when its process is gone, on another when
+the file is not touched for several times that long. No clock is compared with another's: the newcomer watches whether
+anything changes.
 
 Taking over is replacing the file, and a job whose lock has been taken over (it was stopped for a while, or its disk
 did not answer) finds another's word in it, and may not commit a step any more.
@@ -33,7 +33,7 @@ _LOCK_BYTES = 4096
 
 
 class State(Enum):
-    """Says whose a lock is."""
+    """The owners that a lock can have."""
 
     OURS = "ours"
     ANOTHERS = "another's"
@@ -44,7 +44,7 @@ class RunLock:
     """The lock of one run directory; `take` first.
 
     Attributes:
-        word: of this job, new each time.
+        word: identifies this job, new each time.
     """
 
     def __init__(self, path: Path, job: str = ""):
@@ -64,7 +64,7 @@ class RunLock:
         self._taken = False
 
     def take(self) -> str | None:
-        """Makes the directory this job's; returns whose dead lock it took over, if there was one.
+        """Make the directory this job's; return whose dead lock it took over, if there was one.
 
         Raises:
             UserError: 420, another job has it.
@@ -90,19 +90,19 @@ class RunLock:
         return dead
 
     def refuse_if_held(self) -> None:
-        """Raises UserError 420: a living job has it."""
+        """Refuse to go on if a living job has it. Raises UserError 420."""
         owner = _read(self._path)
         if owner is not None and owner["word"] != self.word and not self._is_dead(owner):
             raise _taken(self._path, owner)
 
     @property
     def held(self) -> bool:
-        """True if it is still this job's, as far as can be seen."""
+        """Return whether it is still this job's, as far as can be seen."""
         return self.state is State.OURS
 
     @property
     def state(self) -> "State":
-        """Says whose it is now; a disk that does not answer has not shown another's to a job that has taken it."""
+        """Return whose it is now; to the job that has taken it, it stays its own while the disk does not answer."""
         try:
             owner = _parsed(read_file(self._path, _LOCK_BYTES))
         except FileNotFoundError:
@@ -114,7 +114,7 @@ class RunLock:
         return State.OURS if owner is not None and owner["word"] == self.word else State.ANOTHERS
 
     def release(self) -> None:
-        """The directory is free; nothing is said if it is another's by now."""
+        """Free the directory; do nothing if it is another's by now."""
         self._released.set()
         if self._bears_our_word():
             with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class RunLock:
         return owner is not None and owner["word"] == self.word
 
     def _create(self) -> bool:
-        """A whole lock or none: linked to its name once it is written."""
+        """Create a whole lock or none, linked to its name once it is written; return whether that succeeded."""
         temporary = self._write()
         try:
             os.link(temporary, self._path)
@@ -142,7 +142,7 @@ class RunLock:
         return temporary
 
     def _replace(self, owner: dict[str, Any]) -> bool:
-        """Takes a dead owner's lock over, if no other newcomer has done so."""
+        """Take a dead owner's lock over, if no other newcomer has done so; return whether that succeeded."""
         try:
             with self._path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -210,7 +210,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _kernel() -> str:
-    """Of this boot and this space of process numbers: containers may share a host's name, and not its processes."""
+    """Return this boot and process namespace: containers may share a host's name, and not its processes."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -225,7 +225,7 @@ def _touched(path: Path) -> int:
 
 
 def _born(pid: int) -> str:
-    """When a process of this host started, which tells it from a later one of the same number; "" if there is none."""
+    """Return when a process of this host started, which tells it from a later one with its number; "" for none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

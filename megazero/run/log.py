@@ -1,4 +1,4 @@
-"""A rank's log in the run's folder, and its seat on the board there.
+"""Keep a rank's log in the run's folder, and its slot on the status board there.
 
 What is logged while a job builds is held back until it is known that the job has something to do, or until an error:
 a job that finds its run finished leaves the log as it was, byte for byte.
@@ -16,7 +16,7 @@ from megazero.run.folder import RunFolder
 
 
 class RunLog(logging.FileHandler):
-    """Appends records to a file that must be there; those before `begin` wait for it, or for an error.
+    """A log handler that appends to a file that must be there; records before `begin` wait for it, or for an error.
 
     Args:
         made: this job has made the file.
@@ -53,12 +53,12 @@ class RunLog(logging.FileHandler):
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Warn: a log does not end a run."""
+        """Warn that a line is lost: a log does not end a run."""
         warn(f"a line of {self.baseFilename} is lost (disk full?)")
 
 
 def settle_in(folder: RunFolder, place: RankContext) -> RunLog:
-    """Open this rank's log, and have its seat where ranks without a common parent can read it, in rank 0's folder.
+    """Open this rank's log, and its status slot where ranks without a common parent can read it, in rank 0's folder.
 
     Raises:
         UserError: 401, this rank cannot write there.

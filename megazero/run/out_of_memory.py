@@ -1,4 +1,4 @@
-"""Memory that could not be had: one line that says what was asked for, what holds the rest, what spares how much."""
+"""Explain an out-of-memory error in one line: what was asked for, what holds the rest, what would save how much."""
 
 import errno
 import re
@@ -23,7 +23,7 @@ _SHOWN = 4  # categories
 
 @contextmanager
 def explain_out_of_memory(config: Config, grid: Grid, device: torch.device) -> Iterator[None]:
-    """Turn errors of what allocates on a device, inside, into one line that says what takes how much.
+    """Turn errors of device allocations inside into one line that says what takes how much.
 
     Raises:
         UserError: 330, instead of what the libraries say when there is no memory left.
@@ -52,7 +52,7 @@ def _is_it(error: Exception) -> bool:
 
 
 def _spare(config: Config, grid: Grid, device: torch.device) -> Iterator[tuple[float, str]]:
-    """(bytes that this rank would have less by its plan, option) of what the config leaves."""
+    """Yield (bytes that this rank's plan would save, option) for each option that the config leaves unused."""
     layout, rank = layout_of(config, grid["world"].size, apart=device.type != "cpu"), grid["pipeline"].rank
     now = memory(layout, rank).peak
     for option, changed in _changes(layout, apart=device.type != "cpu"):

@@ -1,4 +1,4 @@
-"""What a run was planned to hold, beside what it holds: plan.json before its first step, a line after its second."""
+"""Compare what a run holds with its plan: plan.json before its first step, a line after its second."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not
 
 
 class Expectation:
-    """Of one rank.
+    """The planned memory and traffic of one rank.
 
     Args:
         device: where it computes.
@@ -39,7 +39,7 @@ class Expectation:
         self._grid, self._ledger, self._ops = grid, grid.comm.ledger, ops
 
     def write(self, path: Path) -> None:
-        """plan.json: memory and traffic of each rank of a pipeline. That it cannot be written is a warning."""
+        """Write plan.json: memory and traffic of each rank of a pipeline; warn where it cannot be written."""
         ranks = [
             {"memory": asdict(self._of(rank)), "traffic": traffic(self._layout, rank)}
             for rank in range(self._layout.pipeline)
@@ -50,7 +50,7 @@ class Expectation:
             warn(f"no plan: {error}")
 
     def compare(self, activations: int) -> None:
-        """Says what this rank holds beside the plan; warns when that is far off.
+        """Report what this rank holds beside the plan; warn when that is far off.
 
         Args:
             activations: the most that a step has allocated.
@@ -74,11 +74,11 @@ class Expectation:
 
 
 def expected(layout: Layout, rank: int, ops: Operations) -> RankMemory:
-    """What a pipeline rank holds with these kernels."""
+    """Return what a pipeline rank holds with these kernels."""
     return memory(layout, rank, fused=ops.swiglu is not reference.swiglu)
 
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:
-    """Bytes of the device by the plan's categories."""
+    """Return the bytes of the device by the plan's categories."""
     held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith("host_")}
     return {name: size for name, size in held.items() if name not in NOT_PLANNED} | {"activations": activations}

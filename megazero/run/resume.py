@@ -1,4 +1,4 @@
-"""Where a run goes on from: found by rank 0, said to all, read and verified by all.
+"""Find where a run goes on from: rank 0 finds it and tells all ranks, which read and verify it.
 
 `checkpoint.resume` is `none`, `auto` (this run's own folder; a run that has saved nothing yet begins), or a path: of
 another run, which goes on from its newest whole step, or of one step, which is that one or none. What is taken of it
@@ -30,14 +30,14 @@ from megazero.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What all ranks of a job know alike of it.
+    """The point to resume from, known to all ranks of a job.
 
     Attributes:
-        word: of this job, from its lock.
+        word: identifies this job, from its lock.
         run: id of the run, the word of the job that began it.
-        stopped: the kill switch is there.
+        stopped: the kill switch exists.
         source: folder of the steps to go on from.
-        steps: that are there, newest first; none: the run begins.
+        steps: the steps there, newest first; none: the run begins.
         own: they are this run's.
         load: what is taken of them (`checkpoint.load`); of steps that this run has trained itself, all.
     """
@@ -56,7 +56,7 @@ class ResumePoint:
 
 
 def find_job(resume: str, load: str, folder: RunFolder, word: str) -> ResumePoint:
-    """What rank 0 finds, once the folder is its own.
+    """Return what rank 0 finds, once the folder is its own.
 
     Raises:
         UserError: 402, there is nothing to go on from; 413, the folder has steps of another run than the one to go on
@@ -101,7 +101,7 @@ def _find_job(resume: str, load: str, folder: RunFolder, word: str) -> ResumePoi
 
 
 def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> str:
-    """Return what to take of this run's own steps: all, but what was asked for of an import that nobody trained yet.
+    """Return what to take of this run's own steps: all, or what was asked for of an import that nobody has trained.
 
     Raises:
         UserError: 413, it would begin this run anew, over its own steps.
@@ -129,13 +129,13 @@ def _run_of(folder: Path) -> str | None:
 
 
 def _asked_for(folder: Path) -> str | None:
-    """The checkpoint.resume of the job that wrote a step."""
+    """Return the checkpoint.resume of the job that wrote a step."""
     manifest = _manifest(folder)
     return manifest.config.get("checkpoint.resume") if manifest else None
 
 
 def refuse_fewer(job: ResumePoint, steps: int) -> None:
-    """Refuse to train fewer steps than are done: a slip, after which nothing of the run may have changed.
+    """Refuse to train fewer steps than are done, a likely mistake, before anything of the run has changed.
 
     Raises:
         UserError: 120.
@@ -146,7 +146,7 @@ def refuse_fewer(job: ResumePoint, steps: int) -> None:
 
 
 def share(job: ResumePoint | None, world: Axis, device: torch.device) -> ResumePoint:
-    """Return rank 0's job on all ranks."""
+    """Return rank 0's resume point on all ranks."""
     return ResumePoint(**from_first(asdict(job) if job else None, world, device))
 
 
@@ -158,11 +158,11 @@ def from_first(value: Any, world: Axis, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Undone:
-    """What a run has left to do.
+    """The work that a run has left to do.
 
     Attributes:
-        trains: steps.
-        row: of metrics, of the step to go on from, that a killed job has not come to write; None: it is there.
+        trains: there are steps to train.
+        row: the metrics row of the step to go on from, which a killed job did not write; None: it is there.
         ledger, picture: the file is missing; the loss curve is older than the rows.
     """
 
@@ -179,16 +179,16 @@ class Undone:
 def owed_row(
     metrics: Path, found: Manifest | None, *, own: bool, validates: bool, warn: Callable[[str], object]
 ) -> dict[str, Any] | None:
-    """Cut metrics.jsonl behind the step to go on from, and return that step's row where the file lacks it.
+    """Cut rows after the step to go on from out of metrics.jsonl, and return that step's row where the file lacks it.
 
     A job that was killed between the commit of a step and its row has left the row in the step's manifest only; one
     that was stopped has had no time to validate the step.
 
     Args:
-        found: of the step to go on from; None: the run begins.
+        found: the manifest of the step to go on from; None: the run begins.
         own: the step is this run's.
         validates: that step is to be validated.
-        warn: told of rows that do not belong there.
+        warn: called about rows that do not belong there.
 
     Raises:
         UserError: 406, metrics.jsonl is damaged; 401, it cannot be read or replaced.
@@ -219,7 +219,7 @@ def resume(
     device: torch.device,
     warn: Callable[[str], object],
 ) -> Manifest | None:
-    """Loads the newest whole step, or what is taken of it, into all ranks' tensors; None where there is none yet.
+    """Load the newest whole step, or what is taken of it, into all ranks' tensors; return None where there is none yet.
 
     Every rank calls it.
 

@@ -1,4 +1,4 @@
-"""One training run from a checked config to its files: ranks, folder, trainer, weights, loss curve, last words."""
+"""Run one training from a checked config to its files: ranks, folder, trainer, weights, loss curve, last lines."""
 
 import contextlib
 import json
@@ -59,10 +59,10 @@ from megazero.train.trainer import Trainer
 
 
 def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False) -> int:
-    """Trains `config` on all ranks of a run, or on this one where torchrun or srun started it; the exit code.
+    """Train `config` on all ranks of a run, or on this one where torchrun or srun started it; return the exit code.
 
     Args:
-        name: of the config; the run's folder is `runs/<name>` unless run.dir says otherwise.
+        name: the config's; the run's folder is `runs/<name>` unless run.dir says otherwise.
         nproc: local ranks to start; None for one per GPU, or on a CPU as many as the model is split over.
         shares_gpus: there may be more ranks than GPUs (see `World`).
 
@@ -105,7 +105,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
 
 
 def _one_of_many(config: Config, name: str, place: RankContext) -> int:
-    """A rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
+    """Run a rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
     code = outcome(lambda: run_training(config, name, place), place)
     place.signals.only_note(HEART.say)  # what the others say now is not to be lost
     if place.status_slot.state == STOPPED:
@@ -117,7 +117,7 @@ def _one_of_many(config: Config, name: str, place: RankContext) -> int:
 
 
 def run_training(config: Config, name: str, place: RankContext) -> int:
-    """One rank's part of a run, from meeting the others to the files; the exit code.
+    """Run one rank's part of a run, from meeting the others to the files; return the exit code.
 
     Raises:
         UserError: whatever is wrong with the folder, the data, or the numbers.
@@ -137,7 +137,7 @@ def run_training(config: Config, name: str, place: RankContext) -> int:
 
 
 def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
-    """Has the folder, and the lock on it, around everything that is done there. A refused job leaves none behind."""
+    """Train with the folder and its lock held around all that is done there; a refused job leaves none behind."""
     folder, first = _folder(config, name), place.world.rank == 0
     lock, made = RunLock(folder.lock, job_id()), folder.missing() if first else []
     refused = False
@@ -258,7 +258,7 @@ def _trained(
 
 
 def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) -> Manifest | None:
-    """Have all ranks read what the run begins with; None: it begins with nothing."""
+    """Load what the run begins with on all ranks; None: it begins with nothing."""
     about, ops = ready.about, ready.ops
     kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
     names = gather_bytes(kernels.encode(), grid["world"], "agree", device)
@@ -276,7 +276,7 @@ def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) ->
 def _begin_files(
     config: Config, grid: Grid, device: torch.device, site: RunContext, ready: Ready, found: Manifest | None
 ) -> Undone:
-    """Find what is left to do; where that is training, have the folder say what is trained now."""
+    """Find what is left to do; where that is training, write to the folder what is trained now."""
     first, folder, trainer = grid["world"].rank == 0, site.folder, ready.trainer
     trains = not (site.job.own and found is not None and found.step >= config.run.steps)
     due = found is not None and trainer.validates(found.step)
@@ -304,7 +304,7 @@ def _announce(config: Config, grid: Grid, site: RunContext, ready: Ready, name: 
 
 
 def _keep_output(folder: RunFolder) -> None:
-    """Give a batch job's output a name in the run's folder; a disk that cannot costs a warning."""
+    """Give a batch job's output a name in the run's folder; warn where the disk cannot."""
     output = job_output()
     if output is not None:
         try:
@@ -315,7 +315,7 @@ def _keep_output(folder: RunFolder) -> None:
 
 
 def _draw(folder: RunFolder) -> None:
-    """Draw the loss curve; a warning where that fails: the weights are safe."""
+    """Draw the loss curve; warn where that fails, because the weights are safe."""
     try:
         with doing("drawing the loss curve"):
             draw_loss(read_rows(folder.metrics), folder.loss_plot)
@@ -328,10 +328,10 @@ def _resumes(config: Config) -> bool:
 
 
 def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
-    """A signal has ended a run before its first step, on all ranks: count it, and say so; the exit code.
+    """Count and report a run that a signal has ended before its first step, on all ranks; return the exit code.
 
     Args:
-        phase: that rank 0 was in; before it had the run's folder nothing is counted there.
+        phase: what rank 0 was doing; before it had the run's folder nothing is counted there.
 
     Raises:
         UserError: 422, that has happened too often in a row.
@@ -347,10 +347,10 @@ def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
 
 
 def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[RankStatus], line: str) -> None:
-    """The log gets the line; a run that was refused does not keep the folder that it had made.
+    """Write the line to the log; remove the folder of a run that was refused, if it had made it.
 
     Args:
-        made: folders that were not there before the ranks were.
+        made: the folders that were not there before the ranks were.
     """
     if standings[0].phase == START:  # it had none
         return
@@ -373,7 +373,7 @@ def _folder(config: Config, name: str) -> RunFolder:
 
 
 def _fingerprint(config: Config, world: World) -> str:
-    """Of what must be the same on every rank."""
+    """Return a text of what must be the same on every rank."""
     digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
     shared = ", GPUs shared" if world.shares_gpus else ""
     return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
@@ -386,6 +386,6 @@ def _same_kernels(names: list[bytes]) -> None:
 
 
 def _say(text: str) -> None:
-    """Tells whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
+    """Print to whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
     with HEART.aside(), contextlib.suppress(OSError, ValueError):
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""Say of a run what it is when it begins, and what it has done at its end."""
+"""Say what a run is when it begins, and what it has done at its end."""
 
 from collections.abc import Iterator
 
@@ -22,10 +22,10 @@ from megazero.zero.resting_table import resting_table
 def beginning(
     config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None
 ) -> Iterator[str]:
-    """Give the run's first lines: what is trained, on what and where to, then what rests where, and the schedule.
+    """Yield the run's first lines: what is trained, on what and where to, then what is placed where, and the schedule.
 
     Args:
-        found: of what it begins with; None: with nothing.
+        found: the manifest of what it begins with; None: with nothing.
     """
     parameters, device = model_shape(config).parameters(), ready.trainer.engine.units[0].device
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
@@ -40,7 +40,7 @@ def beginning(
 
 
 def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:
-    """Give a warning for each thing that is accepted, and is probably not meant."""
+    """Yield a warning for each thing that is accepted, and is probably not meant."""
     if found is not None and (said := doubt(found, site.job, ready.about)):
         yield said
     warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr

@@ -22,7 +22,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What is done."""
+    """The kinds of action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -46,7 +46,7 @@ _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|TIE|F|B|I|W)(\d+)(
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that one rank does; `size` is the bytes that it sends, or that it gathers first."""
+    """One action of one rank; `size` is the bytes that it sends, or that it gathers first."""
 
     stage: int
     kind: Kind
@@ -58,10 +58,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that prints so.
+        """Return the action that prints as `text`.
 
         Raises:
-            ValueError: none does.
+            ValueError: no action prints so.
         """
         found = _TEXT.fullmatch(text.strip())
         if found is None:
@@ -72,11 +72,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does in one step, in order.
+    """The actions of every rank of a pipeline in one step, in order.
 
     Attributes:
-        name: of the kind of schedule.
-        micro_batches: of the step, m.
+        name: the kind of schedule.
+        micro_batches: their number in the step, m.
         rank_of: of each stage the rank that computes it.
         ranks: of each rank its actions.
     """
@@ -94,11 +94,11 @@ class Schedule:
         return [stage for stage, where in enumerate(self.rank_of) if where == rank]
 
     def first(self, micro_batches: int) -> "Schedule":
-        """The same order of things for the first `micro_batches` only."""
+        """Return the schedule of the first `micro_batches` only, in the same order."""
         return replace(self.only(lambda action: action.micro_batch < micro_batches), micro_batches=micro_batches)
 
     def forward_only(self) -> "Schedule":
-        """What validation does: what comes from backward is left out. Nothing waits for what is left out."""
+        """Return the schedule of validation: without the actions of backward, for which no others wait."""
         kept = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         return self.only(lambda action: action.kind in kept)
 
@@ -106,12 +106,12 @@ class Schedule:
         return replace(self, ranks=tuple(tuple(filter(wanted, actions)) for actions in self.ranks))
 
     def __str__(self) -> str:
-        """One line for each rank."""
+        """Return one line for each rank."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
     @classmethod
     def parse(cls, text: str, *, name: str, micro_batches: int, rank_of: Sequence[int]) -> "Schedule":
-        """The schedule that prints so. Raises ValueError where a word is no action."""
+        """Return the schedule that prints as `text`. Raises ValueError where a word is no action."""
         ranks = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
         return cls(name, micro_batches, tuple(rank_of), ranks)
 

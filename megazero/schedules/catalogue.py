@@ -1,4 +1,6 @@
-"""The schedules: who computes what, in which order. p ranks, m micro-batches, v stages (chunks) on each rank.
+"""The schedules: which rank computes what, in which order.
+
+There are p ranks, m micro-batches, v stages (chunks) on each rank.
 
     gpipe         all forwards, then all backwards                       Huang et al. 2018, arXiv 1811.06965
     1f1b          one forward, one backward, after p - r forwards        Narayanan et al. 2021, arXiv 2104.04473, 2.2.1
@@ -8,7 +10,7 @@
     zb-v          two stages on each rank, down the ranks and up again,  Qi et al. 2024, arXiv 2405.15362, 3
                   backward split in two
 
-Bubbles and memory of each are in `simulate.py`'s tests, held against the papers' formulas.
+Bubbles and memory of each are in `simulate.py`'s tests, compared with the papers' formulas.
 
 All take any number of micro-batches: interleaved and zb-v are made for the next number that they are regular for, and
 the micro-batches that do not exist are left out, which keeps every order intact.
@@ -40,12 +42,15 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """Micro-batches go through the stages in groups of p: p through a rank's first chunk, p through its second, ..."""
+    """Return the schedule whose micro-batches go through the stages in groups of p.
+
+    So p go through a rank's first chunk, p through its second, and so on.
+    """
     regular = -(-m // p) * p
     total = regular * v
 
     def nth(r: int, k: int, kind: Kind) -> Action:
-        """The k-th forward of a rank, or its k-th backward."""
+        """Return the k-th forward of a rank, or its k-th backward."""
         chunk = k // p % v
         chunk = chunk if kind is F else v - 1 - chunk
         return Action(chunk * p + r, kind, k // (p * v) * p + k % p)
@@ -63,7 +68,10 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Rank r leaves the weights' part r micro-batches behind: as many more as it has fewer forwards under way."""
+    """Return the schedule in which rank r does the weights' part of backward r micro-batches late.
+
+    That is as many more as it has fewer forwards under way.
+    """
 
     def rank(r: int) -> Iterator[Action]:
         ahead = min(p - 1 - r, m)
@@ -80,7 +88,10 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Rank r has stages r and 2 p - 1 - r, so that the first rank has the loss too, and begins backward at once."""
+    """Return the schedule in which rank r has stages r and 2 p - 1 - r.
+
+    So the first rank has the loss too, and begins backward at once.
+    """
     regular = max(m, 2 * p - 1)
 
     def rank(r: int) -> Iterator[Action]:
@@ -115,7 +126,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
 
 def make(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """The schedule that a config names."""
+    """Return the schedule that a config names."""
     if name == "interleaved":
         return interleaved(ranks, micro_batches, chunks)
     return {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v}[name](ranks, micro_batches)

@@ -1,8 +1,8 @@
-"""Holds a schedule against what every schedule has to keep, before anything runs.
+"""Check a schedule against what every schedule has to keep, before anything runs.
 
 Each stage does each micro-batch once, in order, on the rank that has it; its backward whole, or in two parts, or not at
 all. With transfers in the lists: what is sent has been computed, what is waited for has been posted, and every message
-has a sender and a receiver. That nobody waits in a circle is found by `simulate`.
+has a sender and a receiver. Deadlocks are found by `simulate`.
 """
 
 from collections import Counter
@@ -24,11 +24,11 @@ _SPARSE = (Kind.REDUCE, Kind.TIE)  # not done for every micro-batch
 
 
 class ScheduleError(ValueError):
-    """A schedule that would not end, or not compute the gradient. Its text has the timetable."""
+    """An error of a schedule that would not end, or not compute the gradient; its text has the timetable."""
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ScheduleError: the lists, with the culprit marked."""
+    """Check a schedule. Raises ScheduleError: the lists, with the culprit marked."""
     with_transfers = any(a.kind in _SENDS for actions in schedule.ranks for a in actions)
     for rank, actions in enumerate(schedule.ranks):
         seen: Counter[tuple[int, Kind]] = Counter()  # how many have been done, and of the sparse ones the last, plus 1
@@ -48,7 +48,7 @@ def check(schedule: Schedule) -> None:
 def _wrong(
     schedule: Schedule, rank: int, action: Action, seen: Counter[tuple[int, Kind]], with_transfers: bool
 ) -> Iterator[str]:
-    """What is wrong with doing an action now."""
+    """Yield what is wrong with doing an action now."""
     stage, kind, m = action.stage, action.kind, action.micro_batch
     if not (stage < schedule.num_stages and schedule.rank_of[stage] == rank):
         yield f"stage {stage} is not on rank {rank}"
@@ -65,7 +65,7 @@ def _wrong(
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Every message is sent and received."""
+    """Check that every message is sent and received."""
     lists = list(enumerate(schedule.ranks))
     posted = {(a.stage, a.kind, a.micro_batch) for _, actions in lists for a in actions}
     for rank, actions in lists:

@@ -1,4 +1,4 @@
-"""A timeline as a picture: a row for each rank, a box for each computation.
+"""Draw a timeline: a row for each rank, a box for each computation.
 
 Forward, the two parts of backward and whole backwards have a colour each, darker in later chunks of a rank; the number
 is the micro-batch. What is white is the bubble.
@@ -30,13 +30,13 @@ _MOST_NUMBERS = 600  # boxes; more could not be read
 
 
 def check_name(path: Path | None, verb: str) -> None:
-    """Refuse a name of a picture that says no format. Raises UserError 100."""
+    """Refuse a picture's name without a known format. Raises UserError 100."""
     if path is not None and path.suffix not in FORMATS:
         raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
 
 
 def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
-    """Writes an SVG or PNG, by the path's suffix. Raises OSError."""
+    """Write an SVG or PNG, by the path's suffix. Raises OSError."""
     # Imported here: half a second that only a picture needs.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
 
 
 def draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
-    """The same on a part of a figure."""
+    """Draw a timeline on a part of a figure."""
     from matplotlib.patches import Patch
 
     numbered = sum(map(len, timeline.ranks)) <= _MOST_NUMBERS

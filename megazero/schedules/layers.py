@@ -1,4 +1,4 @@
-"""Where the model is cut: which blocks belong to which stage.
+"""Cut the model into stages: which blocks belong to which stage.
 
 Blocks are alike, the ends are not: the first stage has the embedding too, the last the final norm and the output
 projection, which costs about as much as V / (12 h) blocks. Every stage has at least one block, and each further block
@@ -16,7 +16,7 @@ from megazero.schedules.simulate import peak_inputs
 
 @dataclass(frozen=True)
 class Layers:
-    """How a model lies on the pipeline axis.
+    """The cut of a model into stages on the pipeline axis.
 
     Attributes:
         schedule, ranks, chunks: as in the config.
@@ -31,7 +31,7 @@ class Layers:
     parts: list[range]
 
     def kept_inputs(self, micro_batches: int) -> list[int]:
-        """Of each stage the most micro-batches whose forward has been and whose input's backward is still to come."""
+        """Return for each stage the most micro-batches between their forward and their input's backward."""
         return peak_inputs(make(self.schedule, self.ranks, micro_batches, self.chunks))
 
     def of_rank(self, rank: int) -> dict[int, range]:
@@ -40,16 +40,16 @@ class Layers:
 
 @cache
 def cut(schedule: str, ranks: int, chunks: int, blocks: int, head: float) -> Layers:
-    """The cut of a model of some blocks whose head costs as much as `head` of them."""
+    """Return the cut of a model of some blocks whose head costs as much as `head` of them."""
     rank_of = make(schedule, ranks, 1, chunks).rank_of
     return Layers(schedule, ranks, chunks, rank_of, split(blocks, rank_of, embedding=0.0, head=head))
 
 
 def split(blocks: int, rank_of: Sequence[int], *, embedding: float, head: float) -> list[range]:
-    """Of each stage the parts of the model's path that it runs: 0 is the embedding, 1 to `blocks`, then the head.
+    """Return for each stage the parts of the model's path that it runs: 0 is the embedding, the last the head.
 
     Args:
-        blocks: of the model; at least one for each stage.
+        blocks: their number in the model; at least one for each stage.
         rank_of: of each stage the rank that computes it.
         embedding, head: what they cost, in blocks.
     """

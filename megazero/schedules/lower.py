@@ -1,4 +1,4 @@
-"""Passes over a schedule of computations that add what ranks have to say to each other, and what that costs.
+"""Passes over a schedule that add transfers, reductions, and the bytes of each.
 
     add_transfers     sends behind what makes a message, receives posted one computation before they are needed
     add_reductions    gradients go to where the optimizer state is: once a step (ZeRO stages 0 and 1), or after each
@@ -21,10 +21,10 @@ class TrafficBill:
     """Bytes that a rank sends, by the ring formula.
 
     Attributes:
-        message: one micro-batch's activations between two stages; their gradient is as long.
+        message: of one micro-batch's activations between two stages; their gradient is as long.
         reduce: of each stage one reduction of its gradients.
         gather_forward, gather_backward: of each stage what is gathered for one forward, and for one backward.
-        tie: the shared weight's gradient.
+        tie: of the shared weight's gradient.
     """
 
     message: int
@@ -43,7 +43,7 @@ class TrafficBill:
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Nothing is sent between stages of one rank."""
+    """Add the sends and receives; there are none between stages of one rank."""
 
     def remote(stage: int, other: int) -> bool:
         return 0 <= other < schedule.num_stages and schedule.rank_of[stage] != schedule.rank_of[other]
@@ -78,10 +78,10 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def add_reductions(schedule: Schedule, *, each: bool, tied: bool) -> Schedule:
-    """Behind what a stage has to send.
+    """Add the reductions, after what a stage has to send.
 
     Args:
-        each: after every micro-batch, not only after the last.
+        each: reduce after every micro-batch, not only after the last.
         tied: the first and the last stage share a weight; where they are on one rank, there is nothing to sum.
     """
     last, ends = schedule.micro_batches - 1, (0, schedule.num_stages - 1)
@@ -105,7 +105,7 @@ def add_reductions(schedule: Schedule, *, each: bool, tied: bool) -> Schedule:
 
 
 def add_bill(schedule: Schedule, bill: TrafficBill) -> Schedule:
-    """The same actions with their bytes."""
+    """Return the same actions with their bytes."""
     return replace(
         schedule, ranks=tuple(tuple(replace(a, size=bill.of(a)) for a in actions) for actions in schedule.ranks)
     )

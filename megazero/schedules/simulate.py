@@ -1,4 +1,4 @@
-"""Runs a schedule without running it: proves that it cannot deadlock, and tells its bubble and its memory.
+"""Simulate a schedule: prove that it cannot deadlock, and compute its bubble and its memory.
 
 A rank does its actions in order. An action begins when the rank is free and what it needs is there:
 
@@ -28,7 +28,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 @dataclass(frozen=True)
 class Costs:
-    """How long an action of one stage takes, in any unit; a whole backward takes `input + weight`."""
+    """The costs of a stage's actions, in any unit of time; a whole backward takes `input + weight`."""
 
     forward: float = 1
     input: float = 1
@@ -49,7 +49,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens. `ranks[r]` are the computations of rank r in order."""
+    """The times of all actions; `ranks[r]` are the computations of rank r in order."""
 
     ranks: tuple[tuple[Timed, ...], ...]
 
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Time that the busiest rank waits, over its work."""
+        """Return the time that the busiest rank waits, over its work."""
         return _share(self.makespan, max(self.work))
 
     @property
@@ -80,11 +80,11 @@ def _share(time: float, work: float) -> float:
 
 
 def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer: float = 0) -> Timeline:
-    """The times of all computations.
+    """Return the times of all computations.
 
     Args:
         costs: of each stage; None: every action takes 1, a whole backward 2.
-        transfer: of a message to another rank.
+        transfer: time of a message to another rank.
 
     Raises:
         ScheduleError: something is missing, done twice or in another order than micro-batches come, or waits for ever.
@@ -117,7 +117,7 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Of each rank the most (stage, micro-batch) pairs whose activations are there at once."""
+    """Return for each rank the most (stage, micro-batch) pairs whose activations are kept at once."""
     peaks = []
     for actions in schedule.ranks:
         live = most = 0
@@ -129,8 +129,9 @@ def peak_live(schedule: Schedule) -> list[int]:
 
 
 def peak_inputs(schedule: Schedule) -> list[int]:
-    """Of each stage the most micro-batches between its forward and the backward of its input: inputs that are kept
-    for a forward that is computed again there.
+    """Return for each stage the most micro-batches between their forward and their input's backward.
+
+    So many inputs are kept for a forward that is computed again in backward.
     """
     live, most = [0] * schedule.num_stages, [0] * schedule.num_stages
     for action in (action for actions in schedule.ranks for action in actions):
@@ -140,7 +141,7 @@ def peak_inputs(schedule: Schedule) -> list[int]:
 
 
 def timetable(timeline: Timeline, culprits: Mapping[int, Action] | None = None) -> str:
-    """A line for each rank, a column for each unit of time; >action< marks what a rank never began."""
+    """Return a line for each rank, a column for each unit of time; >action< marks what a rank never began."""
     step = min((t.end - t.start for rank in timeline.ranks for t in rank if t.end > t.start), default=1)
     columns = round(timeline.makespan / step)
     width = max([4, *(len(str(t.action)) for rank in timeline.ranks for t in rank)]) + 1
@@ -157,7 +158,7 @@ def timetable(timeline: Timeline, culprits: Mapping[int, Action] | None = None) 
 
 
 def _needs(schedule: Schedule, action: Action) -> list[tuple[int, tuple[Kind, ...]]]:
-    """(stage, kinds of which one) that must have ended for the same micro-batch."""
+    """Return (stage, alternative kinds) that must have ended for the same micro-batch."""
     stage, last = action.stage, schedule.num_stages - 1
     if action.kind is F:
         return [(stage - 1, (F,))] if stage > 0 else []
@@ -169,7 +170,7 @@ def _needs(schedule: Schedule, action: Action) -> list[tuple[int, tuple[Kind, ..
 def _ready(
     schedule: Schedule, action: Action, ended: Mapping[tuple[int, Kind, int], float], transfer: float
 ) -> float | None:
-    """When everything that an action needs is there; None: not yet."""
+    """Return when everything that an action needs is there; None: not yet."""
     times = [0.0]
     for stage, kinds in _needs(schedule, action):
         found = [ended[stage, k, action.micro_batch] for k in kinds if (stage, k, action.micro_batch) in ended]

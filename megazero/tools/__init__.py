@@ -1,1 +1,1 @@
-"""Hold the verbs that no training run needs."""
+"""The verbs that no training run needs."""

@@ -1,4 +1,4 @@
-"""Text from a trained run: the run's own config, its newest weights, its tokenizer.
+"""Generate text with a trained run: the run's own config, its newest weights, its tokenizer.
 
 Each new token is drawn from softmax(logits / temperature) over the `top_k` likeliest (Fan et al. 2018), with a private
 generator seeded by `seed`, so the same call gives the same text. Every token runs the whole window again: clear, and
@@ -26,7 +26,7 @@ from megazero.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 takes the likeliest."""
+    """The settings to draw tokens; temperature 0 takes the likeliest."""
 
     tokens: int = 100
     temperature: float = 0.8
@@ -35,7 +35,7 @@ class Sampling:
 
 
 def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
-    """The prompt continued; stops early at the end of a document.
+    """Return the prompt continued; stop early at the end of a document.
 
     Raises:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
@@ -56,7 +56,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
 
 def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> None:
-    """Gives the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
+    """Give the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
     parameters = dict(model.named_parameters())
     _, weights = newest_weights(store, {name: tuple(p.shape) for name, p in parameters.items()}, warn)
     for name, parameter in parameters.items():
@@ -64,7 +64,7 @@ def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) ->
 
 
 def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:
-    """New ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
+    """Return new ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
 
     Args:
         window: how many ids the model can look back on.

@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def measured(kind: str, folder: str, rounds: int) -> Comparison:
-    """The systems time themselves, because what they clear away between rounds does not count."""
+    """Compare the systems, which time themselves: what they clear away between rounds does not count."""
     who = ("dcp", "ours", "hashing") if kind in ("save", "load") else ("dcp", "ours")
     systems = [System(f"{name}-{kind}", _build, (name, kind, folder), 1, RANKS) for name in who]
     found = compare(systems[0], systems[1:], rounds)
@@ -146,7 +146,7 @@ def _build(who: str, kind: str, folder: str, rank: int, size: int, store: str) -
 
 
 def _hashing(act: Callable[[], float]) -> Callable[[], float]:
-    """The same, of which only the seconds in hashes count."""
+    """Return the same act, of which only the seconds in hashes count."""
     hash_of, seconds = shard.hash_of, [0.0]
 
     def timed(data: bytes | memoryview) -> str:

@@ -1,5 +1,6 @@
-"""The systems that zero.py puts beside ours: plain torch without exchange, DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2,
-DeepSpeed.
+"""The systems that zero.py compares with ours.
+
+They are plain torch without exchange, DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2, and DeepSpeed.
 
 All train `plain_gpt.PlainGPT` from our initial weights, with fused AdamW, the same decay of the same parameters, and
 the global gradient norm clipped to the same limit. Each is set up as its own documentation advises; nothing is slowed
@@ -28,7 +29,7 @@ ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
 
 
 def peer(config: Config) -> PlainGPT:
-    """The model, whole, with the weights that ours starts from."""
+    """Return the whole model, with the weights that ours starts from."""
     m = config.model
     model = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
     model.take_weights(initial_weights(config))
@@ -36,7 +37,7 @@ def peer(config: Config) -> PlainGPT:
 
 
 def groups(named: Iterable[tuple[str, nn.Parameter]], decays: set[str]) -> list[dict]:
-    """Parameter groups for torch's AdamW; `decays` are the names whose parameters decay."""
+    """Return the parameter groups for torch's AdamW; `decays` are the names whose parameters decay."""
     named = list(named)
     return [
         {"params": [p for n, p in named if (n in decays) == decay], "weight_decay": DECAY if decay else 0.0}
@@ -49,7 +50,7 @@ def decaying(model: nn.Module) -> set[str]:
 
 
 def micro_batches(config: Config, rank: int, size: int) -> Callable[[], list[tuple[Tensor, Tensor]]]:
-    """Gives this rank's (tokens, targets) [B, S] of each step."""
+    """Return a function that gives this rank's (tokens, targets) [B, S] of each step."""
     batches = random_batches(config.batch.micro, rank)
     accumulation = config.batch.global_ // (config.batch.micro * size)
     return lambda: [(tokens.T, targets.T) for tokens, targets in (next(batches) for _ in range(accumulation))]
@@ -62,7 +63,7 @@ def torch_step(
     clip: Callable[[], object],
     quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Step:
-    """A step in plain torch style; `quiet` is around all micro-batches but the last."""
+    """Return a step in plain torch style; `quiet` is around all micro-batches but the last."""
 
     def step() -> float:
         batches, total = next_step(), 0.0
@@ -84,7 +85,7 @@ def clip_of(model: nn.Module) -> Callable[[], object]:
 
 
 def floor_rank(config: Config, rank: int, size: int, store: str) -> Step:
-    """The same work without any exchange: what data parallelism would cost if it cost nothing."""
+    """Return a step that does the same work without any exchange: data parallelism's cost if it cost nothing."""
     model = peer(config)
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
     return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
@@ -136,7 +137,7 @@ def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) 
 
 
 def join_deepspeed(rank: int, size: int, store: str) -> Any:
-    """A rank joins the others; the library, which is imported no sooner because importing it prints."""
+    """Join the other ranks; return the library, which is imported no sooner because importing it prints."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
     meet(rank, size, store)

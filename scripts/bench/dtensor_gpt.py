@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Positions(nn.Module):
-    """Learned positions [S, 1, D] of the part of the sequence that is in this process."""
+    """The learned positions [S, 1, D] of the part of the sequence that is in this process."""
 
     def __init__(self, seq_len: int, hidden: int):
         super().__init__()
@@ -51,7 +51,7 @@ class Positions(nn.Module):
 
 
 class UntiedGPT(nn.Module):
-    """GPT-2 without dropout whose head has a weight of its own."""
+    """A GPT-2 without dropout whose head has a weight of its own."""
 
     def __init__(self, layers: int, hidden: int, heads: int, vocab: int, seq_len: int):
         super().__init__()
@@ -61,7 +61,7 @@ class UntiedGPT(nn.Module):
         self.head = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of tokens and targets [S, B] (the whole sequence)."""
+        """Return the mean loss of tokens and targets [S, B] (the whole sequence)."""
         x_SBD = self.tokens(tokens) + self.positions()
         for block in self.blocks:
             x_SBD = block(x_SBD)
@@ -70,8 +70,10 @@ class UntiedGPT(nn.Module):
 
     @torch.no_grad()
     def take_weights(self, ours: Callable[[str], Tensor]) -> None:
-        """Copies the weights, asked for by name, of a megazero model of the same shape (its row weights are
-        [in, out])."""
+        """Copy the weights, asked for by name, of a megazero model of the same shape.
+
+        Its row weights are [in, out].
+        """
         names = {"tokens": "embedding.tokens", "positions": "embedding.positions", "norm": "head.norm", "head": "head"}
         for i in range(len(self.blocks)):
             theirs = {"norm_1": "attention_norm", "qkv": "attention.qkv", "out": "attention.out"}
@@ -85,7 +87,7 @@ class UntiedGPT(nn.Module):
 
 
 def spread(model: UntiedGPT, mesh: DeviceMesh, sequence: bool) -> None:
-    """Splits the model over the mesh; with `sequence` also what lies between the matrices, along the sequence."""
+    """Split the model over the mesh; with `sequence` also what lies between the matrices, along the sequence."""
     stream = Shard(0) if sequence else Replicate()
     into, out_of = ColwiseParallel(input_layouts=stream), RowwiseParallel(output_layouts=stream)
     plan = {
@@ -104,9 +106,9 @@ def spread(model: UntiedGPT, mesh: DeviceMesh, sequence: bool) -> None:
 
 
 def make_optimizers(model: nn.Module, **options: float | tuple[float, float]) -> list[torch.optim.Optimizer]:
-    """Fused AdamW over everything; matrices and the token embedding decay.
+    """Return fused AdamW over everything; matrices and the token embedding decay.
 
-    One for DTensors, one for the other tensors: the fused update refuses lists that mix them.
+    One is for DTensors, one for the other tensors: the fused update refuses lists that mix them.
     """
     decay = options.pop("weight_decay")
     optimizers: list[torch.optim.Optimizer] = []
@@ -127,7 +129,7 @@ def make_optimizers(model: nn.Module, **options: float | tuple[float, float]) ->
 
 @torch.no_grad()
 def complete_and_clip(model: UntiedGPT, limit: float) -> None:
-    """Sums what is partial in the gradients of a spread model, and clips their global norm."""
+    """Sum the partial gradients of a spread model, and clip their global norm."""
     _complete([p for p in model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()])
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     split = [g for g in grads if isinstance(g, DTensor) and g.placements[0].is_shard()]
@@ -141,7 +143,7 @@ def complete_and_clip(model: UntiedGPT, limit: float) -> None:
 
 
 def _complete(parameters: list[nn.Parameter]) -> None:
-    """Sums the gradients of these parameters over the ranks, all in one."""
+    """Sum the gradients of these parameters over the ranks, all in one."""
     if not parameters:
         return
     parts = [_local(p.grad) for p in parameters if p.grad is not None]

@@ -1,4 +1,4 @@
-"""Side-by-side timing of training systems in one run.
+"""Time training systems side by side in one run.
 
 Machines are noisy, so absolute times mean nothing and two runs cannot be compared. Every system is one process, or
 several ranks that work together, which stay alive with their model built; the parent lets one system at a time do one
@@ -34,7 +34,7 @@ Answer = tuple[float, float, float]  # of a rank to "step": seconds, CPU seconds
 
 @dataclass(frozen=True)
 class System:
-    """A thing to time.
+    """One system to time.
 
     Args:
         name: as in the table.
@@ -59,7 +59,7 @@ class System:
 class Measured:
     """One row: ratio to the reference with its 95 % interval, peak resident MB of the largest rank, median seconds.
 
-    Of a system that cannot run here only the name and the reason. `bound` is the least ratio that theory allows it.
+    A system that cannot run here has only the name and the reason. `bound` is the least ratio that theory allows it.
     """
 
     system: str
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def reference_s(self) -> float:
-        """Median seconds of the reference's step."""
+        """Return the median seconds of the reference's step."""
         seconds = self.rows[0].seconds
         assert seconds is not None, "the reference has run"
         return seconds
@@ -101,7 +101,7 @@ class _Running:
 
     @classmethod
     def start(cls, context: SpawnContext, system: System, store: str) -> "_Running":
-        """Starts all ranks of `system` and waits until each has built it, so that no two systems build at once."""
+        """Start all ranks of `system`, and wait until each has built it, so that no two systems build at once."""
         running = cls([], [])
         for rank in range(system.ranks):
             ours, theirs = context.Pipe()
@@ -114,13 +114,16 @@ class _Running:
         return running
 
     def ask(self, order: str) -> list[Answer]:
-        """What each rank answers. All get the order before the first answer is read: they may need each other."""
+        """Return each rank's answer. All get the order before the first answer is read: they may need each other."""
         for end in self.ends:
             end.send(order)
         return self.answers()
 
     def answers(self) -> list[Answer]:
-        """Read as they come: when a rank dies, others may never answer, and its end of the pipe raises EOFError."""
+        """Return the answers, read as they come: when a rank dies, others may never answer.
+
+        The dead rank's pipe raises EOFError.
+        """
         found: dict[Connection, Answer] = {}
         while len(found) < len(self.ends):
             waiting = [end for end in self.ends if end not in found]
@@ -136,7 +139,7 @@ class _Running:
 
 
 def measure(call: Callable[..., Any], ranks: int) -> list[Any]:
-    """What `call(rank, ranks, store)` returns on each of several ranks that run at once, with one thread each."""
+    """Return what `call(rank, ranks, store)` returns on each of several concurrent ranks of one thread each."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
@@ -161,7 +164,7 @@ def _measure(call: Callable[..., Any], rank: int, ranks: int, store: str, end: C
 
 
 def compare(reference: System, systems: Sequence[System], rounds: int, divide_by: int = 1) -> Comparison:
-    """Times `systems` against `reference` in at least `rounds` interleaved rounds.
+    """Time `systems` against `reference` in at least `rounds` interleaved rounds.
 
     Args:
         divide_by: the ratio's denominator is reference seconds / divide_by. With a reference of one process and
@@ -194,7 +197,7 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
 
 
 def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) -> None:
-    """Prints (title, floor_s, comparison) one by one as tables, or all of them at the end as one JSON object."""
+    """Print (title, floor_s, comparison) one by one as tables, or all of them at the end as one JSON object."""
     reports = []
     for title, floor_s, comparison in measured:
         difference = loss_difference(comparison)
@@ -206,7 +209,7 @@ def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) ->
 
 
 def loss_difference(comparison: Comparison) -> float:
-    """Largest relative difference between the losses of the first system and of any other, over all steps."""
+    """Return the largest relative difference between the first system's losses and any other's, over all steps."""
     if len(comparison.losses) < 2:
         return 0.0
     reference, *others = comparison.losses.values()
@@ -214,7 +217,7 @@ def loss_difference(comparison: Comparison) -> float:
 
 
 def report(comparison: Comparison, floor_s: float) -> dict[str, Any]:
-    """The contract's JSON object."""
+    """Return the contract's JSON object."""
     return {
         "machine": machine(),
         "versions": versions(),
@@ -226,7 +229,7 @@ def report(comparison: Comparison, floor_s: float) -> dict[str, Any]:
 
 
 def table(title: str, comparison: Comparison) -> str:
-    """The human form, in Markdown."""
+    """Return the table for people, in Markdown."""
     lines = [f"{title} ({comparison.quiet_rounds} of {comparison.rounds} rounds quiet)", ""]
     bounded = any(row.bound is not None for row in comparison.rows)
     lines += ["| system | ratio | 95 % interval | step s | peak MB |" + " bound |" * bounded]
@@ -243,7 +246,7 @@ def table(title: str, comparison: Comparison) -> str:
 
 
 def machine() -> str:
-    """Processor, usable cores and memory of this machine."""
+    """Return processor, usable cores and memory of this machine."""
     model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as file:
         model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), model)
@@ -260,7 +263,7 @@ def versions() -> dict[str, str]:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The order statistics that enclose the median with at least `confidence` (or the range, for few values)."""
+    """Return the order statistics that enclose the median with at least `confidence` (few values: the range)."""
     ordered, n = sorted(values), len(values)
     tail, k = 0.0, 0
     while k < n // 2:
@@ -273,14 +276,14 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 def dump(reports: Sequence[dict[str, Any]]) -> str:
-    """Several reports of one run as one: all rows, the largest difference between losses, the rest of the first."""
+    """Return several reports of one run as one: all rows, the largest difference of losses, the rest of the first."""
     merged = dict(reports[0]) | {"rows": [row for one in reports for row in one["rows"]]}
     merged["loss_difference"] = max(one["loss_difference"] for one in reports)
     return json.dumps(merged, indent=1)
 
 
 def _serve(system: System, rank: int, store: str, end: Connection) -> None:
-    """The process of one rank of a system: does what the parent says until it says stop (or is gone)."""
+    """Run one rank of a system in its process: do what the parent says until it says stop (or is gone)."""
     import torch
 
     torch.set_num_threads(system.threads)
@@ -297,7 +300,7 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
 
 
 def _round(running: Sequence[_Running], losses: list[list[float]]) -> tuple[list[float], float]:
-    """One step of each system; (their seconds, the CPU seconds that all their ranks took)."""
+    """Run one step of each system; return (their seconds, the CPU seconds that all their ranks took)."""
     seconds, own = [], 0.0
     for history, one in zip(losses, running, strict=True):
         answers = one.ask("step")
@@ -313,7 +316,7 @@ def _row(name: str, column: Sequence[float], denominators: Sequence[float], peak
 
 
 def _cpu_times() -> tuple[float, float]:
-    """(busy, all) CPU seconds of the whole machine since it started."""
+    """Return (busy, all) CPU seconds of the whole machine since it started."""
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:9]]
     per_second = os.sysconf("SC_CLK_TCK")
@@ -321,5 +324,5 @@ def _cpu_times() -> tuple[float, float]:
 
 
 def _foreign_share(before: tuple[float, float], after: tuple[float, float], own: float) -> float:
-    """Share of the machine's CPU time between two readings that was neither idle nor ours."""
+    """Return the share of the machine's CPU time between two readings that was neither idle nor ours."""
     return max(0.0, after[0] - before[0] - own) / max(after[1] - before[1], 1e-9)

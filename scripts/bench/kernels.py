@@ -113,7 +113,7 @@ def torch_route(gradients: str) -> Callable[[], float]:
 
 
 def _state(gradients: str) -> tuple[Tensor, ...]:
-    """Masters, moments, gradients, parameters; every page touched."""
+    """Return masters, moments, gradients, parameters; every page touched."""
     masters, first, second = torch.full((PARAMETERS,), 0.5), torch.zeros(PARAMETERS), torch.zeros(PARAMETERS)
     return masters, first, second, torch.full((PARAMETERS,), 1e-3, dtype=GRADIENTS[gradients]), masters.bfloat16()
 

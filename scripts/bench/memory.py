@@ -125,7 +125,7 @@ def our_rank(mode: str, rank: int, size: int, store: str) -> Callable[[], float]
 
 
 def _step(mode: str, grid) -> tuple[Callable[[], float], Callable[[], dict[str, int]]]:
-    """One training step, and what is held then."""
+    """Return one training step, and what returns the bytes held then."""
     config, ledger = config_of(mode, grid["tensor"].size), grid.comm.ledger
     built = build(config, grid, CPU, choose("auto", CPU, torch.float32), Host(CPU, ledger, apart=True))
     feed = feeder(config, grid)
@@ -141,7 +141,7 @@ def _step(mode: str, grid) -> tuple[Callable[[], float], Callable[[], dict[str, 
 
 
 class RankBytes:
-    """What a rank holds, by category; activations as the most that its second step allocates."""
+    """The bytes that a rank holds, by category; activations as the most that its second step allocates."""
 
     def __init__(self, mode: str):
         self.mode = mode
@@ -155,7 +155,7 @@ class RankBytes:
 
 
 def predicted(mode: str, tensor: int) -> dict[str, int]:
-    """The same by formula, but for staging, which is fixed."""
+    """Return the bytes by formula, but for staging, which is fixed."""
     config = config_of(mode, tensor)
     shape, memory = model_shape(config), config.memory
     item = Bytes(4, 4, 4)

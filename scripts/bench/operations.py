@@ -31,7 +31,7 @@ Case = tuple[str, float, Call, Call]  # operation, minimum bytes, ours, eager
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds: the limit's time / ours, with its 95 % interval, and eager's time / ours."""
+    """The medians over the rounds: the limit's time / ours, with its 95 % interval, and eager's time / ours."""
 
     operation: str
     dtype: str
@@ -52,7 +52,7 @@ def rows(rounds: int) -> Iterator[Row]:
 
 
 def _keep_freed_memory() -> None:
-    """Results are allocated in pages that are there; faults would be most of the time, and they are no kernel's."""
+    """Keep freed memory, so that results are allocated without page faults: those would be most of the time."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -83,13 +83,13 @@ def _timed(call: Call) -> float:
 
 
 def _case(name: str, size: float, *arguments: object, eager: Call | None = None, form: str = "") -> Case:
-    """Of an operation with its minimum bytes; eager is the specification unless torch has a function of its own."""
+    """Return a case with its minimum bytes; eager is the specification unless torch has a function of its own."""
     ours, plain = getattr(getattr(torch.ops, schema.NAMESPACE), name), getattr(reference, name)
     return name + form, size, lambda: ours(*arguments), eager or (lambda: plain(*arguments))
 
 
 def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
-    """What goes over rows of hidden channels, and over flat memory."""
+    """Yield the cases of rows of hidden channels, and of flat memory."""
     item, d = dtype.itemsize, HIDDEN
     n = BYTES // item // d
     one = item * n * d  # bytes of one pass

@@ -1,4 +1,4 @@
-"""Our engine as the benchmarks run it: the same settings, weights and tokens as the systems beside it."""
+"""Build our engine as the benchmarks run it: the same settings, weights and tokens as the systems beside it."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,20 +25,20 @@ LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
 def meet(rank: int, size: int, store: str) -> None:
-    """A peer's rank joins the others."""
+    """Join the other ranks, as a peer's rank."""
     stay_on("lo")
     dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
 def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1) -> Grid:
-    """One of `size` ranks that meet at the file `store`; the data axis is what `tensor` and `pipeline` leave."""
+    """Return the grid of one of `size` ranks that meet at the file `store`; the data axis is what the others leave."""
     place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), Path(store))
     comm = connect(place, timeout=timedelta(seconds=120), fingerprint="")
     return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
 
 
 def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], StageInputs]:
-    """Gives this rank's next micro-batch, for a step."""
+    """Return a function that gives this rank's next micro-batch, for a step."""
     feed_of = feeds_of(grid["tensor"], device, config.parallel.sequence)
     micro = config.batch.micro
     batches = random_batches(micro, grid["data"].rank, config.model.vocab, config.model.seq_len)
@@ -52,7 +52,7 @@ def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[
 
 
 def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.device = CPU) -> Callable[[], float]:
-    """One training step of the engine on one rank of a grid; returns the step's loss."""
+    """Return one training step of the engine on one rank of a grid; it returns the step's loss."""
     adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
     built = build(config.model_copy(update={"optimizer": adam}), grid, device, ops)
     feed = feeder(config, grid, device)
@@ -69,7 +69,7 @@ def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.devic
 
 
 def initial_weights(config: Config) -> Callable[[str], Tensor]:
-    """The whole initial weights by name, each made when asked for: they are no part of anybody's peak."""
+    """Return the whole initial weights by name, each made when asked for: they are no part of any peak."""
     declarations = dict(named_declarations(build_model(config)))
 
     def weight(name: str) -> Tensor:
@@ -83,7 +83,7 @@ def initial_weights(config: Config) -> Callable[[str], Tensor]:
 def random_batches(
     micro: int, seed: int = 0, vocab: int = VOCAB, seq_len: int = SEQ_LEN
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same endless (tokens, targets) [S, B] for everyone with the same seed."""
+    """Yield endless (tokens, targets) [S, B], equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         window = torch.randint(0, vocab, (seq_len + 1, micro), generator=generator)

@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def measured(pairs: int, only: str | None) -> Iterator[tuple[str, float, Comparison]]:
-    """(title, seconds that are 1.000, comparison)."""
+    """Yield (title, seconds that are 1.000, comparison)."""
     reference, *systems = systems_of(only)
     ideal = bounds()
     comparison = compare(reference, systems, pairs, divide_by=RANKS)
@@ -89,7 +89,7 @@ def measured(pairs: int, only: str | None) -> Iterator[tuple[str, float, Compari
 
 
 def systems_of(only: str | None) -> list[System]:
-    """All systems, the reference first."""
+    """Return all systems, the reference first."""
     systems = [System("ours, one process", our_step, (), 1)]
     if only != "peers":
         systems.append(System(TWO_AT_ONCE, one_of_two, (), 1, RANKS, exchanges=False))
@@ -111,23 +111,23 @@ def config_of(pipeline: int = 1, schedule: str = "1f1b", chunks: int = 1) -> Con
 
 
 def our_step() -> Callable[[], float]:
-    """One training step of the engine in one process; returns the step's loss."""
+    """Return one training step of the engine in one process; it returns the step's loss."""
     return engine_step(config_of(), single(), choose("auto", CPU, torch.float32))
 
 
 def one_of_two(rank: int, size: int, store: str) -> Callable[[], float]:
-    """The same step, alone, beside another process that does it too."""
+    """Return the same step, alone, beside another process that does it too."""
     return our_step()
 
 
 def our_rank(schedule: str, chunks: int, rank: int, size: int, store: str) -> Callable[[], float]:
-    """The same step on one of `size` ranks."""
+    """Return the same step on one of `size` ranks."""
     grid = grid_of(rank, size, store, pipeline=size)
     return engine_step(config_of(size, schedule, chunks), grid, choose("auto", CPU, torch.float32))
 
 
 def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Callable[[], float]:
-    """The same with torch's pipelining, cut like ours."""
+    """Return the same step with torch's pipelining, cut like ours."""
     meet(rank, size, store)
     config = config_of(size, schedule, OURS[schedule])
     model = UntiedGPT(LAYERS, HIDDEN, HEADS, VOCAB, SEQ_LEN)
@@ -144,7 +144,7 @@ def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Ca
 
 
 def bounds() -> dict[str, float]:
-    """Of each of our schedules the least ratio that its order of things allows.
+    """Return for each of our schedules the least ratio that its order of things allows.
 
     A step of one process does all the work and the whole update, a rank waits as the simulator says and updates its
     own parameters.
@@ -168,7 +168,7 @@ def _sum(embedding: list[float], block: list[float], head: list[float], parts: r
 
 
 def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[float], list[float], float]:
-    """Seconds of forward and of backward's two parts, of embedding, block and head, and of the update.
+    """Return the seconds of forward and of backward's two parts, of embedding, block and head, and of the update.
 
     Every block is a stage of its own; the first has the embedding too, and the last the head. Both ranks measure at
     once, each a whole model, so that they share the machine's memory as they do when they train.

@@ -1,4 +1,4 @@
-"""The same GPT-2 written the way one writes it with plain torch modules: what single.py is compared with.
+"""A GPT-2 of plain torch modules, written the usual way: what single.py is compared with.
 
 Batch first, nn.Linear and nn.LayerNorm, one projection for q, k and v, F.cross_entropy, fused AdamW,
 clip_grad_norm_, zero_grad(set_to_none=True). Nothing in it is slowed down on purpose.
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tied GPT-2 without dropout."""
+    """A tied GPT-2 without dropout."""
 
     def __init__(self, layers: int, hidden: int, heads: int, vocab: int, seq_len: int):
         super().__init__()
@@ -38,7 +38,7 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(hidden)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of tokens and targets [B, S]."""
+        """Return the mean loss of tokens and targets [B, S]."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -47,8 +47,10 @@ class PlainGPT(nn.Module):
 
     @torch.no_grad()
     def take_weights(self, ours: Callable[[str], Tensor]) -> None:
-        """Copies the weights of a megazero model of the same shape (its row weights are [in, out], its qkv rows are
-        grouped by head)."""
+        """Copy the weights of a megazero model of the same shape.
+
+        Its row weights are [in, out], its qkv rows are grouped by head.
+        """
         self.tokens.weight.copy_(ours("embedding.tokens.weight"))
         self.positions.weight.copy_(ours("embedding.positions.weight"))
         for i, block in enumerate(self.blocks):

@@ -24,7 +24,7 @@ Around = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
 
 
 def plain_step(config: Config, again: bool) -> Callable[[], float]:
-    """One training step of plain torch in one process."""
+    """Return one training step of plain torch in one process."""
     model = _peer(config, _torch_checkpoint if again else None)
     (optimizer,) = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     batches = random_batches(config.batch.micro)
@@ -41,7 +41,7 @@ def plain_step(config: Config, again: bool) -> Callable[[], float]:
 
 
 def spread_step(config: Config, again: str, rank: int, size: int, store: str) -> Callable[[], float]:
-    """One training step of the same model over `size` tensor ranks.
+    """Return one training step of the same model over `size` tensor ranks.
 
     Args:
         again: none | torch | deepspeed | deepspeed partitioned | deepspeed partitioned, cpu.
@@ -84,7 +84,7 @@ def _torch_checkpoint(forward: Callable[[Tensor], Tensor], x: Tensor) -> Any:
 
 
 class _TensorRanks:
-    """All ranks are tensor ranks: what DeepSpeed asks a model-parallel library for."""
+    """The interface that DeepSpeed asks of a model-parallel library, where all ranks are tensor ranks."""
 
     get_model_parallel_rank = staticmethod(torch.distributed.get_rank)
     get_model_parallel_world_size = staticmethod(torch.distributed.get_world_size)

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def measured(models: list[str], threads_of: list[int], pairs: int) -> Iterator[tuple[str, float, Comparison]]:
-    """(title, seconds that are 1.000, comparison) of each model and number of threads."""
+    """Yield (title, seconds that are 1.000, comparison) of each model and number of threads."""
     for model in models:
         for threads in threads_of:
             plain = System(f"plain torch, {model}, threads {threads}", plain_step, (model,), threads)
@@ -71,12 +71,12 @@ def config_of(model: str) -> Config:
 
 
 def our_step(model: str, kernels: str) -> Callable[[], float]:
-    """One training step of the engine; returns the step's loss."""
+    """Return one training step of the engine; it returns the step's loss."""
     return engine_step(config_of(model), single(), choose(kernels, CPU, torch.float32))
 
 
 def plain_step(model: str) -> Callable[[], float]:
-    """One training step of plain torch, from the same weights on the same tokens."""
+    """Return one training step of plain torch, from the same weights on the same tokens."""
     config = config_of(model)
     m = config.model
     plain = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)

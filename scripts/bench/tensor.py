@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def measured(models: list[str], pairs: int) -> Iterator[tuple[str, float, Comparison]]:
-    """(title, seconds that are 1.000, comparison) of each model."""
+    """Yield (title, seconds that are 1.000, comparison) of each model."""
     for model in models:
         reference, *systems = systems_of(model)
         comparison = compare(reference, systems, pairs, divide_by=RANKS)
@@ -58,7 +58,7 @@ def measured(models: list[str], pairs: int) -> Iterator[tuple[str, float, Compar
 
 
 def systems_of(model: str) -> list[System]:
-    """All systems, the reference first."""
+    """Return all systems, the reference first."""
     systems = [
         System(f"ours, one process, {model}", our_step, (model,), 1),
         System(f"plain torch, one process, {model}", plain_step, (model,), 1),
@@ -77,23 +77,23 @@ def config_of(model: str, tensor: int = 1, sequence: bool = False) -> Config:
 
 
 def our_step(model: str) -> Callable[[], float]:
-    """One training step of the engine in one process; returns the step's loss."""
+    """Return one training step of the engine in one process; it returns the step's loss."""
     return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
 
 
 def our_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
-    """The same step on one of `size` ranks."""
+    """Return the same step on one of `size` ranks."""
     grid = grid_of(rank, size, store, tensor=size)
     return engine_step(config_of(model, size, sequence), grid, choose("auto", CPU, torch.float32))
 
 
 def plain_step(model: str) -> Callable[[], float]:
-    """One training step of plain torch in one process."""
+    """Return one training step of plain torch in one process."""
     return recomputing_peers.plain_step(config_of(model), again=False)
 
 
 def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
-    """One training step of the same model spread with DTensor, on one of `size` ranks."""
+    """Return one training step of the same model spread with DTensor, on one of `size` ranks."""
     return recomputing_peers.spread_step(config_of(model, sequence=sequence), "none", rank, size, store)
 
 

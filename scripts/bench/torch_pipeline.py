@@ -1,6 +1,7 @@
 """The peers of pipeline.py: the untied GPT-2 of dtensor_gpt.py in stages under torch.distributed.pipelining.
 
-The same cuts, the same micro-batches, torch's own schedules. Gradients are clipped by the norm over both ranks.
+They have the same cuts, the same micro-batches, and torch's own schedules. Gradients are clipped by the norm over both
+ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,10 +60,10 @@ def make_step(
     clip: float,
     adam: dict[str, float | tuple[float, float]],
 ) -> Callable[[], float]:
-    """One training step on one rank.
+    """Return one training step on one rank.
 
     Args:
-        cuts: of each of this rank's stages its parts.
+        cuts: the parts of each of this rank's stages.
         batches: gives (tokens, targets) [S, B] of all micro-batches, each of one sequence.
     """
     device = torch.device("cpu")

@@ -72,7 +72,7 @@ def main() -> int:
 def measured(
     models: list[str], accumulation: int, pairs: int, only: tuple[str, ...]
 ) -> Iterator[tuple[str, float, Comparison]]:
-    """(title, seconds that are 1.000, comparison) of each group of systems of each model."""
+    """Yield (title, seconds that are 1.000, comparison) of each group of systems of each model."""
     for model in models:
         config = config_of(model, 1, accumulation)
         floor = System("floor", peers.floor_rank, (config,), 1, RANKS, exchanges=False)
@@ -88,14 +88,14 @@ def measured(
 
 
 def missing(name: str) -> str | None:
-    """Why a system cannot run here."""
+    """Return why a system cannot run here; None if it can."""
     if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         return "not installed: make setup EXTRAS=bench"
     return None
 
 
 def systems_of(model: str, accumulation: int) -> list[System]:
-    """Everything but the reference."""
+    """Return all systems but the reference."""
     config = config_of(model, 1, accumulation)
     systems = [
         System("ours, no exchange", alone_rank, (config, "auto"), 1, RANKS, exchanges=False),
@@ -128,13 +128,13 @@ def our_rank(config: Config, rank: int, size: int, store: str) -> Callable[[], f
 
 
 def alone_rank(config: Config, kernels: str, rank: int, size: int, store: str) -> Callable[[], float]:
-    """The same work on one rank that knows of no other."""
+    """Return the same work on one rank, without any other."""
     own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
     return engine_step(config.model_copy(update={"batch": own}), single(), choose(kernels, CPU, torch.float32))
 
 
 def on_gpu() -> dict[str, object]:
-    """Speed and memory of the engine on this machine's first GPU."""
+    """Return speed and memory of the engine on this machine's first GPU."""
     device = torch.device("cuda", 0)
     shape = Model(layers=24, hidden=2048, heads=16, vocab=50304, seq_len=2048)
     batch = Batch(**{"global": 4, "micro": 4})

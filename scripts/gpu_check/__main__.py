@@ -1,5 +1,7 @@
-"""All that can be shown on one machine: that kernels build, are right, how fast they are and train, and that training
-in several ranks on its one GPU, through streams and the host's memory, computes what one process does.
+"""Check all that can be shown on one machine.
+
+That is: that kernels build, are right, how fast they are and train, and that training in several ranks on its one GPU,
+through streams and the host's memory, computes what one process does.
 
     scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only PART ...] [--json FILE]
 
@@ -73,7 +75,7 @@ def main() -> int:
 
 
 def finite(value: Any) -> Any:
-    """What is not a finite number is null: JSON has no other."""
+    """Replace what is not a finite number by null: JSON has no other."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -82,7 +84,7 @@ def finite(value: Any) -> Any:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers belong to."""
+    """Return what the numbers belong to: the machine and its software."""
     found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -93,7 +95,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def built(device: torch.device) -> tuple[Rows, int]:
-    """Builds and loads; of the CUDA library one row for each kernel, and how many spill."""
+    """Build and load; return of the CUDA library one row for each kernel, and how many spill."""
     begin = time.perf_counter()
     how = cuda.load() if device.type == "cuda" else cpu.load()
     print(f"\nkernels: {how}, {time.perf_counter() - begin:.1f} s")
@@ -108,7 +110,7 @@ def built(device: torch.device) -> tuple[Rows, int]:
 
 
 def checked(device: torch.device, tiny: bool) -> tuple[Rows, int]:
-    """Prints a line for each operation; returns all rows, and how many failed."""
+    """Print a line for each operation; return all rows, and how many failed."""
     print(f"\n{'operation':26} {'dtype':9} {'error / allowed':>15}")
     rows, failures = [], 0
     for row in correctness.check(device, tiny):
@@ -120,7 +122,7 @@ def checked(device: torch.device, tiny: bool) -> tuple[Rows, int]:
 
 
 def timed(device: torch.device, tiny: bool) -> tuple[dict[str, Any], int]:
-    """Prints a line for each operation and size, and the copy's speed before and after; shares are of that before.
+    """Print a line for each operation and size, and the copy's speed before and after; shares are of that before.
 
     Returns all rows, and how many operations could not be timed.
     """
@@ -149,7 +151,7 @@ def timed(device: torch.device, tiny: bool) -> tuple[dict[str, Any], int]:
 
 
 def trained(device: torch.device, tiny: bool, batch: int) -> tuple[Rows, int]:
-    """Prints a line for each choice of kernels; returns them, and whether their losses are apart."""
+    """Print a line for each choice of kernels; return them, and whether their losses are apart."""
     from scripts.gpu_check import training  # it needs more of the package than the kernels do
 
     print(f"\n{'kernels':10} {'s/step':>8} {'tokens/s':>10} {'MFU':>6} {'loss':>8} {'GiB':>6}")
@@ -166,7 +168,7 @@ def trained(device: torch.device, tiny: bool, batch: int) -> tuple[Rows, int]:
 
 
 def compared(part: str, device: torch.device) -> tuple[Rows, int]:
-    """Prints a line for each layout; returns all rows, and how many failed."""
+    """Print a line for each layout; return all rows, and how many failed."""
     from scripts.gpu_check import ranks  # it needs more of the package than the kernels do
 
     print(f"\n{part}: largest relative differences", flush=True)

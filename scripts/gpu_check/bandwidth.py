@@ -1,4 +1,4 @@
-"""Each kernel's bytes per second beside a copy's, and its time beside torch eager's and torch.compile's.
+"""Measure each kernel's bytes per second beside a copy's, and its time beside torch eager's and torch.compile's.
 
 All systems of one operation take turns, round after round, on the same arguments; reported are medians. Bytes are those
 that the operation must move, whatever moves them, so a kernel that moves more looks slower, not better. The arguments
@@ -40,7 +40,7 @@ class Timed:
 
 
 def target(name: str) -> float | None:
-    """The share of the copy's speed that we want: 0.90 of an update, 0.88 forward, 0.80 backward."""
+    """Return the share of the copy's speed that we want: 0.90 of an update, 0.88 forward, 0.80 backward."""
     if name == "adamw_":
         return 0.90
     if name.startswith(("causal", "cross", "sum")):
@@ -49,7 +49,7 @@ def target(name: str) -> float | None:
 
 
 def copy_speed(device: torch.device, tiny: bool) -> float:
-    """Bytes per second of a large copy on the device, those read and those written."""
+    """Return the bytes per second of a large copy on the device, those read and those written."""
     x = Draw(torch.float32, torch.Generator(device).manual_seed(0))(1 << (12 if tiny else 29))
     y = torch.empty_like(x)
     (seconds,) = _medians([lambda: y.copy_(x)], device)
@@ -58,7 +58,7 @@ def copy_speed(device: torch.device, tiny: bool) -> float:
 
 
 def measure(device: torch.device, tiny: bool, compiling: bool, copy: float) -> Iterator[Timed | None]:
-    """All operations in bf16; None for one that fails, which has been said."""
+    """Yield all operations in bf16; None for one that fails, which has been said."""
     base = TINY if tiny else LARGE
     for name in SAMPLES:
         yield _tried(name, base, device, compiling, copy)
@@ -107,7 +107,7 @@ def _bound(system: Callable[..., Any], arguments: Arguments) -> Callable[[], Any
 
 
 def _eager(name: str) -> Callable[..., Any]:
-    """What one writes without kernels: the specification, or torch's own where it has a better one."""
+    """Return what one writes without kernels: the specification, or torch's own where it has a better one."""
     if name == "adamw_":
         return _torch_update
     if name == "sum_of_squares":
@@ -118,7 +118,7 @@ def _eager(name: str) -> Callable[..., Any]:
 def _torch_update(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, published: Tensor, step: Tensor, *rest: Any
 ) -> None:
-    """torch's fused AdamW, and a copy."""
+    """Update with torch's fused AdamW, and a copy."""
     divide_by, skip, lr, beta1, beta2, eps, decay = rest
     torch.ops.aten._fused_adamw_(
         *([master], [grad], [first], [second], [], [step]),
@@ -136,7 +136,7 @@ def _torch_update(
 
 
 def _medians(runs: list[Callable[[], Any]], device: torch.device) -> list[float | None]:
-    """Median seconds of each, the systems taking turns; None of one that raises."""
+    """Return the median seconds of each, the systems taking turns; None of one that raises."""
     counts: list[int] = []
     for run in runs:
         try:
@@ -154,7 +154,7 @@ def _medians(runs: list[Callable[[], Any]], device: torch.device) -> list[float 
 
 
 def _seconds(run: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Mean seconds of one call, `times` of them queued at once."""
+    """Return the mean seconds of one call, `times` of them queued at once."""
     if device.type == "cpu":
         begin = time.perf_counter()
         for _ in range(times):

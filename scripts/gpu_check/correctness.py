@@ -1,4 +1,4 @@
-"""Every kernel against its specification in fp64, on fresh random inputs, on the device at hand."""
+"""Check every kernel against its specification in fp64, on fresh random inputs, on the device at hand."""
 
 import math
 import time
@@ -37,7 +37,7 @@ class Checked:
 
 
 def check(device: torch.device, tiny: bool) -> Iterator[Checked]:
-    """All operations in all forms and dtypes; the seed is the clock, and printed."""
+    """Yield all operations in all forms and dtypes; the seed is the clock, and printed."""
     seed = time.time_ns() % 2**31
     print(f"seed {seed}")
     generator = torch.Generator(device).manual_seed(seed)

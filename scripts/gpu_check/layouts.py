@@ -44,11 +44,11 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is laid out; the words are those of a config.
+    """The layout of the model, in the words of a config.
 
     Attributes:
         micro: sequences in a micro-batch.
-        memory: of activations; offload: of optimizer state and parameters.
+        memory, offload: options of activations, and of optimizer state and parameters.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Layout:
 
     @property
     def folder(self) -> str:
-        """Of its results."""
+        """Return the name of the folder of its results."""
         return f"{self.name}, {self.dtype}"
 
 
 def config_of(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> "Config":
-    """The same as `settings`, in the form of a checked config."""
+    """Return the same as `settings`, in the form of a checked config."""
     return _named(settings(layout, model, batch))
 
 
 def settings(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> dict[str, dict[str, Any]]:
-    """The options that decide what is computed, by section.
+    """Return the options that decide what is computed, by section.
 
     Args:
         batch: sequences in a step.
@@ -101,7 +101,7 @@ def settings(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_
 
 
 def train(layout: Layout, grid: Grid, device: torch.device) -> Results:
-    """One rank's part of `STEPS` steps. The host is apart from the device, also where both are the CPU."""
+    """Train one rank's part of `STEPS` steps; the host is apart from the device, also where both are the CPU."""
     host = Host(device, grid.comm.ledger, apart=True)
     built = build(config_of(layout), grid, device, REFERENCE, host)
     feed_of = feeds_of(grid["tensor"], device, layout.sequence)
@@ -115,7 +115,7 @@ def train(layout: Layout, grid: Grid, device: torch.device) -> Results:
 
 
 def _batch(step: int, micro_batch: int, data_rank: int, layout: Layout) -> MicroBatch:
-    """Tokens and uneven valid targets of samples, each a function of its number."""
+    """Return tokens and uneven valid targets of samples, each a function of its number."""
     indices = [index_of(data_rank, micro_batch, row, layout.data, layout.micro) for row in range(layout.micro)]
     samples = [sample_id(step, index, GLOBAL_BATCH) for index in indices]
     windows, valids = [], []
@@ -128,7 +128,7 @@ def _batch(step: int, micro_batch: int, data_rank: int, layout: Layout) -> Micro
 
 
 def _named(values: Any) -> Any:
-    """Dictionaries as objects with attributes."""
+    """Return dictionaries as objects with attributes."""
     if not isinstance(values, dict):
         return values
     return SimpleNamespace(**{name: _named(value) for name, value in values.items()})

@@ -54,7 +54,10 @@ def main() -> int:
 
 
 def exact(device: str) -> None:
-    """The same bits every time, and fp32 products in fp32: no TF32, no sums in 16 bits, no atomics."""
+    """Set torch to give the same bits every time, and fp32 products in fp32.
+
+    No TF32, no sums in 16 bits, no atomics.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False

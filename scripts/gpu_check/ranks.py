@@ -1,4 +1,4 @@
-"""Training on the device beside training on the CPU, and a sharded, offloading engine beside a plain one.
+"""Compare training on the device with training on the CPU, and a sharded, offloading engine with a plain one.
 
     ranks     two processes on one GPU (one layout: four), gloo through the host's memory, against one process on the
               CPU: initial weights equal, losses, norms, gradients and weights within the tolerances of certify
@@ -54,7 +54,7 @@ ALONE = (
 
 @dataclass(frozen=True)
 class Trained:
-    """A layout's largest differences, beside what they may be.
+    """The largest differences of a layout, beside what they may be.
 
     Attributes:
         exact: every bit must be equal.
@@ -79,7 +79,7 @@ class Trained:
 
 
 def on_shared_gpu(device: torch.device) -> Iterator[Trained]:
-    """Several processes on the one device, against one on the CPU."""
+    """Yield the comparison of several processes on the one device with one on the CPU."""
     alone = {dtype: train(replace(PLAIN, dtype=dtype), single(), torch.device("cpu")) for dtype in DTYPES}
     for layouts in SHARED:
         for layout, ranks in _trained(device, layouts):
@@ -87,7 +87,7 @@ def on_shared_gpu(device: torch.device) -> Iterator[Trained]:
 
 
 def engine(device: torch.device) -> Iterator[Trained]:
-    """One process: what is sharded, computed again and moved, against what is not."""
+    """Yield the comparison, in one process, of what is sharded, computed again and moved with what is not."""
     found = list(_trained(device, ALONE))
     plain = {layout.dtype: ranks for layout, ranks in found if layout.name == PLAIN.name}
     for layout, ranks in found:
@@ -99,7 +99,7 @@ def engine(device: torch.device) -> Iterator[Trained]:
 
 
 def table(rows: Sequence[Trained]) -> str:
-    """One line a layout: differences, and which of them may not be."""
+    """Return one line a layout: differences, and which of them may not be."""
     lines = [f"{'layout':40} {'ranks':>5} {'dtype':5} {'loss':>8} {'norm':>8} {'gradient':>8} {'weight':>8}"]
     for dtype in dict.fromkeys(row.dtype for row in rows):
         t = tolerance_of(dtype)
@@ -123,7 +123,7 @@ def _row(part: str, layout: Layout, ranks: list[Results] | str, alone: Results |
 
 
 def _trained(device: torch.device, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[Results] | str]]:
-    """What each rank of each layout, all of one size, computed in each dtype; or why it did not."""
+    """Yield what each rank of each layout, all of one size, computed in each dtype; or why it did not."""
     each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
     with scratch_folder("check") as folder:
         size = layouts[0].size
@@ -140,7 +140,7 @@ def _trained(device: torch.device, layouts: Sequence[Layout]) -> Iterator[tuple[
 
 
 def _run(folder: Path, size: int, device: torch.device) -> str:
-    """Runs the ranks; what the first that failed said last, or ""."""
+    """Run the ranks; return what the first that failed said last, or ""."""
     line = ["env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", *(["CUDA_VISIBLE_DEVICES="] if device.type == "cpu" else [])]
     line += [sys.executable, "-m", "scripts.gpu_check.rank", str(folder)]
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]

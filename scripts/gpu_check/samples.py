@@ -1,4 +1,4 @@
-"""Fresh random arguments of every operation at any size, what comes out, and how far that is from the truth.
+"""Make fresh random arguments of every operation at any size, and measure how far results are from the truth.
 
 The truth is the specification (`megazero.kernels.reference`) on the same arguments in fp64.
 """
@@ -26,7 +26,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes: x is [sequence, batch, hidden], activations [.., ffn], attention [batch, heads, queries, keys]."""
+    """The shapes: x is [sequence, batch, hidden], activations [.., ffn], attention [batch, heads, queries, keys]."""
 
     sequence: int
     batch: int
@@ -42,7 +42,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random tensors of one dtype on one device."""
+    """A source of random tensors of one dtype on one device."""
 
     dtype: torch.dtype
     generator: torch.Generator
@@ -59,12 +59,12 @@ class Draw:
 
 
 def _norm(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """x (with a mean of its own), weight, bias."""
+    """Return x (with a mean of its own), weight, bias."""
     return draw(s.sequence, s.batch, s.hidden) * 2 + 0.5, draw(s.hidden) * 0.1 + 1, draw(s.hidden)
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """mean, 1 / deviation and 1 / root mean square of the rows, in fp32."""
+    """Return mean, 1 / deviation and 1 / root mean square of the rows, in fp32."""
     wide = x.double()
     mean = wide.mean(-1, keepdim=True)
     rstd = (wide.var(-1, keepdim=True, correction=0) + _EPS).rsqrt()
@@ -88,7 +88,7 @@ def _mask(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _rotary(draw: Draw, s: Sizes) -> Arguments:
-    """The query part of a fused product, and the angles of each position."""
+    """Return the query part of a fused product, and the angles of each position."""
     length = 4 * s.sequence  # else it would be in the cache of a large GPU
     product = draw(length, s.batch, s.heads, 3, s.head_dim)
     half = draw.fp32(length, 1, 1, s.head_dim // 2) * 3
@@ -97,7 +97,7 @@ def _rotary(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _logits(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor]:
-    """Logits, and targets of which some lie in another part of the vocabulary."""
+    """Return logits, and targets of which some lie in another part of the vocabulary."""
     rows = s.sequence * s.batch
     return draw(rows, s.vocab) * 3, draw.words(rows, low=-s.vocab // 2, high=s.vocab + s.vocab // 2)
 
@@ -109,7 +109,7 @@ def _loss_gradient(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _update(draw: Draw, s: Sizes) -> Arguments:
-    """Late in a run, with gradients in fp32 that are to be divided by 300."""
+    """Return an update late in a run, with gradients in fp32 that are to be divided by 300."""
     low = torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype
     numbers = (torch.tensor(each, device=draw.generator.device) for each in (7.0, 300.0, 0.0))
     memory = (draw.fp32(s.flat), draw.fp32(s.flat) * 256, draw.fp32(s.flat) * 0.1, draw.fp32(s.flat).square() * 0.01)
@@ -167,7 +167,7 @@ SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
 
 
 def _without(place: int, name: str, by: object = None) -> Callable[[Draw, Sizes], Arguments]:
-    """The sample of an operation with another argument in one place."""
+    """Return the sample of an operation with another argument in one place."""
 
     def make(draw: Draw, s: Sizes) -> Arguments:
         arguments = SAMPLES[name](draw, s)
@@ -201,13 +201,13 @@ FORMS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
 
 
 def written(name: str) -> list[int]:
-    """Which arguments of an operation it writes."""
+    """Return which arguments of an operation it writes."""
     arguments = getattr(torch.ops.megazero, name).default._schema.arguments
     return [place for place, argument in enumerate(arguments) if argument.alias_info is not None]
 
 
 def results(implementation: Any, name: str, arguments: Arguments) -> tuple[Tensor, ...]:
-    """What an operation returns, then what it wrote, the arguments themselves being spared."""
+    """Return what an operation returns, then what it wrote, the arguments themselves being spared."""
     places = written(name)
     own = [each.clone() if place in places else each for place, each in enumerate(arguments)]
     returned = getattr(implementation, name)(*own)
@@ -218,7 +218,7 @@ def results(implementation: Any, name: str, arguments: Arguments) -> tuple[Tenso
 
 
 def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
-    """The results in fp64."""
+    """Return the results in fp64."""
     wide = tuple(each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in arguments)
     if name.startswith("add_") and not name.endswith("backward"):  # normed is the sum as it is rounded
         total = (arguments[0] + arguments[1]).double()
@@ -231,7 +231,7 @@ def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
 
 
 def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
-    """`distance` of each result of an operation."""
+    """Return `distance` of each result of an operation."""
     scales = [0.0] * len(found)
     if "norm_backward" in name:
         scales = _gradient_scales(arguments, len(found))
@@ -242,7 +242,7 @@ def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> lis
 
 
 def _norm_scales(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
-    """How large a rounding of x becomes: its distance from the mean is multiplied by 1 / deviation."""
+    """Return how large a rounding of x becomes: its distance from the mean is multiplied by 1 / deviation."""
     adds = name.startswith("add_")
     x, rstd = float((found[0] if adds else arguments[0]).abs().max()), float(found[-1].max())
     y = x * rstd * float(arguments[1 + adds].abs().max())
@@ -250,7 +250,7 @@ def _norm_scales(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> 
 
 
 def _gradient_scales(arguments: Arguments, count: int) -> list[float]:
-    """How large the terms are of which dx is a difference, and dweight and dbias are sums over rows."""
+    """Return how large the terms are of which dx is a difference, and dweight and dbias are sums over rows."""
     rstd, weight = arguments[-2:]
     x, mean = arguments[-4:-2] if count == 3 else (arguments[-3], 0.0)
     grad = float(arguments[0].abs().max())
@@ -259,7 +259,7 @@ def _gradient_scales(arguments: Arguments, count: int) -> list[float]:
 
 
 def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """The largest error in units of what is allowed: 1 passes, more does not; NaN and infinities must agree.
+    """Return the largest error in units of what is allowed: 1 passes, more does not; NaN and infinities must agree.
 
     Allowed are the rounding of the result itself and _ROUNDINGS of fp32 on the scale of the largest result, or on
     `scale` if that is larger.
@@ -280,7 +280,7 @@ def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
 
 
 def least_bytes(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> int:
-    """Of a pass that reads every argument once and writes every result once."""
+    """Return the bytes of a pass that reads every argument once and writes every result once."""
     read = sum(
         each.numel() * each.element_size()
         for place, each in enumerate(arguments)

@@ -1,4 +1,4 @@
-"""Training speed of one GPU: a GPT of 1.3B parameters in bf16, with fused and with reference kernels.
+"""Measure the training speed of one GPU: a GPT of 1.3B parameters in bf16, with fused and with reference kernels.
 
 MFU by the formula of PaLM (Chowdhery et al. 2022, appendix B): 6 N + 12 L H Q T FLOP a token, with H Q the hidden size
 and T the sequence length, over the chip's dense bf16 peak (none is known of a CPU); recomputation does not count.
@@ -48,7 +48,7 @@ class Trained:
 
 
 def train(device: torch.device, tiny: bool, batch: int) -> list[Trained]:
-    """Fused first, then reference kernels, from the same weights on the same tokens.
+    """Train with fused, then with reference kernels, from the same weights on the same tokens.
 
     Args:
         batch: sequences in a step, all in one micro-batch.
@@ -57,23 +57,23 @@ def train(device: torch.device, tiny: bool, batch: int) -> list[Trained]:
 
 
 def apart(rows: list[Trained]) -> float:
-    """The largest relative difference of two last losses; NaN if one is."""
+    """Return the largest relative difference of two last losses; NaN if one is."""
     losses = [row.loss for row in rows]
     return (max(losses) - min(losses)) / abs(losses[0]) if all(map(math.isfinite, losses)) else math.nan
 
 
 def parameters(model: dict[str, Any]) -> int:
-    """Of the matrices: the blocks' 12 h^2 each, and both embeddings."""
+    """Return the parameters of the matrices: the blocks' 12 h^2 each, and both embeddings."""
     return 12 * model["layers"] * model["hidden"] ** 2 + (model["vocab"] + model["seq_len"]) * model["hidden"]
 
 
 def flops_per_token(model: dict[str, Any]) -> float:
-    """Of forward and backward (PaLM, appendix B)."""
+    """Return the FLOPs of forward and backward of one token (PaLM, appendix B)."""
     return 6 * parameters(model) + 12 * model["layers"] * model["hidden"] * model["seq_len"]
 
 
 def _stepper(kernels: str, device: torch.device, model: dict[str, Any], batch: int) -> Callable[[int], float]:
-    """Trains a step, of random tokens, and returns its loss."""
+    """Return a function that trains a step, of random tokens, and returns its loss."""
     layout = Layout("training", dtype="bf16", micro=batch)
     ops = choose(kernels, device, torch.bfloat16)
     built = build(config_of(layout, model, batch), single(), device, ops)

@@ -1,4 +1,4 @@
-"""Prints the folder that a run of a config will have: python -m scripts.slurm.folder CONFIG [section.key=value ...].
+"""Print the folder that a run of a config will have: python -m scripts.slurm.folder CONFIG [section.key=value ...].
 
 A batch script asks before it starts any rank, so that a config with a mistake is one line and exit code 2. It imports
 no torch.

@@ -1,4 +1,4 @@
-"""Gathers what `megazero doctor --json` found on every node of a job: one line per node.
+"""Gather what `megazero doctor --json` found on every node of a job: one line per node.
 
     python -m scripts.slurm.preflight FOLDER NODE...
 

@@ -1,4 +1,4 @@
-"""The certificate of equivalence: every layout computes the model that one process does.
+"""Certify that every layout computes the model that one process does.
 
     layouts_of   all layouts of up to N ranks that the config's model admits; of too many a sample in which every two
                  values that go together somewhere occur together, and more spread evenly over the rest
@@ -55,8 +55,8 @@ class Layout:
     """One way to lay a config out.
 
     Attributes:
-        partition, inputs_away: kept block inputs are split over the tensor axis, and rest on the host.
-        offload, delayed: what rests on the host, and whether it updates a step late.
+        partition, inputs_away: kept block inputs are split over the tensor axis, and are on the host.
+        offload, delayed: what is on the host, and whether it updates a step late.
     """
 
     tensor: int = 1
@@ -86,7 +86,7 @@ class Layout:
         return " ".join(words) or "one process"
 
     def of(self, config: Config) -> Config:
-        """The config in this layout."""
+        """Return the config in this layout."""
         parallel = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
         pipeline = {"schedule": self.schedule, "chunks": self.chunks}
         there = {what: "cpu" if self.offload in (what, "both") else "none" for what in ("optimizer", "parameters")}
@@ -103,7 +103,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Row(Certified):
-    """What one layout computed, beside one process."""
+    """The comparison of one layout with one process."""
 
     layout: Layout = field(kw_only=True)
 
@@ -114,7 +114,7 @@ class Row(Certified):
 
 
 def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
-    """All layouts of 2 to `max_ranks` ranks that the config admits."""
+    """Return all layouts of 2 to `max_ranks` ranks that the config admits."""
     sizes = range(1, max_ranks + 1)
     grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
     found = []
@@ -133,9 +133,9 @@ def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
 
 
 def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
-    """At most about `number` of them, or all: first those with every pair of values, then evenly spread over the rest.
+    """Return at most about `number` of them: first a cover of every pair of values, then evenly spread over the rest.
 
-    The cover may have more than `number`.
+    The cover alone may have more than `number`; of fewer layouts all are returned.
     """
     if len(layouts) <= number:
         return list(layouts)
@@ -153,11 +153,11 @@ def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
 
 
 class Certificate:
-    """Layouts of one config, each held against one process that trains once.
+    """The layouts of one config, each compared with one process that trains once.
 
     Args:
-        steps: of training.
-        interruption: of whoever is to be ended by a signal.
+        steps: steps of training.
+        interruption: lets a signal end the work.
     """
 
     def __init__(self, config: Config, steps: int, interruption: Interruption | None = None):
@@ -167,7 +167,7 @@ class Certificate:
         torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
 
     def row(self, layout: Layout, plant: Plant = nothing) -> Row:
-        """Compares what layouts compute with one process.
+        """Compare what a layout computes with one process.
 
         Args:
             plant: what is changed on its ranks before they begin.
@@ -221,7 +221,7 @@ def certify(
 
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
-    """In Markdown."""
+    """Return the rows as a table in Markdown."""
     tolerance = tolerance_of(config.precision.dtype)
     lines = [
         f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process: relative differences",
@@ -241,7 +241,7 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
 
 
 def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
-    """For a terminal: under each layout its numbers, in 60 columns."""
+    """Return the rows for a terminal: under each layout its numbers, in 60 columns."""
     tolerance = tolerance_of(config.precision.dtype)
     limits = (tolerance.loss, tolerance.norm, tolerance.gradients, tolerance.weights)
     lines = [

@@ -36,10 +36,10 @@ def times_of(value: float, tolerance: float) -> float:
 
 
 def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance) -> Compared:
-    """All ranks' results beside those of one process, whose every tensor is whole.
+    """Compare all ranks' results with those of one process, whose every tensor is whole.
 
     Args:
-        heads, kv_heads: of the model.
+        heads, kv_heads: the model's.
     """
     found, snapshots = _Differences(), list(alone.snapshots())
     for number, rank in enumerate(ranks):
@@ -72,7 +72,7 @@ def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int,
 
 
 def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tensor:
-    """One process' tensor with a rank's part of it in its place, so that it is measured on the scale of the whole."""
+    """Return one process' tensor with a rank's part of it in its place, to measure it on the scale of the whole."""
     if rows is None:
         return part
     mine = whole.clone()
@@ -91,7 +91,7 @@ _WORDS = {
 
 
 class _Differences:
-    """The worst of each kind, and where each was seen, in the order in which a step computes."""
+    """The worst difference of each kind, and where each was seen, in the order in which a step computes."""
 
     _ORDER = ("initial", "loss", "gradient", "norm", "later norm", "earlier weight", "weight")
 
@@ -104,7 +104,7 @@ class _Differences:
         self._seen.append((step, self._ORDER.index(kind), rank, kind, name, apart))
 
     def first_beyond(self, limits: dict[str, float]) -> str | None:
-        """Where something first left its limit; of weights, those of earlier steps tell where it began."""
+        """Return where something first left its limit; of weights, those of earlier steps tell where it began."""
         beyond = [seen for seen in self._seen if seen[3] != "earlier weight" and not seen[5] <= limits[seen[3]]]
         names = {seen[4] for seen in beyond}
         began = [seen for seen in self._seen if seen[3] == "earlier weight" and seen[4] in names]

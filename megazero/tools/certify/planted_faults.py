@@ -1,7 +1,7 @@
-"""Faults that the certificate has to find: each small, of a kind that is really made, planted into a layout's ranks.
+"""Faults that the certificate has to find: each small, realistic, and planted into a layout's ranks.
 
 A fault changes what has been built on a rank (`Rig`), on every rank or on one, and nothing of the program. Each names
-the layout that it is planted into; that layout without it has to be found right.
+the layout that it is planted into; that layout must pass without it.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,11 @@ DELAYED = Layout(data=2, stage=1, offload="optimizer", delayed=True)
 
 @dataclass(frozen=True)
 class Fault:
-    """
+    """One fault to plant.
+
     Attributes:
-        what: is wrong, in a few words.
-        layout: that it is planted into.
+        what: what is wrong, in a few words.
+        layout: the layout that it is planted into.
         least: how many times its tolerance some measure has to be.
     """
 
@@ -59,7 +60,7 @@ def _block(rig: Rig) -> Unit:
 
 
 def _around_update(rig: Rig, wrong: Callable[[Callable[..., None], Unit, dict[str, Any]], None]) -> None:
-    """`wrong(update, unit, arguments)` is done instead of each update of a unit."""
+    """Call `wrong(update, unit, arguments)` instead of each update of a unit."""
     optimizer = rig.built.engine.optimizer
     update = optimizer.update
     optimizer.update = lambda unit, **how: wrong(update, unit, how)  # type: ignore[method-assign]
@@ -199,7 +200,7 @@ def targets_of_another(rig: Rig) -> None:
 
 
 def masks_of_another_layer(rig: Rig) -> None:
-    """Number the blocks of a rank of the pipeline from 0."""
+    """Give the blocks of a pipeline rank numbers from 0."""
     if rig.grid["pipeline"].rank == 0:
         return
     for block in rig.built.model.blocks:

@@ -1,4 +1,4 @@
-"""What the certificate finds of faults that are planted: every one of `planted_faults.py` in every precision.
+"""Test what the certificate finds of planted faults: every one of `planted_faults.py` in every precision.
 
 The faults are planted into a model of the config's shape with dropout and tied embeddings, on a batch of four
 micro-batches. A fault is found where something is beyond its tolerance; of those for which the certificate's settings
@@ -25,14 +25,14 @@ _SCALED = {False: "a block's reduced gradients times 1 + x", True: "all reduced 
 
 @dataclass(frozen=True)
 class Planted:
-    """Says what was found of a fault in one precision.
+    """The finding of one fault in one precision.
 
     Attributes:
-        what, layout: of the fault.
+        what, layout: those of the fault.
         measure: by which it shows most; "" for none.
         times: its tolerance; infinite where nothing may differ.
         scale: the smallest x of 1 + x that was found; None: of another fault, or none was.
-        right: what had to be found was, and nothing else.
+        right: all that had to be found was found, and nothing else.
     """
 
     fault: str
@@ -46,14 +46,14 @@ class Planted:
 
 
 def names() -> list[str]:
-    """Yield what is found of everything that is planted."""
+    """Return the names of everything that can be planted."""
     return [NOTHING, *(fault.name for fault in FAULTS), *SCALES]
 
 
 def plant(
     config: Config, chosen: Sequence[str], steps: int, interruption: Interruption | None = None
 ) -> Iterator[Planted]:
-    """Every chosen fault in every precision.
+    """Yield the finding of every chosen fault in every precision.
 
     Raises:
         UserError: 106, the config does not admit a layout; 303, one process does not get through.
@@ -85,7 +85,7 @@ def _suited(config: Config) -> Config:
 
 
 def _nothing(certificate: Certificate, dtype: str) -> Planted:
-    """Return what is found of the layouts as they are: nothing."""
+    """Return the finding of the layouts as they are, which must be nothing."""
     rows = [certificate.row(layout) for layout in dict.fromkeys(fault.layout for fault in FAULTS)]
     measure, times = max((_most(row.times, row.fault) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)

@@ -1,4 +1,4 @@
-"""What one rank computes in a few steps of training, noted for a comparison, and the file that it is kept in."""
+"""Record what one rank computes in a few steps of training, in a file to compare with others."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -17,17 +17,17 @@ from megazero.zero.engine import Engine
 
 @dataclass(frozen=True)
 class Results:
-    """What one rank computed.
+    """The results of one rank.
 
     Attributes:
-        losses, norms: of each step.
+        losses, norms: those of each step.
         rows: of each parameter that is split the first row that this rank has, and how many, padding left out.
         stored: its parts of all tensors, by "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; and of what it
             would save at the beginning and after all steps, by "KIND/NUMBER": first, weight, exp_avg, exp_avg_sq.
         held: (parameter, first element, one past the last) of each NUMBER of these.
         shapes: the whole shape of every parameter of the model.
-        data_rank: on the data axis.
-        samples: of each step the samples that were computed with, and a digest of the tokens of each.
+        data_rank: its number on the data axis.
+        samples: for each step the samples that were computed with, and a digest of the tokens of each.
     """
 
     losses: list[float]
@@ -40,11 +40,11 @@ class Results:
     samples: list[list[tuple[int, str]]] = field(default_factory=list)
 
     def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
-        """(name, this rank's part) of each of a kind."""
+        """Return (name, this rank's part) of each of a kind."""
         return [(name[len(kind) + 1 :], t) for name, t in self.stored.items() if name.startswith(kind + "/")]
 
     def snapshots(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
-        """(kind, step from 0, tensors) in the order in which they were computed."""
+        """Yield (kind, step from 0, tensors) in the order in which they were computed."""
         kinds = [("initial", 0), ("gradient", 0), *((f"weight/{step}", step) for step in range(len(self.losses)))]
         return ((kind, step, dict(self.tensors(kind))) for kind, step in kinds)
 
@@ -64,11 +64,11 @@ def write_results(results: Results, folder: Path, rank: int) -> None:
 
 
 def record(built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float) -> Results:
-    """Trains, and notes what this rank computed. After the last step no update is delayed.
+    """Train, and return what this rank computed; after the last step no update is delayed.
 
     Args:
-        passes: forward and backward of a step.
-        clip: of the config.
+        passes: runs forward and backward of a step.
+        clip: the config's.
     """
     engine = built.engine
     declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
@@ -104,7 +104,7 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
 
 
 def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """This tensor rank's part of the reduced gradients, from wherever they rest."""
+    """Yield this tensor rank's part of the reduced gradients, from the device or the host."""
     for unit in engine.units:
         own = unit.reduced_gradients
         flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")

@@ -1,4 +1,4 @@
-"""What the ranks of a layout hold together when they have trained, and what they trained on, beside one process.
+"""Compare what the ranks of a layout hold together after training, and what they trained on, with one process.
 
     samples      of each step, each sample once over the data axis, and the same on all ranks that share a data rank
     held once    what the ranks would save is every element of every parameter, each exactly once
@@ -28,7 +28,7 @@ _COMPARED = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "update":
 
 @dataclass(frozen=True)
 class Certified(Compared):
-    """Return the comparison with the largest relative differences of moments, updates, and sizes of updates."""
+    """The comparison with the largest relative differences of moments, updates, and sizes of updates."""
 
     moments: float = 0.0
     update: float = 0.0
@@ -37,7 +37,7 @@ class Certified(Compared):
 
 @dataclass(frozen=True)
 class _Found:
-    """Describes one difference: by what measure, how large, and where."""
+    """One difference: by what measure, how large, and where."""
 
     measure: str
     value: float
@@ -50,10 +50,12 @@ class _Found:
 
 
 def compare_all(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance) -> Certified:
-    """All that a certificate compares. `fault` is the first of: samples, what was computed, what is held.
+    """Compare all that a certificate compares.
+
+    `fault` is the first of: samples, what was computed, what is held.
 
     Args:
-        heads, kv_heads: of the model.
+        heads, kv_heads: the model's.
     """
     computed = compare(ranks, alone, heads, kv_heads, tolerance)
     exact = {"samples": wrong_sample(ranks, alone), "held once": not_held_once(ranks)}
@@ -142,7 +144,7 @@ def _assembled(ranks: Sequence[Results]) -> State:
 def _differences(
     mine: State, theirs: State, shapes: Mapping[str, Sequence[int]], heads: tuple[int, int], tolerance: Tolerance
 ) -> Iterator[_Found]:
-    """Compare the moments and the update of each parameter, then the sizes of all updates."""
+    """Yield the differences of the moments and the update of each parameter, then of the sizes of all updates."""
     of_both = [{**_wide(state), "update": _updates(state)} for state in (mine, theirs)]
     for kind, measure in _COMPARED.items():
         a, b = (state[kind] for state in of_both)

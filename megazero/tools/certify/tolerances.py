@@ -1,4 +1,6 @@
-"""How far two computations of the same thing may be apart, and why. Never widened to make a test pass.
+"""The tolerances: how far two computations of the same thing may be apart, and why.
+
+They are never widened to make a test pass.
 
 The measure is max|a - b| / max|b|, over one parameter or one column of numbers. The key rows of a QKV tensor have a
 mathematically zero gradient in their bias (softmax does not see it), so a tensor is measured as a whole, never by its
@@ -55,12 +57,12 @@ LR, DECAY, CLIP, BETAS = 1e-3, 25.0, 0.1, (0.9, 0.95)
 
 
 def eps_of(numel: int) -> float:
-    """Adam's in the certificate of a model with so many elements."""
+    """Return Adam's eps in the certificate of a model with so many elements."""
     return CLIP / math.sqrt(numel)
 
 
 def difference(a: Tensor | Sequence[float], b: Tensor | Sequence[float]) -> float:
-    """max|a - b| / max|b|, in fp64; nan where either holds one, so that no comparison passes on it."""
+    """Return max|a - b| / max|b|, in fp64; nan where either holds one, so that no comparison passes on it."""
     a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
     assert a.shape == b.shape and a.numel(), f"{tuple(a.shape)} against {tuple(b.shape)}"
     apart = (a - b).abs().max()
@@ -70,7 +72,7 @@ def difference(a: Tensor | Sequence[float], b: Tensor | Sequence[float]) -> floa
 def weight_differences(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int
 ) -> dict[str, float]:
-    """`difference` of each weight (or gradient), the rows of the key bias measured on the scale of the QKV weight.
+    """Return `difference` of each weight (or gradient), the key bias rows on the scale of the QKV weight.
 
     Softmax does not see a constant added to every score, so the key bias has a mathematically zero gradient: what is
     there is rounding noise, and Adam divides it by its own size.
@@ -91,7 +93,7 @@ def weight_differences(
 
 
 def state_distances(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int) -> dict[str, float]:
-    """|a - b| / |b| of each flat moment or update, the key rows of the QKV bias on the scale of the QKV weight."""
+    """Return |a - b| / |b| of each flat moment or update, the key bias rows on the scale of the QKV weight."""
     found = {}
     for name in b:
         if not name.endswith("attention.qkv.bias"):
@@ -123,10 +125,10 @@ def _ratio(apart: Tensor, scale: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Holds the tolerances of one dtype.
+    """The tolerances of one dtype.
 
     Attributes:
-        weights: and of every number computed from weights that have been updated.
+        weights: of weights, and of every number computed from weights that have been updated.
         states: of moments and updates, each parameter as a whole.
         sizes: of the update of all matrices, and of all vectors.
     """

@@ -1,4 +1,4 @@
-"""One rank's part of a certificate: training with the certificate's own settings, and all that has to be compared."""
+"""Train one rank with the certificate's own settings, and keep all that has to be compared."""
 
 import math
 from collections.abc import Callable
@@ -38,11 +38,11 @@ from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, eps_of
 
 @dataclass
 class Rig:
-    """Holds what trains on one rank, put together and not begun: whoever plants a fault changes something of it.
+    """The parts that train on one rank, built and not begun: a planted fault changes a part of it.
 
     Attributes:
         batches: step -> this rank's micro-batches.
-        feed: (micro-batch, step, training) -> what the stages are told of it.
+        feed: (micro-batch, step, training) -> what the stages get of it.
         holdings: what this rank would save.
     """
 
@@ -68,11 +68,11 @@ def settings(config: Config) -> Config:
 
 
 def train_rank(place: RankContext, config: Config, steps: int, folder: Path, plant: Plant = nothing) -> None:
-    """Trains, and writes this rank's results into the folder.
+    """Train, and write this rank's results into the folder.
 
     Args:
         config: with the `settings` of the certificate.
-        plant: what is changed before the first step.
+        plant: changes something before the first step.
     """
     torch.set_num_threads(1)  # sums do not depend on how many there are
     comm = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))

@@ -1,9 +1,9 @@
-"""Names and layouts of transformers' GPT-2 and Llama beside ours, in both directions.
+"""Map names and layouts of transformers' GPT-2 and Llama to ours, in both directions.
 
 A link says which of their tensors one of our parameters is made of, and how. Ours: row weights are [in, out], column
 weights [out, in]; the rows of qkv are grouped by key-value head: for each group its query heads, its key, its value.
 Theirs: GPT-2's Conv1D weights are [in, out] and its qkv is all queries, all keys, all values; Llama's are [out, in] and
-apart. A tied head has no tensor of its own on either side.
+separate. A tied head has no tensor of its own on either side.
 
 Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_llama.py.
 """
@@ -22,7 +22,7 @@ from megazero.base.errors import UserError
 
 @dataclass(frozen=True)
 class Heads:
-    """What the order of qkv's rows depends on."""
+    """The numbers that the order of qkv's rows depends on."""
 
     heads: int
     kv_heads: int
@@ -31,11 +31,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Link:
-    """
+    """A link between one of our parameters and the tensors of transformers that it is made of.
+
     Attributes:
-        ours: name of our parameter.
-        theirs: names of the tensors that it is made of.
-        to_ours, to_theirs: from the ones to the other.
+        ours: the name of our parameter.
+        theirs: the names of their tensors.
+        to_ours, to_theirs: convert from the ones to the other.
     """
 
     ours: str
@@ -45,7 +46,7 @@ class Link:
 
 
 def grouped(qkv: Sequence[Tensor], heads: Heads) -> Tensor:
-    """Rows of three projections [heads d, ...] as the rows of one, by key-value head."""
+    """Return the rows of three projections [heads d, ...] as the rows of one, by key-value head."""
     per_group = heads.heads // heads.kv_heads
     shapes = [(heads.kv_heads, rows, heads.head_dim, *qkv[0].shape[1:]) for rows in (per_group, 1, 1)]
     parts = [part.reshape(shape) for part, shape in zip(qkv, shapes, strict=True)]
@@ -53,7 +54,7 @@ def grouped(qkv: Sequence[Tensor], heads: Heads) -> Tensor:
 
 
 def apart(rows: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse: queries, keys, values."""
+    """Return queries, keys and values of grouped rows: the inverse of `grouped`."""
     per_group = heads.heads // heads.kv_heads
     groups = rows.reshape(heads.kv_heads, per_group + 2, heads.head_dim, *rows.shape[1:])
     parts = groups.split([per_group, 1, 1], dim=1)
@@ -62,7 +63,7 @@ def apart(rows: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def links(model: Mapping[str, Any]) -> list[Link]:
-    """Of every parameter of a model.
+    """Return the link of every parameter of a model.
 
     Args:
         model: the config's model section, resolved.
@@ -84,7 +85,7 @@ def links(model: Mapping[str, Any]) -> list[Link]:
 
 
 def flavour_of(model: Mapping[str, Any]) -> str:
-    """ "gpt2" or "llama". Raises UserError 415: neither."""
+    """Return "gpt2" or "llama". Raises UserError 415: neither."""
     kind = (model["position"], model["norm"], model["activation"])
     if kind == ("learned", "layernorm", "gelu") and model["kv_heads"] == model["heads"]:
         return "gpt2"
@@ -143,7 +144,7 @@ def _llama(layers: int, heads: Heads) -> Iterator[Link]:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that transformers has to know: what begins a text, what ends it. None: no tokenizer is known.
+    """The ids that transformers has to know: what begins a text, what ends it. None: no tokenizer is known.
 
     They are always written, None as null: what transformers takes otherwise are ids of published vocabularies (50256 of
     GPT-2, 1 and 2 of Llama), which mean something else in another vocabulary, or nothing.
@@ -154,7 +155,7 @@ class SpecialTokens:
 
 
 def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
-    """Their config.json of a model section."""
+    """Return their config.json of a model section."""
     common = {"vocab_size": model["vocab"], "tie_word_embeddings": model["tie_embeddings"], "torch_dtype": dtype}
     common |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end}
     if flavour_of(model) == "gpt2":
@@ -212,7 +213,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Theirs(BaseModel):
-    """Holds what is read of a config.json, by their names; the rest is left alone."""
+    """The fields that are read of a config.json, by their names; the rest is left alone."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -325,6 +326,6 @@ _NO_PARAMETERS = {
 
 
 def is_no_parameter(name: str, model: Mapping[str, Any]) -> bool:
-    """Return whether a tensor of theirs can be left where it is without changing what the model computes."""
+    """Return whether a tensor of theirs can be left out without changing what the model computes."""
     tied_head = model["tie_embeddings"] and name == "lm_head.weight"
     return tied_head or _NO_PARAMETERS[flavour_of(model)].fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""Weights to transformers and from it: safetensors on both sides, a part at a time, so that no model has to fit."""
+"""Convert weights to transformers and from it: safetensors on both sides, a part at a time, so no model has to fit."""
 
 import json
 import math
@@ -50,15 +50,15 @@ def export(
     part: int,
     tokens: SpecialTokens,
 ) -> list[Path]:
-    """Writes a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
+    """Write a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
 
     Args:
-        source: folder of the step.
+        source: the folder of the step.
         model: the config's model section, resolved.
         target: a folder that does not exist yet; it appears with everything in it.
-        dtype: of the tensors written.
+        dtype: the type of the tensors written.
         part: bytes of a file, about.
-        tokens: that config.json names.
+        tokens: the ids that config.json names.
 
     Raises:
         UserError: 410, the checkpoint is damaged; 415, transformers has no such model; 403, it cannot be written.
@@ -99,7 +99,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 class Theirs:
-    """Holds the tensors of a transformers folder, which are looked at before anything is made of them.
+    """The tensors of a transformers folder, which are checked before anything is made of them.
 
     Args:
         source: the folder.
@@ -164,7 +164,7 @@ class Theirs:
         return self._slots[self._keys[name]]
 
     def _find(self, name: str) -> str:
-        """Return under which key a tensor is: published GPT-2 models leave the prefix out."""
+        """Return the key of a tensor in the files: published GPT-2 models leave the prefix out."""
         for key in (name, name.removeprefix("transformer.")):
             if key in self._slots:
                 return key
@@ -231,7 +231,7 @@ def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list
 
 
 def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> Iterator[list[Link]]:
-    """In order, each of about `part` bytes."""
+    """Yield groups of links in order, each of about `part` bytes."""
     group: list[Link] = []
     size = 0
     for link in wanted:
@@ -255,7 +255,7 @@ def _theirs(
 
 @dataclass(frozen=True)
 class _Slot:
-    """Says where a tensor of theirs lies, and what the file's header says of it."""
+    """The place of a tensor of theirs, and what the file's header says of it."""
 
     path: Path
     dtype: str

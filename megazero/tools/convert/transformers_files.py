@@ -24,10 +24,10 @@ from megazero.tools.convert.interop import Theirs, export, import_weights, read_
 
 
 def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[str], object]) -> str:
-    """Exports the newest whole checkpoint of a run; says what was written.
+    """Export the newest whole checkpoint of a run; return what was written, in words.
 
     Args:
-        warn: told of each newer step that is damaged, and of a tokenizer that cannot be read.
+        warn: called about each newer step that is damaged, and of a tokenizer that cannot be read.
 
     Raises:
         UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
@@ -54,7 +54,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
 
 
 def _special_tokens(config: Config, warn: Callable[[str], object]) -> SpecialTokens:
-    """Return those of the run's tokenizer; an export of weights does not fail for want of it."""
+    """Return the special tokens of the run's tokenizer; an export of weights does not fail for want of it."""
     if config.data.tokenizer is None:
         return SpecialTokens(None, None)
     try:

@@ -30,7 +30,7 @@ _RANKS = 2  # that measure, where neither a GPU nor the user says how many
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The findings about a machine.
 
     Attributes:
         parts: findings by part of the machine.
@@ -42,12 +42,12 @@ class Diagnosis:
 
     @property
     def missing(self) -> list[str]:
-        """What training needs and is not there."""
+        """Return what training needs and is not there."""
         return [finding.name for finding in self._all() if finding.state == "missing"]
 
     @property
     def is_busy(self) -> bool:
-        """Other work ran while this was measured."""
+        """Return whether other work ran while this was measured."""
         return any(finding.name == "load" and finding.values.get("busy") for finding in self._all())
 
     @property
@@ -60,7 +60,7 @@ class Diagnosis:
 
 
 def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
-    """Looks at everything; takes some ten seconds.
+    """Examine everything; this takes some ten seconds.
 
     Args:
         run_folder: where runs are to be written.
@@ -106,7 +106,7 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
 
 
 def as_text(found: Diagnosis, columns: int | None = None) -> str:
-    """A line for each finding; longer ones broken at so many columns, None: nowhere."""
+    """Return a line for each finding; longer ones broken at so many columns, None: nowhere."""
     lines = []
     for part, findings in found.parts.items():
         lines.append(part)
@@ -122,14 +122,14 @@ def as_text(found: Diagnosis, columns: int | None = None) -> str:
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """`parts`, `missing`, `hardware` (as the file has it; null if it could not be measured)."""
+    """Return `parts`, `missing`, `hardware` (as the file has it; null if it could not be measured)."""
     hardware = None if isinstance(found.hardware, str) else found.hardware.as_dict()
     parts = {part: [asdict(finding) for finding in findings] for part, findings in found.parts.items()}
     return {"parts": parts, "missing": found.missing, "hardware": hardware}
 
 
 def write(found: Diagnosis, path: Path) -> None:
-    """The hardware file.
+    """Write the hardware file.
 
     Raises:
         UserError: 340, it was not measured; 405, it cannot be written.
@@ -143,7 +143,7 @@ def write(found: Diagnosis, path: Path) -> None:
 
 
 def _devices(size: int) -> "tuple[list[Finding], Hardware | str]":
-    """What `size` ranks measure, in lines and as hardware."""
+    """Return what `size` ranks measure, in lines and as hardware."""
     with doing("loading torch"):
         import torch
 
@@ -177,7 +177,7 @@ def _broken(why: str) -> Finding:
 
 
 def _speeds(devices: "Measured") -> Iterator[Finding]:
-    """What one device computes and copies."""
+    """Yield what one device computes and copies."""
     threads = devices.values.get("threads")
     each = f"{devices.size} at once" + (f", {_threads(threads)} each" if threads else "")
     for name, value in devices.values.items():
@@ -191,7 +191,7 @@ def _speeds(devices: "Measured") -> Iterator[Finding]:
 
 
 def _messages(messages: "Measured", devices: "Measured") -> Iterator[Finding]:
-    """What goes between local ranks, by road and operation."""
+    """Yield what goes between local ranks, by transport and operation."""
     found, faults = messages.values | devices.values, messages.faults | devices.faults
     for name in (name for name in found if name.endswith(" bandwidth")):
         if f"{name.removesuffix('bandwidth')}latency" in found:

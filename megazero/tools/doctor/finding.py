@@ -1,4 +1,6 @@
-"""A finding: one line about a machine. A probe gives findings, and one that fails gives a line too, never a traceback.
+"""A finding: one line about a machine.
+
+A probe gives findings, and one that fails gives a line too, never a traceback.
 
 there     it is here, or was measured
 absent    it is not here; nothing needs it, but something would be faster or possible with it
@@ -20,7 +22,7 @@ _LONGEST_REASON = 200  # characters
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line about a machine.
 
     Attributes:
         name: what it is about.
@@ -37,7 +39,7 @@ class Finding:
 
 
 def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool = False) -> list[Finding]:
-    """What a probe finds; if it fails, one finding called `name` with the reason.
+    """Return what a probe finds; if it fails, one finding called `name` with the reason.
 
     Args:
         needed: training needs what the probe could not find.
@@ -52,19 +54,19 @@ def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool =
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     text = " ".join(str(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 1] + "…"
 
 
 def amount(value: float, unit: str) -> str:
-    """A value with three digits and a decimal prefix: 12.3 GB/s, 4.56 TFLOP/s."""
+    """Return a value with three digits and a decimal prefix: 12.3 GB/s, 4.56 TFLOP/s."""
     size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if value >= size), (1.0, ""))
     scaled = value / size
     return f"{scaled:.3g} {prefix}{unit}" if scaled < 999.5 else f"{scaled:.0f} {prefix}{unit}"
 
 
 def duration(seconds: float) -> str:
-    """Microseconds or milliseconds."""
+    """Return a duration in microseconds or milliseconds."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

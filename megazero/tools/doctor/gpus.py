@@ -1,4 +1,7 @@
-"""The GPUs that torch can compute on, and those it cannot. Touches them: only after all ranks have been forked."""
+"""Find the GPUs that torch can compute on, and those that it cannot.
+
+Touches them: only after all ranks have been forked.
+"""
 
 import shutil
 import warnings
@@ -36,5 +39,5 @@ def gpus() -> Iterator[Finding]:
 
 
 def gpu_name() -> str:
-    """As the driver spells that of the first one."""
+    """Return the name of the first one, as the driver spells it."""
     return torch.cuda.get_device_name(0)

@@ -1,4 +1,4 @@
-"""A machine as `megazero plan --hardware FILE` reads it: what one device can do, made of what was measured."""
+"""The machine as `megazero plan --hardware FILE` reads it: what one device can do, made of what was measured."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sends on a way to others: bytes/s, and the seconds that an operation takes at least."""
+    """A link from one device to others: bytes/s, and the seconds that an operation takes at least."""
 
     bandwidth: float
     latency: float
@@ -21,7 +21,7 @@ class Hardware:
 
     Attributes:
         name: as a person would call it.
-        memory_bytes: of the device.
+        memory_bytes: the device's.
         peak_flops: FLOP/s of a matrix product, by dtype.
         memory_bandwidth: bytes/s, read and written ones counted.
         devices_per_node: how many share a host.
@@ -45,7 +45,7 @@ class Hardware:
         return asdict(self)
 
     def as_yaml(self) -> str:
-        """The file, its units in comments."""
+        """Return the file, its units in comments."""
         lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
         lines += [f"name: {json.dumps(self.name)}", f"memory_bytes: {self.memory_bytes}"]
         lines += ["peak_flops:  # FLOP/s of a large matrix product"]
@@ -66,7 +66,7 @@ class Hardware:
 def hardware_of(
     name: str, messages: Measured, devices: Measured, memory: int, network: float | None, *, on_gpus: bool
 ) -> Hardware | str:
-    """A device of this machine, or what was not measured of it.
+    """Return a device of this machine, or a text of what was not measured of it.
 
     Two hosts cannot be measured on one. Between hosts a device has its share of the network, where that says how fast
     it is, and ranks on a CPU never more than sockets of one host; the latency is that of sockets.
@@ -93,7 +93,7 @@ def hardware_of(
 
 
 def link_of(measured: Measured, road: str) -> Link | None:
-    """The bandwidth of both collectives together, the latency of the slower one; None: not measured."""
+    """Return the bandwidth of both collectives together, the latency of the slower one; None: not measured."""
     bandwidth = measured.values.get(f"{road} bandwidth")
     latencies = [value for name, value in measured.values.items() if name.startswith(road) and name.endswith("latency")]
     return Link(bandwidth, max(latencies)) if bandwidth else None

@@ -1,4 +1,7 @@
-"""The machine without its accelerators: system, processor, memory, limits of the job, disks. Imports no torch."""
+"""Examine the machine without its accelerators: system, processor, memory, limits of the job, disks.
+
+Imports no torch.
+"""
 
 import os
 import platform
@@ -22,7 +25,7 @@ _LITTLE = 2 << 30  # bytes of a disk
 
 @dataclass(frozen=True)
 class Share:
-    """What of a machine a job may use.
+    """The part of a machine that a job may use.
 
     Attributes:
         cores: processor cores, a fraction where a quota says so.
@@ -34,14 +37,14 @@ class Share:
 
 
 def share(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Share:
-    """This job's share: all of the machine, or what affinity and cgroups leave of it."""
+    """Return this job's share: all of the machine, or what affinity and cgroups leave of it."""
     quota, limit = cgroup_limits(proc / "self/cgroup", cgroups)
     cores, total = float(_num_cores()), _memory(proc)["MemTotal"]
     return Share(min(cores, quota) if quota else cores, min(total, limit) if limit else total)
 
 
 def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
-    """(cores, bytes) that the job's cgroups of either version allow; None: they do not limit it."""
+    """Return (cores, bytes) that the job's cgroups of either version allow; None: they do not limit it."""
     quotas: list[float] = []
     limits: list[int] = []
     for line in listing.read_text().splitlines() if listing.exists() else []:
@@ -68,7 +71,7 @@ def processor() -> Iterator[Finding]:
 
 
 def load() -> Iterator[Finding]:
-    """What else runs: to be asked before anything is measured."""
+    """Yield what else runs; called before anything is measured."""
     others, cores = os.getloadavg()[0], _num_cores()
     text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
     if others > _QUIET * cores:
@@ -87,7 +90,7 @@ def memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Of the job by its cgroups, and of each of its processes by ulimit -v."""
+    """Yield the limits of the job by its cgroups, and of each of its processes by ulimit -v."""
     quota, limit = cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     words = [f"{quota:.3g} cores"] if quota else []
@@ -100,7 +103,7 @@ def limits() -> Iterator[Finding]:
 
 
 def free_memory() -> int:
-    """Bytes that may be allocated now without swapping; half of all where the system does not say."""
+    """Return the bytes that may be allocated now without swapping; half of all where the system does not say."""
     known = _memory(Path("/proc"))
     return min(known.get("MemAvailable", known["MemTotal"] // 2), share().memory)
 
@@ -113,7 +116,7 @@ def processor_name() -> str:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Room where runs are written, and how fast it is written through and read back."""
+    """Yield the free space where runs are written, and how fast a file is flushed to disk and read back."""
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     few = {"do": "a checkpoint takes 12 bytes or more for each parameter"} if free < _LITTLE else {}
@@ -131,7 +134,7 @@ def disk(folder: Path) -> Iterator[Finding]:
 
 
 def _written_and_read(folder: Path, most: int) -> tuple[int, float, float]:
-    """(bytes, bytes/s written and flushed, bytes/s read) of a file without a name; more of them on a fast disk."""
+    """Return (bytes, bytes/s written and flushed, bytes/s read) of an unnamed file; more bytes on a fast disk."""
     size = min(_FIRST, most)
     block = os.urandom(size)  # nothing that a file system could compress
     while True:
@@ -160,7 +163,7 @@ def _write_all(handle: int, data: bytes) -> None:
 
 
 def _file_system(place: Path) -> str:
-    """Of the mount that holds a folder; a shared or a memory file system is worth knowing."""
+    """Return the type of the file system of a folder; a shared or a memory one is worth knowing."""
     listing = Path("/proc/mounts")
     rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
     holding = [row for row in rows if place.resolve().is_relative_to(row[1])]
@@ -179,7 +182,7 @@ def _features() -> list[str]:
 
 
 def _memory(proc: Path) -> dict[str, int]:
-    """MemTotal, and where the system says so MemAvailable, in bytes."""
+    """Return MemTotal, and where the system says so MemAvailable, in bytes."""
     listing = proc / "meminfo"
     rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
     known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[0] in ("MemTotal:", "MemAvailable:")}
@@ -187,7 +190,7 @@ def _memory(proc: Path) -> dict[str, int]:
 
 
 def _upwards(path: str) -> list[str]:
-    """A cgroup's path and those above it, without their first slash: a limit of any of them holds."""
+    """Return a cgroup's path and those above it, without their first slash: a limit of any of them holds."""
     parts = path.strip("/").split("/")
     return ["/".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""] * bool(parts[0])
 

@@ -1,4 +1,4 @@
-"""How ranks of several hosts can reach each other: network interfaces with their rates, and RDMA ports."""
+"""Find how ranks of several hosts can reach each other: network interfaces with their rates, and RDMA ports."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ _RATE = re.compile(r"([\d.]+) Gb/sec")
 
 
 def interfaces() -> Iterator[Finding]:
-    """The interfaces with an address, and which of them gloo and NCCL have been told to take."""
+    """Yield the interfaces with an address, and which of them gloo and NCCL are set to use."""
     outside = 0
     for _, name in socket.if_nameindex():
         try:
@@ -43,7 +43,7 @@ def rdma(root: Path = _RDMA) -> Iterator[Finding]:
 
 
 def network_rate() -> float | None:
-    """Bytes/s to other hosts: of all active RDMA ports, else of the fastest interface; None where nobody knows."""
+    """Return the bytes/s to other hosts: of all active RDMA ports, else of the fastest interface; None: not known."""
     ports = rdma_ports(_RDMA)
     if ports:
         return sum(ports.values())
@@ -52,7 +52,7 @@ def network_rate() -> float | None:
 
 
 def interface_rate(name: str, root: Path = _NET) -> float | None:
-    """Bytes/s of an interface; None where it does not say (loopback, most virtual ones)."""
+    """Return the bytes/s of an interface; None where it does not say (loopback, most virtual ones)."""
     try:
         megabits = int((root / name / "speed").read_text())
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ def interface_rate(name: str, root: Path = _NET) -> float | None:
 
 
 def rdma_ports(root: Path) -> dict[str, float]:
-    """Active ports and their rates in bytes/s, as "4: ACTIVE" and "200 Gb/sec (4X HDR)" in sysfs say."""
+    """Return the active ports and their rates in bytes/s, from "4: ACTIVE" and "200 Gb/sec (4X HDR)" in sysfs."""
     found = {}
     for port in sorted(root.glob("*/ports/*")):
         rate = _RATE.match((port / "rate").read_text())

@@ -1,4 +1,4 @@
-"""What local ranks measure, all of them at once, as they compute in training; the slowest rank's figure counts.
+"""Measure local ranks, all of them at once, as they compute in training; the slowest rank's figure counts.
 
 Ranks are forked, so the process that asks has computed nothing before, and has not touched a GPU. Each writes what it
 measures to a file of its own, line by line: what was measured stays, whatever ends a rank afterwards.
@@ -39,7 +39,7 @@ _COPY = {"cpu": 256 << 20, "cuda": 1 << 30}  # bytes, where there is room: more 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks have measured.
+    """The measurements of all ranks.
 
     Attributes:
         size: how many ranks.
@@ -63,7 +63,7 @@ class _HostWorld(World):
 
 
 def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]:
-    """(messages between ranks on the CPU, what `size` devices compute); the same ranks measure both where they can.
+    """Return (messages between ranks on the CPU, what `size` devices compute); the same ranks measure both if they can.
 
     Args:
         room: bytes of the host's memory that are free.
@@ -75,7 +75,7 @@ def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]
 
 
 def measure_host(size: int, room: int, *, computes: bool) -> Measured:
-    """Of `size` ranks on the CPU: messages through shared memory and through sockets, and how fast they compute.
+    """Measure `size` ranks on the CPU: messages through shared memory and through sockets, and how fast they compute.
 
     Args:
         room: bytes of memory that are free.
@@ -91,7 +91,7 @@ def measure_host(size: int, room: int, *, computes: bool) -> Measured:
 
 
 def measure_gpus(size: int) -> Measured:
-    """Of `size` ranks with a GPU each: how fast they compute and copy, their memory, collectives through NCCL."""
+    """Measure `size` ranks with a GPU each: how fast they compute and copy, their memory, collectives through NCCL."""
     return _in_ranks(size, _gpu_rank)
 
 
@@ -114,7 +114,7 @@ def _in_ranks(size: int, main: Callable[[RankContext, "_Notes"], None]) -> Measu
 
 
 def _slowest(size: int, ranks: list[list[tuple[str, float | None, str]]], broken: str) -> Measured:
-    """Of what all ranks have measured; rates are the lower the worse, times the higher."""
+    """Return the slowest of what all ranks have measured: the lowest rates, the longest times."""
     names = list(dict.fromkeys(name for rank in ranks for name, _, _ in rank))
     values, faults = {}, {}
     for name in names:
@@ -128,7 +128,7 @@ def _slowest(size: int, ranks: list[list[tuple[str, float | None, str]]], broken
 
 
 class _Notes:
-    """A rank's file: (name, value or None, why there is none) in each line."""
+    """The file of one rank: (name, value or None, why there is none) in each line."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -138,7 +138,7 @@ class _Notes:
             file.write(json.dumps([name, value, fault]) + "\n")
 
     def add_result(self, name: str, measure: Callable[[], float]) -> None:
-        """The value of what needs no other rank, or why it failed."""
+        """Add the value of what needs no other rank, or why it failed."""
         try:
             self.add(name, measure())
         except Exception as error:  # a dtype that this device cannot multiply, no memory: the others go on
@@ -196,13 +196,16 @@ def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None
 
 
 def _meet(axis: Axis, device: torch.device) -> None:
-    """All ranks begin what comes next at once."""
+    """Wait until all ranks are here, so that they begin what comes next at once."""
     all_reduce(torch.zeros(1, device=device), axis, "doctor")
     wait(device)
 
 
 def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, size: int) -> None:
-    """Every rank repeats each as often as the others do, so what fails for one ends all: `run_local` says why."""
+    """Measure the collectives; every rank repeats each equally often, so what fails for one ends all.
+
+    `run_local` says why.
+    """
     _meet(axis, device)
     short = torch.zeros(axis.size, device=device)
     long = torch.zeros(size // short.element_size() // axis.size * axis.size, device=device)
@@ -218,7 +221,7 @@ def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, siz
 
 
 def _median(work: Callable[[], object], device: torch.device, times: int) -> float:
-    """Seconds of one of `times` calls, after one that does not count."""
+    """Return the median seconds of `times` calls, after one that does not count."""
     work()
     return statistics.median(seconds_of(work, device) for _ in range(times))
 

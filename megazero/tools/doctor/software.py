@@ -1,4 +1,6 @@
-"""Packages, compilers and backends. Nothing is imported but torch, and apex where it is NVIDIA's.
+"""Find packages, compilers and backends.
+
+Nothing is imported but torch, and apex where it is NVIDIA's.
 
 Looking for a package reads its files only: a broken one may take the process down, and wandb takes a second.
 """
@@ -57,7 +59,7 @@ PACKAGES = (
 
 
 def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
-    """A line of all that are here, and one for each that is not."""
+    """Yield a line of all that are here, and one for each that is not."""
     here = []
     for package in table:
         version = _version(package)
@@ -74,7 +76,7 @@ def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
 
 
 def cpp_compiler() -> Iterator[Finding]:
-    """g++, by what it makes of a small program."""
+    """Yield a line on g++, by what it makes of a small program."""
     compiler = shutil.which("g++")
     if compiler is None:
         do = "install it (apt-get install g++, or your system's package); it compiles the fused CPU kernels"
@@ -100,7 +102,7 @@ def cuda_compiler() -> Iterator[Finding]:
 
 
 def apex() -> Iterator[Finding]:
-    """NVIDIA's apex, by what is called there. The package index has another project of that name."""
+    """Yield a line on NVIDIA's apex, known by its functions: the package index has another project of that name."""
     do = "build it from NVIDIA's repository with its C++ and CUDA extensions; `pip install apex` is another project"
     if importlib.util.find_spec("amp_C") is None:
         other = importlib.util.find_spec("apex") is not None
@@ -119,7 +121,7 @@ def apex() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
-    """What torch was built with."""
+    """Yield what torch was built with."""
     import torch
     import torch.distributed as dist
 
@@ -139,7 +141,10 @@ def backends() -> Iterator[Finding]:
 
 
 def _version(package: Package) -> str | None:
-    """None: not installed. A folder beside the program that is called like it is found too, as one without a file."""
+    """Return the version, None if not installed.
+
+    A folder beside the program that is called like it is found too, as one without a file.
+    """
     parent = package.module.rpartition(".")[0]
     if parent and importlib.util.find_spec(parent) is None:
         return None
@@ -153,13 +158,13 @@ def _version(package: Package) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu is (2, 13, 0); of an unknown version nothing is expected."""
+    """Return the numbers of a version: 2.13.0+cpu is (2, 13, 0); of an unknown version nothing is expected."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0]))
     return numbers or (sys.maxsize,)
 
 
 def _fault_of(compiler: str) -> str:
-    """Why a small library cannot be compiled, in one line; "" if it can."""
+    """Return why a small library cannot be compiled, in one line; "" if it can."""
     with scratch_folder("compile") as folder:
         source, library = folder / "probe.cpp", folder / "probe.so"
         source.write_text(_PROGRAM)

@@ -1,4 +1,4 @@
-"""How fast one device computes and copies, in a second or two.
+"""Measure how fast one device computes and copies, in a second or two.
 
     matmul         2 n^3 FLOPs of a product of two n x n matrices, n as large as still takes a fraction of a second
     memory copy    2 n bytes: each is read and written once
@@ -23,7 +23,7 @@ _REPETITIONS = range(3, 51)
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a product of square matrices."""
+    """Return the FLOP/s of a product of square matrices."""
     n = _SMALLEST
     while True:
         a, b = (torch.full((n, n), 1 / n, dtype=dtype, device=device) for _ in range(2))
@@ -40,13 +40,13 @@ def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def copy_bandwidth(size: int, device: torch.device) -> float:
-    """Bytes/s read and written when `size` bytes are copied within the device's memory."""
+    """Return the bytes/s read and written when `size` bytes are copied within the device's memory."""
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / best_seconds(lambda: target.copy_(source), device)
 
 
 def host_bandwidth(size: int, device: torch.device) -> float:
-    """Bytes/s between the memory of the host and that of a GPU, of the slower direction."""
+    """Return the bytes/s between the memory of the host and that of a GPU, of the slower direction."""
     host = torch.zeros(size, dtype=torch.uint8).pin_memory()
     near = torch.zeros(size, dtype=torch.uint8, device=device)
     out = best_seconds(lambda: host.copy_(near, non_blocking=True), device)
@@ -55,7 +55,7 @@ def host_bandwidth(size: int, device: torch.device) -> float:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of the fastest call of `work`, after one that does not count."""
+    """Return the seconds of the fastest call of `work`, after one that does not count."""
     work()
     began, taken = time.perf_counter(), []
     while len(taken) < _REPETITIONS.start or (
@@ -66,7 +66,7 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Of one call, until the device is done with it."""
+    """Return the seconds of one call, until the device is done with it."""
     wait(device)
     began = time.perf_counter()
     work()
@@ -75,6 +75,6 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until everything that was queued on the device has been done."""
+    """Wait until everything that was queued on the device has been done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,1 +1,1 @@
-"""Run one rank of any number without data or others."""
+"""Run one rank of any number, without data and without the other ranks."""

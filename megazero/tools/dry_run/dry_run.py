@@ -1,4 +1,4 @@
-"""`megazero simulate`: one rank's steps of any grid, on tensors without data, with nobody on the other side.
+"""`megazero simulate`: one rank's steps of any grid, on tensors without data, without the other ranks.
 
 What runs is what trains: the model, the engine, the pipeline's schedule, the update, and the ledger that counts. Only
 three things are not there: the numbers (torch's FakeTensorMode computes shapes), the other ranks
@@ -41,10 +41,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that was sent.
+    """A transfer to other ranks or to the host.
 
     Attributes:
-        action, part: of the step, where that was.
+        action, part: those of the step in which it was sent.
     """
 
     action: str
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step.
+    """The record of one step.
 
     Attributes:
         timeline: its memory.
@@ -73,11 +73,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Simulated:
-    """
+    """The results of a simulated rank.
+
     Attributes:
         first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
             like.
-        ledger: after both.
+        ledger: the ledger after both steps.
         planned, planned_traffic: what the formulas of plan/ say of the same rank (docs/planning.md).
     """
 
@@ -90,7 +91,7 @@ class Simulated:
 
 
 class ToldLedger(Ledger):
-    """A ledger that tells a timeline."""
+    """A ledger that records into a timeline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,10 +111,10 @@ class ToldLedger(Ledger):
 
 
 def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
-    """Two steps of a rank of `world` ranks.
+    """Simulate two steps of a rank of `world` ranks.
 
     Args:
-        device: of the hardware: "cuda", or "cpu" for ranks of one host.
+        device: the hardware: "cuda", or "cpu" for ranks of one host.
 
     Raises:
         UserError: 106, the sizes do not fit; 114, kernels that this device does not have.
@@ -138,7 +139,7 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     """Simulate two steps on a given grid; within a FakeTensorMode.
 
     Args:
-        grid: its ledger tells timelines.
+        grid: its ledger is a `ToldLedger`.
     """
     ledger = grid.comm.ledger
     assert isinstance(ledger, ToldLedger)
@@ -172,7 +173,7 @@ def _step(
     number: int,
     progress: Doing,
 ) -> StepRecord:
-    """One step as the trainer takes it."""
+    """Simulate one step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
     each = config.batch.micro * built.engine.grid["data"].size
     batches = [_batch(config) for _ in range(config.batch.global_ // each)]
@@ -198,7 +199,7 @@ def _step(
 
 
 def _batch(config: Config) -> MicroBatch:
-    """As the loader makes it."""
+    """Return a batch as the loader makes it."""
     shape, eod = (config.model.seq_len, config.batch.micro), config.data.mask_eod
     tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
     return MicroBatch(
@@ -212,13 +213,13 @@ def _batch(config: Config) -> MicroBatch:
 
 
 def _copy(batch: MicroBatch) -> MicroBatch:
-    """As a device has it."""
+    """Return a batch as a device has it."""
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return replace(batch, **{name: tensor.clone() for name, tensor in tensors.items() if tensor is not None})
 
 
 def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils.hooks.RemovableHandle]:
-    """Lets the timeline know which module runs, forward or (from the last of its operations on) backward."""
+    """Let the timeline know which module runs, forward or (from the last of its operations on) backward."""
     stack: list[str] = []
     hooks = []
 

@@ -1,4 +1,4 @@
-"""What a simulated rank found, as text, JSON, or a picture of its memory over a step."""
+"""Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
 
 import io
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _SHOWN = 8  # origins of what is there at the peak
 
 
 def as_text(found: Simulated, name: str, device: str, columns: int | None = None) -> str:
-    """Tables: memory at the peak, what the step has made then, traffic; sentences broken at so many columns."""
+    """Return tables: memory at the peak, what the step has made then, traffic; sentences broken at so many columns."""
     grid, steady = found.grid, found.steady
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
@@ -57,7 +57,7 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
 
 
 def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
-    """`bytes` and each step's `traffic` have the form that they have in a run's ledger.json."""
+    """Return the results; `bytes` and each step's `traffic` have the form that they have in a run's ledger.json."""
     return {
         "config": name,
         "device": device,
@@ -77,7 +77,7 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
 
 
 def draw(found: Simulated, name: str, path: Path) -> None:
-    """Memory by category over both steps as an SVG or PNG, by the path's suffix. Raises OSError."""
+    """Draw memory by category over both steps as an SVG or PNG, by the path's suffix. Raises OSError."""
     # Imported here: half a second that only a picture needs.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -106,12 +106,12 @@ def draw(found: Simulated, name: str, path: Path) -> None:
 
 
 def as_planned(moment: MemoryMoment) -> int:
-    """Bytes of the categories that a plan has."""
+    """Return the bytes of the categories that a plan has."""
     return sum(size for category, size in moment.bytes.items() if category not in NOT_PLANNED)
 
 
 def _not_as_planned(found: Simulated) -> Iterator[tuple[str, str, int]]:
-    """What was to be sent, where that is not what was."""
+    """Yield (axis, purpose, planned bytes) where other than the planned bytes were sent."""
     sent = {axis: {p: s.bytes_sent for p, s in of.items()} for axis, of in found.steady.traffic.items()}
     for axis, purposes in found.planned_traffic.items():
         for purpose, size in purposes.items():
@@ -145,7 +145,7 @@ def _step(record: StepRecord) -> dict[str, Any]:
 
 
 def _operations(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """In their order; equal ones behind each other are one, with their number."""
+    """Yield the operations in order; equal ones behind each other are one, with their number."""
     for operation, equal in groupby(record.operations):
         yield asdict(operation) | {"times": len(list(equal))}
 

@@ -1,7 +1,7 @@
-"""`megazero plan`: will it fit, how fast will it be, what will it cost; and which layout is the fastest that fits.
+"""`megazero plan`: will a job fit, how fast will it be, what will it cost; which layout is the fastest that fits.
 
-Arithmetic alone (`plan/`): no torch, no device. What a plan says of memory is held against ledgers of real runs, what
-it says of time against published ones (docs/planning.md).
+Arithmetic alone (`plan/`): no torch, no device. The memory of a plan is compared with ledgers of real runs, its time
+with published ones (docs/planning.md).
 """
 
 from collections.abc import Iterator
@@ -28,14 +28,14 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be expected of a job.
+    """The plan of a job.
 
     Attributes:
         ranks: memory of each rank of a pipeline.
         settings: (recompute and Pa as words, memory of the fullest rank with them instead).
         traffic: bytes of the rank that sends most, by axis and purpose.
         by_node: the same by axis, in the node and across.
-        tokens: of the budget.
+        tokens: the budget.
     """
 
     layout: Layout
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def logits(self) -> int:
-        """Bytes of the last pipeline rank's activations that are logits of one micro-batch."""
+        """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
         return logits(self.layout.shape, micro_of(self.layout))
 
     @property
     def days(self) -> float:
-        """For the budget of tokens."""
+        """Return the days that the budget of tokens takes."""
         return self.tokens / (self.time.tokens_per_second_per_device * self.layout.ranks) / _DAY
 
     @property
@@ -73,10 +73,10 @@ class Plan:
 
 
 def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None) -> Plan:
-    """The plan of a config's job.
+    """Plan a config's job.
 
     Args:
-        tokens: to train on; None: as many as the config's steps take.
+        tokens: how many to train on; None: as many as the config's steps take.
 
     Raises:
         UserError: 118, the machine has no peak for the config's precision.
@@ -100,7 +100,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
 
 
 def find(config: Config, ranks: int, machine: Machine) -> Search:
-    """The fastest layouts of a config's model and batch.
+    """Search the fastest layouts of a config's model and batch.
 
     Raises:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
@@ -121,7 +121,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
 
 
 def _shortage(found: Search, job: Layout, ranks: int, machine: Machine) -> tuple[str, str]:
-    """What is lacking where nothing fits, and what to do."""
+    """Return what is lacking where nothing fits, and what to do."""
     shape, near = job.shape, found.nearest
     if near is None:
         sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"
@@ -133,7 +133,7 @@ def _shortage(found: Search, job: Layout, ranks: int, machine: Machine) -> tuple
 
 
 def options(layout: Layout) -> Iterator[tuple[str, Any]]:
-    """(option, value) that make a config of a layout."""
+    """Yield (option, value) that make a config of a layout."""
     yield "parallel.tensor", layout.tensor
     yield "parallel.pipeline", layout.pipeline
     yield "parallel.sequence", layout.sequence
@@ -150,7 +150,7 @@ def options(layout: Layout) -> Iterator[tuple[str, Any]]:
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """The contract's object; bytes, seconds."""
+    """Return the contract's object; bytes, seconds."""
     time = asdict(found.time)
     return {
         "parameters": found.parameters,
@@ -174,7 +174,7 @@ def as_json(found: Plan) -> dict[str, Any]:
 
 
 def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
-    """The best, and what would be faster if it fitted."""
+    """Return the best layouts, and what would be faster if it fitted."""
     return {
         "tried": found.tried,
         "best": [_row(one) | {"why": why(one, machine)} for one in found.best],
@@ -183,7 +183,7 @@ def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
 
 
 def why(found: Found, machine: Machine) -> str:
-    """In a few words why a layout is where it is."""
+    """Return in a few words why a layout is where it is in the list."""
     need, room = found.fullest.peak, usable(machine)
     most = max(found.fullest.held, key=lambda category: found.fullest.held[category])
     if need > room:
@@ -196,7 +196,7 @@ def why(found: Found, machine: Machine) -> str:
 
 
 def _settings(layout: Layout) -> Iterator[tuple[str, RankMemory]]:
-    """Every setting of recompute and Pa that changes something."""
+    """Yield every setting of recompute and Pa that changes something."""
     for one in next(savings(replace(layout, recompute="none", partition=False, offload=False))):
         words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
         yield words, fullest(one)

@@ -1,4 +1,4 @@
-"""A machine to plan for, by name or from a file: `--hardware NAME|FILE.yaml`.
+"""Read a machine to plan for, by name or from a file: `--hardware NAME|FILE.yaml`.
 
 A file has the fields that `megazero doctor --write` writes; what it measured is what training gets, so nothing is taken
 off. A file of data sheet figures says in `reached` how much of them training gets:
@@ -78,7 +78,7 @@ class _MachineFile(_Strict):
 
 
 def machine_of(name_or_path: str) -> Machine:
-    """The machine of that name, or of that file.
+    """Return the machine of that name, or of that file.
 
     Raises:
         UserError: 116, neither; 117, the file cannot be read or a field is wrong.

@@ -1,4 +1,4 @@
-"""A plan and a search for people: tables, and a picture of where a rank's memory and a step's time go."""
+"""Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _COLOURS = {
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
-    """Everything a plan knows; sentences broken at so many columns, None: nowhere."""
+    """Return everything a plan knows; sentences broken at so many columns, None: nowhere."""
     sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
     blocks = (sentences, _memory(plan), _settings(plan), _traffic(plan), _time(plan))
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -39,7 +39,7 @@ _SEARCHED = (
 
 
 def search_as_text(found: Search, machine: Machine, given: Mapping[str, object], columns: int | None = None) -> str:
-    """Return the best layouts with what makes them, and those that would be faster; as `as_text`.
+    """Return the best layouts with their options, and those that would be faster; as `as_text`.
 
     Args:
         given: the config's options by name; of a layout those are shown that are others.
@@ -65,9 +65,9 @@ def search_as_text(found: Search, machine: Machine, given: Mapping[str, object],
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Memory of each pipeline rank, parts of a step, what pipeline ranks do when; SVG or PNG, by the path's suffix.
+    """Draw memory of each pipeline rank, parts of a step, and what pipeline ranks do when, as SVG or PNG.
 
-    Raises OSError.
+    The path's suffix says which. Raises OSError.
     """
     # Imported here: half a second that only a picture needs.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -112,7 +112,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
-    """The first micro-batches of a step, in seconds."""
+    """Return the first micro-batches of a step, in seconds."""
     layout, passes = plan.layout, plan.time.micro.times(1 / plan.layout.chunks)
     shown = min(layout.micro_batches, 2 * layout.pipeline)
     schedule = make(layout.schedule, layout.pipeline, shown, layout.chunks)
