@@ -17,7 +17,6 @@ from megazero.kernels import counter
 # On a CPU the rows of a large matrix are handled in slices of about this many bytes, so that the passes of one
 # operation over a slice find it in the cache (1 MiB: half of a level-2 cache of today). Elsewhere one slice is all.
 _SLICE_BYTES = 1 << 20
-_FORMS = {True: "tanh", False: "none"}
 
 
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,19 +86,18 @@ def add_rms_norm_backward(
     return grad_x + grad_total_ND, grad_weight
 
 
-def bias_gelu(x_NF: Tensor, bias_F: Tensor | None, tanh: bool) -> Tensor:
-    """gelu(x + bias) (Hendrycks and Gimpel 2016).
+def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Return gelu(x + bias) in the tanh form of GPT-2 (Hendrycks and Gimpel 2016).
 
-    gelu(v) = 0.5 v (1 + erf(v / sqrt(2))), or in the tanh form (as in GPT-2)
-    0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
+    gelu(v) = 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
     """
-    return F.gelu(x_NF if bias_F is None else x_NF + bias_F, approximate=_FORMS[tanh])
+    return F.gelu(x_NF if bias_F is None else x_NF + bias_F, approximate="tanh")
 
 
-def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None, tanh: bool) -> Tensor:
-    """Gradient of x; that of the bias is its sum over rows."""
+def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Return the gradient of x; that of the bias is its sum over rows."""
     before = x_NF if bias_F is None else x_NF + bias_F
-    return torch.ops.aten.gelu_backward(grad_NF, before, approximate=_FORMS[tanh])
+    return torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
@@ -114,18 +112,11 @@ def swiglu_backward(grad_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[Te
     return grad_gate, F.silu(gate_NF).mul_(grad_NF)
 
 
-def bias_dropout_add(
-    x_SBD: Tensor,
-    bias_D: Tensor | None,
-    residual_SBD: Tensor,
-    sample_ids_B: Tensor,
-    positions_S: Tensor,
-    key: int,
-    drop: float,
+def dropout_add(
+    x_SBD: Tensor, residual_SBD: Tensor, sample_ids_B: Tensor, positions_S: Tensor, key: int, drop: float
 ) -> Tensor:
-    """residual + (x + bias) * keep / (1 - drop), keep being `counter.keep_mask`."""
-    before = x_SBD if bias_D is None else x_SBD + bias_D
-    return residual_SBD + dropout_backward(before, sample_ids_B, positions_S, key, drop)
+    """Return residual + x * keep / (1 - drop), where keep is `counter.keep_mask`."""
+    return residual_SBD + dropout_backward(x_SBD, sample_ids_B, positions_S, key, drop)
 
 
 def dropout_backward(grad_SBD: Tensor, sample_ids_B: Tensor, positions_S: Tensor, key: int, drop: float) -> Tensor:
@@ -144,25 +135,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     half = torch.cat((second, -first) if inverse else (-second, first), dim=-1)
     return x * cos + half * sin
-
-
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale * scores) over the columns that a row may see; Sk >= Sq."""
-    wide = (_wide(scores) * scale).masked_fill_(_hidden(scores), -torch.inf)
-    return wide.softmax(-1).to(scores.dtype)
-
-
-def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """scale * p (g - sum(g p)) where something was seen, 0 elsewhere whatever the gradient is there."""
-    hidden = _hidden(grad)
-    p, g = _wide(probabilities), _wide(grad).masked_fill(hidden, 0.0)
-    return (p * (g - (g * p).sum(-1, keepdim=True))).mul_(scale).masked_fill_(hidden, 0.0).to(grad.dtype)
-
-
-def _hidden(scores: Tensor) -> Tensor:
-    """bool [Sq, Sk]: True in column j of row i where j > i + (Sk - Sq)."""
-    rows, columns = scores.shape[-2:]
-    return torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu_(columns - rows + 1)
 
 
 def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

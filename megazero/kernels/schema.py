@@ -107,14 +107,14 @@ def add_rms_norm_backward(
 # Activations. x, gate, up [..., F], bias [F], of T.
 
 
-@_operation("(Tensor x, Tensor? bias, bool tanh) -> Tensor")
-def bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+@_operation("(Tensor x, Tensor? bias) -> Tensor")
+def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(x + bias)."""
     return _like(x)
 
 
-@_operation("(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> Tensor")
-def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+@_operation("(Tensor grad, Tensor x, Tensor? bias) -> Tensor")
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The gradient of x; that of the bias is its sum over rows."""
     return _like(x)
 
@@ -131,17 +131,13 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return _like(gate), _like(up)
 
 
-# Dropout. x [S, B, D], bias [D], sample_ids int64 [B], positions int64 [S]; `key` is an unsigned 32-bit word. The mask
+# Dropout. x [S, B, D], sample_ids int64 [B], positions int64 [S]; `key` is an unsigned 32-bit word. The mask
 # is `counter.keep_mask` bit for bit, over channels 0 .. D - 1; nobody stores it.
 
 
-@_operation(
-    "(Tensor x, Tensor? bias, Tensor residual, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor"
-)
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float
-) -> Tensor:
-    """residual + (x + bias) * keep / (1 - drop)."""
+@_operation("(Tensor x, Tensor residual, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor")
+def dropout_add(x: Tensor, residual: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float) -> Tensor:
+    """residual + x * keep / (1 - drop)."""
     return _like(x)
 
 
@@ -151,7 +147,7 @@ def dropout_backward(grad: Tensor, sample_ids: Tensor, positions: Tensor, key: i
     return _like(grad)
 
 
-# Attention without a flash kernel, and rotary positions.
+# Rotary positions.
 
 
 @_operation("(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor")
@@ -161,18 +157,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     `inverse` turns the other way, which is the backward.
     """
     return _like(x)
-
-
-@_operation("(Tensor scores, float scale) -> Tensor")
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale * scores) over the columns j <= i + (Sk - Sq) of row i of [..., Sq, Sk]; the others are 0."""
-    return _like(scores)
-
-
-@_operation("(Tensor grad, Tensor probabilities, float scale) -> Tensor")
-def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """The gradient of the scores; exactly 0 where they were masked."""
-    return _like(grad)
 
 
 # The loss. logits [N, V] of T, targets int64 [N] (any number where the target lies in another part).

@@ -24,7 +24,7 @@ class _DropoutAdd(torch.autograd.Function):
         if skip_output:
             return x.new_zeros(()).expand(x.shape)
         site = dropout.site(x, step)
-        return dropout.ops.bias_dropout_add(x.contiguous(), None, residual.contiguous(), *site, dropout.drop)
+        return dropout.ops.dropout_add(x.contiguous(), residual.contiguous(), *site, dropout.drop)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

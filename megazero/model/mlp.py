@@ -22,12 +22,12 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x_NF: Tensor, bias_F: Tensor | None, ops: Operations, slot: GradientSlot | None) -> Tensor:
         ctx.save_for_backward(x_NF, bias_F)
         ctx.ops, ctx.slot = ops, slot
-        return ops.bias_gelu(x_NF, bias_F, True)
+        return ops.bias_gelu(x_NF, bias_F)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NF, bias_F = ctx.saved_tensors
-        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F, True)
+        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F)
         grad_bias = None if bias_F is None else deliver(ctx.slot, grad_x.reshape(-1, len(bias_F)).sum(0))
         return grad_x, grad_bias, None, None
 
