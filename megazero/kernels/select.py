@@ -1,4 +1,4 @@
-"""Which implementation of each operation a run uses: `precision.kernels` auto | fused | apex | reference.
+"""The choice of one implementation for each operation: `precision.kernels` auto | fused | apex | reference.
 
 Decided once from the declared device and dtype, never from a tensor, and said once in the log. `auto` takes for each
 family of operations the first that can be had of our fused kernels (where they can be built: on the CPU with g++, on a
@@ -29,12 +29,12 @@ _LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load} 
 
 
 def for_host(preference: str, dtype: torch.dtype) -> Operations:
-    """The same choice for what the host computes beside a GPU: an update."""
+    """Return the operations for what the host computes beside a GPU, an update, by the same preference."""
     return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 
 def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present: bool = True) -> Operations:
-    """The operations for a run on `device` with parameters of `dtype`.
+    """Return the operations for a run on `device` with parameters of `dtype`.
 
     Args:
         present: the device is here; otherwise it is only declared, tensors have no data, and the schemas of fused
@@ -62,7 +62,7 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present
 
 
 def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:
-    """Whether something is in the way of our kernels, and what; otherwise where they come from."""
+    """Load our kernels; return (False, how they were built), or (True, why they cannot be had)."""
     load = _LIBRARIES.get(device.type)
     if load is None or dtype not in KERNEL_DTYPES:
         return True, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
@@ -86,7 +86,7 @@ def _first(
 
 
 def _summary(chosen: dict[str, str]) -> str:
-    """ "fused", or "reference; apex: norm": what most families have, then the others by name."""
+    """Return "fused", or "reference; apex: norm": what most families have, then the others by name."""
     most = max(dict.fromkeys(chosen.values()), key=list(chosen.values()).count)
     others = [f"; {name}: {family}" for family, name in chosen.items() if name != most]
     return most + "".join(others)
