@@ -27,8 +27,9 @@ from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import for_host
 from megazero.launch.environment import World
 from megazero.model.batch_context import BatchContext
+from megazero.model.contract import TIED, Layer
 from megazero.model.parameter import Declaration, declaration_of
-from megazero.model.transformer import TIED, Layer, Shape, Transformer
+from megazero.model.transformer import Shape, Transformer
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage

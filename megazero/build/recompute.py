@@ -17,7 +17,8 @@ from megazero.memory.activation_store import Arena, ArenaStore
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import PlainStore, Recomputed
 from megazero.model.block import Block
-from megazero.model.transformer import Layer, Transformer
+from megazero.model.contract import Layer
+from megazero.model.transformer import Transformer
 from megazero.schedules.layers import Layers
 
 if TYPE_CHECKING:

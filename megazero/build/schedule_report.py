@@ -14,8 +14,8 @@ from megazero.build.assemble import DTYPES, build_model, precision_of, unit_layo
 from megazero.build.pipeline import layers_of, lowered, model_shape
 from megazero.comm.grid import Axis
 from megazero.config.schema import Config
+from megazero.model.contract import TIED
 from megazero.model.parameter import declaration_of
-from megazero.model.transformer import TIED
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.layers import Layers
 from megazero.schedules.lower import TrafficBill, add_bill

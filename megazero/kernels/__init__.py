@@ -1,1 +1,1 @@
-"""Operations: each has one specification in plain torch (`reference`); random numbers come from `counter`."""
+"""The operations that models and engine compute with: their specification in torch, kernels, random numbers."""

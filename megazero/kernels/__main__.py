@@ -1,4 +1,4 @@
-"""`python -m megazero.kernels`: builds the kernels of this machine and does nothing else.
+"""Command that builds the kernels of this machine: `python -m megazero.kernels`.
 
 The first run on a machine compiles them, for seconds to minutes, while all its ranks wait. A job of many ranks runs
 this once per node before it starts them (scripts/slurm/train.sbatch).

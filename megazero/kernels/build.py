@@ -1,4 +1,4 @@
-"""From C++ or CUDA source to a shared library, once per machine: the only builder.
+"""The builder that makes a shared library of C++ or CUDA sources, once per machine.
 
 The library's name is a hash of what decides its code (sources, flags, compiler, torch, machine), so a stale one is
 never loaded and nothing needs cleaning. Where torch and the compiler lie does not decide it: two environments with the
@@ -54,11 +54,11 @@ _RELEASE_ARCHS = (80, 90, 100, 120)
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it failed; the text is one line."""
+    """The error that there is no compiler, or that it failed; the text is one line."""
 
 
 def build_cpu(source: Path) -> Path:
-    """The shared library of a C++ source, compiled with g++ unless that has been done before.
+    """Return the shared library of a C++ source; compile it with g++ if that has not been done before.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
@@ -70,7 +70,7 @@ def build_cpu(source: Path) -> Path:
 
 
 def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> Path:
-    """The shared library of a CUDA source, compiled with nvcc unless that has been done before.
+    """Return the shared library of a CUDA source; compile it with nvcc if that has not been done before.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
@@ -98,7 +98,7 @@ def build_library(
     headers: Sequence[Path] = (),
     folders: Sequence[str] = (),
 ) -> Path:
-    """The shared library that `command` makes of a source, unless that has been done before.
+    """Return the shared library that `command` makes of a source; run it if that has not been done before.
 
     A cache that can only be read does where the library is in it. Who waited while somebody else's compiler failed is
     told what it said, and does not try again: eight ranks would fail one after the other.
@@ -139,7 +139,7 @@ def build_library(
 
 
 def find_gcc() -> str:
-    """The path of g++; raises BuildError where there is none."""
+    """Return the path of g++; raise BuildError where there is none."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise BuildError("no g++ on this machine")
@@ -147,7 +147,11 @@ def find_gcc() -> str:
 
 
 def find_nvcc() -> str:
-    """The path of nvcc: in CUDA_HOME, else on the PATH, else the newest in /usr/local; raises BuildError if nowhere."""
+    """Return the path of nvcc: in CUDA_HOME, else on the PATH, else the newest in /usr/local.
+
+    Raises:
+        BuildError: there is none.
+    """
     home = os.environ.get("CUDA_HOME")
     installed = sorted(
         Path("/usr/local").glob("cuda*/bin"), key=lambda folder: _numbers(folder.parent.name), reverse=True
@@ -159,7 +163,7 @@ def find_nvcc() -> str:
 
 
 def known_archs(nvcc: str) -> list[int]:
-    """The compute capabilities that nvcc compiles for, ascending, from 70 on."""
+    """Return the compute capabilities that nvcc compiles for, ascending, from 70 on."""
     lines = _said([nvcc, "--list-gpu-arch"]).split()
     archs = sorted(int(line.removeprefix("compute_")) for line in lines if line.startswith("compute_"))
     if not archs:
@@ -168,14 +172,14 @@ def known_archs(nvcc: str) -> list[int]:
 
 
 def release_archs(nvcc: str) -> list[int]:
-    """What a library for any machine is compiled for: the oldest that nvcc knows, 80, 90, 100."""
+    """Return the architectures of a library for any machine: the oldest that nvcc knows, 80, 90, 100 and 120."""
     known = known_archs(nvcc)
     return sorted({known[0], *(arch for arch in _RELEASE_ARCHS if arch in known)})
 
 
 @cache
 def open_library(library: Path) -> None:
-    """Makes torch know the operations of a library; raises BuildError: it cannot be loaded."""
+    """Load the operations of a library into torch; raise BuildError if it cannot be loaded."""
     try:
         torch.ops.load_library(library)
     except OSError as error:  # a cache on a file system that forbids execution, say
@@ -183,7 +187,7 @@ def open_library(library: Path) -> None:
 
 
 def compiler_report(library: Path) -> str:
-    """What the compiler said when it made `library`; raises FileNotFoundError if it said nothing."""
+    """Return what the compiler said when it made `library`; raise FileNotFoundError if it said nothing."""
     return library.with_suffix(".log").read_text(encoding="utf-8")
 
 
@@ -195,12 +199,12 @@ def _said(command: Sequence[str]) -> str:
 
 
 def _numbers(name: str) -> tuple[int, ...]:
-    """(13, 0) of cuda-13.0."""
+    """Return the version in a folder's name: (13, 0) of cuda-13.0."""
     return tuple(int(part) for part in name.removeprefix("cuda").strip("-").split(".") if part.isdigit())
 
 
 def _texts(source: Path, headers: Sequence[Path]) -> list[str]:
-    """Of the source and of its headers."""
+    """Return the text of the source and of each of its headers."""
     own = source.with_suffix("").glob("*.*h")
     return [path.read_text(encoding="utf-8") for path in (source, *sorted(own), *sorted(headers))]
 
@@ -213,7 +217,7 @@ def _cache_folder() -> Path:
 
 
 def _stamp(path: Path) -> int | None:
-    """When a file was last written, None where there is none."""
+    """Return when a file was last written; None if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Trust in the kernel cache: what is executed from it is what this user has put there, whole.
+"""The checks that a library in the kernel cache is whole and was put there by this user, before it is executed.
 
 A shared library is code. It is taken from the cache only if its folder and the folders above belong to this user (or
 to root) and nobody else may write to them, if the same holds for the file, and if its content has the SHA-256 that was
@@ -19,7 +19,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedCacheError(OSError):
-    """Somebody else could change what is executed from the cache; the text is one line."""
+    """The error that somebody else could change what is executed from the cache; the text is one line."""
 
 
 def make_private_folder(folder: Path) -> None:
@@ -65,7 +65,7 @@ def seal(unfinished: Path, library: Path) -> None:
 
 
 def is_sealed(library: Path) -> bool:
-    """True if a library is there, belongs to this user, and has the content that was sealed.
+    """Return True if a library is there, belongs to this user, and has the content that was sealed.
 
     Raises:
         OSError: the folder may not be entered.
@@ -94,7 +94,8 @@ def _is_private(path: Path) -> bool:
 
 
 def _is_ours(user: int) -> bool:
-    """Return whether a file's owner could do as this user anyway: this user, root, or whoever owns the root folder,
-    which in a container without root is root under another number.
+    """Return True if a file's owner could act as this user anyway: it is this user or root.
+
+    In a container without root, root has another number: that of whoever owns the root folder.
     """
     return user in (os.geteuid(), 0, os.stat("/").st_uid)

@@ -1,4 +1,4 @@
-"""A compiler that does not outlive who wants its result, however that ends.
+"""A compiler process that ends together with the process that waits for its result, however that ends.
 
 A compiler is a driver that starts others, and takes up to a minute. So it runs in a group of processes of its own,
 under a guard: a small Python process that holds the other end of a pipe. When the pipe closes, because of a signal that

@@ -1,4 +1,4 @@
-"""Random numbers that belong to names, not to ranks.
+"""Random numbers that are functions of names, never of ranks.
 
 A random number here is a pure function of *what it is for*: an initial weight of (seed, parameter name, index), a
 dropout decision of (seed, step, layer, site, sample, position, channel). Nothing is drawn from a stream, so nothing
@@ -33,12 +33,12 @@ _BLOCK = 1 << 16
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of the unsigned 32-bit `word`."""
+    """Return the int32 that has the bits of the unsigned 32-bit `word`."""
     return word - (1 << 32) if word & 0x80000000 else word
 
 
 def mix_word(word: int) -> int:
-    """The hash of one unsigned 32-bit word, in Python integers."""
+    """Return the hash of one unsigned 32-bit word, in Python integers."""
     word ^= word >> 16
     word = word * _MULTIPLY_1 & _MASK
     word ^= word >> 15
@@ -47,7 +47,7 @@ def mix_word(word: int) -> int:
 
 
 def mix_(x: Tensor) -> Tensor:
-    """The hash of every element of the int32 tensor `x`, in place; >> is arithmetic there, hence the masks."""
+    """Hash every element of the int32 tensor `x` in place; >> is arithmetic there, hence the masks."""
     shifted = x >> 16
     x ^= shifted.bitwise_and_(0xFFFF)
     x *= _MULTIPLY_1
@@ -60,7 +60,7 @@ def mix_(x: Tensor) -> Tensor:
 
 
 def derive_key(*words: int) -> int:
-    """An unsigned 32-bit key from any number of unsigned 64-bit words, each folded in as two halves."""
+    """Return an unsigned 32-bit key made of any number of unsigned 64-bit words, each folded in as two halves."""
     key = 0
     for word in words:
         assert 0 <= word < 1 << 64, f"a key is made of unsigned 64-bit words, got {word}"
@@ -70,7 +70,7 @@ def derive_key(*words: int) -> int:
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
-    """Standard normal values of the flat indices [start, stop) of the parameter `name`: fp64, shape [stop - start].
+    """Return standard normal values of the flat indices [start, stop) of a parameter: fp64, shape [stop - start].
 
     Each is sqrt(2) erfinv(2u - 1) with u = ((h xor 2^31) + 1/2) / 2^32 and h the hash of the index as an unsigned word,
     so values lie within 6.3 standard deviations and value i is the same whatever interval it is asked in.
@@ -93,7 +93,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
 
 
 def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Tensor, drop: float) -> Tensor:
-    """Which elements dropout keeps: bool [S, B, D].
+    """Return which elements dropout keeps: bool [S, B, D].
 
     Args:
         key: `derive_key(seed, step, layer, site)`.

@@ -8,10 +8,10 @@ _SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
 
 
 def load() -> str:
-    """Builds the library (once per machine and torch version) and loads it; returns how it came to be, for the log.
+    """Build the library (once per machine and torch version) and load it; return how it was built, for the log.
 
     Raises:
-        BuildError: no compiler, it failed, or its library cannot be loaded.
+        BuildError: there is no compiler, it failed, or its library cannot be loaded.
     """
     open_library(build_cpu(_SOURCE))
     return "built with g++"

@@ -11,8 +11,9 @@ SOURCE = Path(__file__).parent / "csrc" / "cuda.cu"
 
 
 def load() -> str:
-    """Builds the library for the GPUs of this machine (once per machine and torch version, about 20 s), loads it and
-    starts one of its kernels; returns how it came to be, for the log.
+    """Build the library for the GPUs of this machine, load it and run one of its kernels; return how it was built.
+
+    It is built once per machine and torch version, which takes about 20 s. The text returned is for the log.
 
     Raises:
         BuildError: no GPU, no nvcc or one that does not know this GPU, it failed, or its library cannot be loaded or
@@ -24,12 +25,12 @@ def load() -> str:
 
 
 def library() -> Path:
-    """The library for the GPUs of this machine; raises BuildError as `load` does."""
+    """Return the library for the GPUs of this machine; raise BuildError as `load` does."""
     return build_cuda(SOURCE, present_archs(), spills=True)
 
 
 def start_one(device: torch.device) -> None:
-    """Runs one kernel of the library on `device`, and waits for it.
+    """Run one kernel of the library on `device`, and wait for it.
 
     What only a first start shows (a compiler newer than the driver understands, say) must be known before kernels are
     chosen; in the first forward it would be too late to take others.
@@ -50,7 +51,7 @@ def start_one(device: torch.device) -> None:
 
 
 def present_archs() -> list[int]:
-    """The compute capabilities of this machine's GPUs, ascending; raises BuildError where there is none."""
+    """Return the compute capabilities of this machine's GPUs, ascending; raise BuildError where there is none."""
     if not torch.cuda.is_available():
         raise BuildError("torch sees no CUDA device")
     found = [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]

@@ -1,6 +1,6 @@
 """The operations that exist in more than one implementation, as one value.
 
-A run chooses once (`choice.choose`), by the declared device and dtype; layers and engine receive the result and call
+A run chooses once (`select.choose`), by the declared device and dtype; layers and engine receive the result and call
 it. What has one implementation is called where it is.
 """
 
@@ -19,7 +19,7 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of each; arguments and meaning are those of the same names in `schema` and `reference`.
+    """One implementation of each operation, with the arguments and meaning of its name in `schema` and `reference`.
 
     Attributes:
         name: "reference" or "fused", with the families that have another; for the log.
@@ -40,11 +40,9 @@ class Operations:
     bias_gelu_backward: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     swiglu_backward: Callable[..., Two]
-    bias_dropout_add: Callable[..., Tensor]
+    dropout_add: Callable[..., Tensor]
     dropout_backward: Callable[..., Tensor]
     rotary: Callable[..., Tensor]
-    causal_softmax: Callable[..., Tensor]
-    causal_softmax_backward: Callable[..., Tensor]
     cross_entropy_parts_: Callable[..., Tensor]
     cross_entropy_backward_: Callable[..., None]
     sum_of_squares: Callable[[Tensor], Tensor]

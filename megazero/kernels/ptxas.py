@@ -1,4 +1,4 @@
-"""What each CUDA kernel takes of a multiprocessor, as ptxas reported it when the library was built."""
+"""The resources that each CUDA kernel takes of a multiprocessor, as ptxas reported them when it was built."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ _BLOCKS = {70: 32, 75: 16, 80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120
 
 @dataclass(frozen=True)
 class Resources:
-    """One kernel on one architecture.
+    """The resources of one kernel on one architecture.
 
     Attributes:
         arch: compute capability, 90 for 9.0.
@@ -40,7 +40,10 @@ class Resources:
     shared: int
 
     def occupancy(self, threads: int) -> float:
-        """The share of a multiprocessor's threads that registers and blocks allow to be resident, with that block size.
+        """Return the share of a multiprocessor's threads that registers and blocks allow to be resident.
+
+        Args:
+            threads: of a block.
 
         Raises:
             KeyError: an architecture that is not in the tables here.
@@ -52,7 +55,7 @@ class Resources:
 
 
 def resources(report: str) -> list[Resources]:
-    """The rows of a report by `ptxas -v`, in its order."""
+    """Return the rows of a report by `ptxas -v`, in its order."""
     rows: list[Resources] = []
     for line in report.splitlines():
         if found := _ENTRY.search(line):
@@ -67,7 +70,7 @@ def resources(report: str) -> list[Resources]:
 
 
 def table(rows: list[Resources]) -> str:
-    """One line for each kernel: registers and spills on every architecture."""
+    """Return one line for each kernel: registers and spills on every architecture."""
     archs = sorted({row.arch for row in rows})
     by_kernel: dict[str, dict[int, Resources]] = {}
     for row in rows:
@@ -84,7 +87,7 @@ def table(rows: list[Resources]) -> str:
 
 
 def _demangled(names: list[str]) -> list[str]:
-    """Without namespace, result and parameters; as they are where there is no c++filt."""
+    """Return names without namespace, result and parameters; unchanged where there is no c++filt."""
     tool = shutil.which("c++filt")
     if tool is None or not names:
         return names

@@ -1,4 +1,4 @@
-"""Each fused operation in plain torch: the specification that every kernel is tested against.
+"""The specification of each fused operation, in plain torch; every kernel is tested against it.
 
 Names, arguments and shapes are those of `schema`. Operations come as pairs, forward and backward, over plain tensors;
 the autograd functions that call them live with their layers in `model/`, because what becomes of a parameter's gradient
@@ -17,11 +17,10 @@ from megazero.kernels import counter
 # On a CPU the rows of a large matrix are handled in slices of about this many bytes, so that the passes of one
 # operation over a slice find it in the cache (1 MiB: half of a level-2 cache of today). Elsewhere one slice is all.
 _SLICE_BYTES = 1 << 20
-_FORMS = {True: "tanh", False: "none"}
 
 
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba et al. 2016): (y, mean, rstd)."""
+    """Return (y, mean, rstd) of y = (x - mean) / sqrt(var + eps) * weight + bias, by row (Ba et al. 2016)."""
     wide = _weights_for(x_ND, weight_D), _weights_for(x_ND, bias_D)
     y_ND, mean, rstd = torch.native_layer_norm(x_ND, [x_ND.shape[-1]], *wide, eps)
     # They are wide already, but without data torch (2.13) says that they are not.
@@ -31,7 +30,9 @@ def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tu
 def layer_norm_backward(
     grad_ND: Tensor, x_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias: with z = (x - mean) / deviation and h = g w,
+    """Return the gradients of input, weight and bias.
+
+    With z = (x - mean) / deviation and h = g w:
     dx = (h - mean(h) - z mean(h z)) / deviation, dw = sum(g z), db = sum(g).
     """
     wide = _weights_for(x_ND, weight_D)
@@ -42,14 +43,17 @@ def layer_norm_backward(
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019); returns (y, 1 / rms). Statistics in >= fp32."""
+    """Return (y, 1 / rms) of y = x / sqrt(mean(x^2) + eps) * weight, in fp32 or more (Zhang and Sennrich 2019)."""
     wide = _wide(x_ND)
     rrms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     return (wide * rrms).to(x_ND.dtype) * weight_D, rrms
 
 
 def rms_norm_backward(grad_ND: Tensor, x_ND: Tensor, rrms: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight: with z = x / rms, dx = (g w - z mean(g w z)) / rms, dw = sum(g z)."""
+    """Return the gradients of input and weight.
+
+    With z = x / rms: dx = (g w - z mean(g w z)) / rms, dw = sum(g z).
+    """
     z = _wide(x_ND) * rrms
     grad_z = _wide(grad_ND) * weight_D
     grad_weight = (_wide(grad_ND) * z).reshape(-1, z.shape[-1]).sum(0)
@@ -60,7 +64,7 @@ def rms_norm_backward(grad_ND: Tensor, x_ND: Tensor, rrms: Tensor, weight_D: Ten
 def add_layer_norm(
     x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x + residual, and its LayerNorm with mean and 1 / deviation)."""
+    """Return x + residual, and its LayerNorm with mean and 1 / deviation."""
     total_ND = x_ND + residual_ND
     return total_ND, *layer_norm(total_ND, weight_D, bias_D, eps)
 
@@ -68,13 +72,13 @@ def add_layer_norm(
 def add_layer_norm_backward(
     grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (and of the residual, which has the same), weight and bias."""
+    """Return the gradients of x (the residual has the same), weight and bias."""
     grad_x, grad_weight, grad_bias = layer_norm_backward(grad_ND, total_ND, mean, rstd, weight_D)
     return grad_x + grad_total_ND, grad_weight, grad_bias
 
 
 def add_rms_norm(x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + residual, and its RMSNorm with 1 / rms)."""
+    """Return x + residual, and its RMSNorm with 1 / rms."""
     total_ND = x_ND + residual_ND
     return total_ND, *rms_norm(total_ND, weight_D, eps)
 
@@ -82,61 +86,53 @@ def add_rms_norm(x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float
 def add_rms_norm_backward(
     grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, rrms: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x (and of the residual) and weight."""
+    """Return the gradients of x (the residual has the same) and weight."""
     grad_x, grad_weight = rms_norm_backward(grad_ND, total_ND, rrms, weight_D)
     return grad_x + grad_total_ND, grad_weight
 
 
-def bias_gelu(x_NF: Tensor, bias_F: Tensor | None, tanh: bool) -> Tensor:
-    """gelu(x + bias) (Hendrycks and Gimpel 2016).
+def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Return gelu(x + bias) in the tanh form of GPT-2 (Hendrycks and Gimpel 2016).
 
-    gelu(v) = 0.5 v (1 + erf(v / sqrt(2))), or in the tanh form (as in GPT-2)
-    0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
+    gelu(v) = 0.5 v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))).
     """
-    return F.gelu(x_NF if bias_F is None else x_NF + bias_F, approximate=_FORMS[tanh])
+    return F.gelu(x_NF if bias_F is None else x_NF + bias_F, approximate="tanh")
 
 
-def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None, tanh: bool) -> Tensor:
-    """Gradient of x; that of the bias is its sum over rows."""
+def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Return the gradient of x; that of the bias is its sum over rows."""
     before = x_NF if bias_F is None else x_NF + bias_F
-    return torch.ops.aten.gelu_backward(grad_NF, before, approximate=_FORMS[tanh])
+    return torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    """silu(gate) * up with silu(v) = v sigmoid(v) (Shazeer 2020)."""
+    """Return silu(gate) * up with silu(v) = v sigmoid(v) (Shazeer 2020)."""
     return F.silu(gate_NF) * up_NF
 
 
 def swiglu_backward(grad_NF: Tensor, gate_NF: Tensor, up_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate, g up s (1 + gate (1 - s)) with s = sigmoid(gate), and of up, g silu(gate)."""
+    """Return the gradients of gate, g up s (1 + gate (1 - s)) with s = sigmoid(gate), and of up, g silu(gate)."""
     grad_gate = grad_NF * up_NF
     torch.ops.aten.silu_backward(grad_gate, gate_NF, grad_input=grad_gate)
     return grad_gate, F.silu(gate_NF).mul_(grad_NF)
 
 
-def bias_dropout_add(
-    x_SBD: Tensor,
-    bias_D: Tensor | None,
-    residual_SBD: Tensor,
-    sample_ids_B: Tensor,
-    positions_S: Tensor,
-    key: int,
-    drop: float,
+def dropout_add(
+    x_SBD: Tensor, residual_SBD: Tensor, sample_ids_B: Tensor, positions_S: Tensor, key: int, drop: float
 ) -> Tensor:
-    """residual + (x + bias) * keep / (1 - drop), keep being `counter.keep_mask`."""
-    before = x_SBD if bias_D is None else x_SBD + bias_D
-    return residual_SBD + dropout_backward(before, sample_ids_B, positions_S, key, drop)
+    """Return residual + x * keep / (1 - drop), where keep is `counter.keep_mask`."""
+    return residual_SBD + dropout_backward(x_SBD, sample_ids_B, positions_S, key, drop)
 
 
 def dropout_backward(grad_SBD: Tensor, sample_ids_B: Tensor, positions_S: Tensor, key: int, drop: float) -> Tensor:
-    """grad * keep / (1 - drop), the mask computed anew; a product, so that what is not finite stays so."""
+    """Return grad * keep / (1 - drop) with the mask computed again; a product, so that NaN and infinity stay."""
     channels = torch.arange(grad_SBD.shape[-1], device=grad_SBD.device)
     keep = counter.keep_mask(key, sample_ids_B, positions_S, channels, drop)
     return (grad_SBD * keep).mul_(1.0 / (1.0 - drop))
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Rotary positions (Su et al. 2021) in the half-split form of GPT-NeoX and Llama.
+    """Rotate by position (Su et al. 2021), in the half-split form of GPT-NeoX and Llama.
 
     Channel pairs are (i, i + d/2): y = x cos + rotate_half(x) sin, with cos and sin of shape [..., d] whose halves
     are equal. Broadcasts over heads.
@@ -146,27 +142,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return x * cos + half * sin
 
 
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale * scores) over the columns that a row may see; Sk >= Sq."""
-    wide = (_wide(scores) * scale).masked_fill_(_hidden(scores), -torch.inf)
-    return wide.softmax(-1).to(scores.dtype)
-
-
-def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """scale * p (g - sum(g p)) where something was seen, 0 elsewhere whatever the gradient is there."""
-    hidden = _hidden(grad)
-    p, g = _wide(probabilities), _wide(grad).masked_fill(hidden, 0.0)
-    return (p * (g - (g * p).sum(-1, keepdim=True))).mul_(scale).masked_fill_(hidden, 0.0).to(grad.dtype)
-
-
-def _hidden(scores: Tensor) -> Tensor:
-    """bool [Sq, Sk]: True in column j of row i where j > i + (Sk - Sq)."""
-    rows, columns = scores.shape[-2:]
-    return torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu_(columns - rows + 1)
-
-
 def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """What the losses need of one part of the vocabulary: [3, N], fp32 (fp64 for fp64 logits).
+    """Return what the losses need of one part of the vocabulary: [3, N], fp32 (fp64 for fp64 logits).
 
     Of each row its maximum m, the sum of exp(logit - m), and the target's logit (-inf where the target lies outside
     [0, V), in another part). Overwrites `logits_NV` with exp(logit - m), which is all that its backward needs: no
@@ -190,8 +167,10 @@ def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def cross_entropy_merge(parts_T3N: Tensor) -> tuple[Tensor, Tensor]:
-    """From the `cross_entropy_parts_` of all parts, with M the largest maximum and S the sum of sums x exp(m - M):
-    losses_N = log S + M - target's logit, and log_sums_N = log S + M, so that softmax = exp(logit - log_sums).
+    """Merge the `cross_entropy_parts_` of all parts of the vocabulary; return (losses_N, log_sums_N).
+
+    With M the largest maximum and S the sum of sums x exp(m - M): losses = log S + M - target's logit, and log_sums =
+    log S + M, so that softmax = exp(logit - log_sums).
     """
     maxima_TN, sums_TN, picked_TN = parts_T3N.unbind(1)
     highest_N = maxima_TN.amax(0)
@@ -202,7 +181,7 @@ def cross_entropy_merge(parts_T3N: Tensor) -> tuple[Tensor, Tensor]:
 def cross_entropy_backward_(
     exponentials_NV: Tensor, maxima_N: Tensor, log_sums_N: Tensor, targets_N: Tensor, grad_N: Tensor
 ) -> None:
-    """Gradient of the logits, (softmax - onehot) * grad, written over the forward's exponentials."""
+    """Write the gradient of the logits, (softmax - onehot) * grad, over the forward's exponentials."""
     dtype = exponentials_NV.dtype
     exponentials_NV *= ((maxima_N - log_sums_N).exp_() * grad_N)[:, None].to(dtype)
     absent = (targets_N < 0) | (targets_N >= exponentials_NV.shape[1])
@@ -225,7 +204,7 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One update by AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019) of flat fp32 masters and both moments.
+    """Update flat fp32 masters and both moments by AdamW (Kingma and Ba 2015; Loshchilov and Hutter 2019).
 
     Args:
         gradients: in fp32 or 16 bits; divided by `divide_by` first (unscaling and clipping).
@@ -246,17 +225,17 @@ def adamw_(
 
 
 def accumulate_(into: Tensor, x: Tensor) -> None:
-    """into += x."""
+    """Add x to `into`."""
     into += x
 
 
 def cast_(into: Tensor, x: Tensor) -> None:
-    """into = x, rounded to nearest, ties to even."""
+    """Write x into `into`, rounded to nearest, ties to even."""
     into.copy_(x)
 
 
 def sum_of_squares(flat: Tensor, at_once: int = _SLICE_BYTES // 8) -> Tensor:
-    """Sum of squares of a flat tensor in fp64: a scalar, reproducible to rounding however the tensor is cut.
+    """Return the sum of squares of a flat tensor in fp64, the same to rounding however the tensor is cut.
 
     Args:
         at_once: elements that are widened to fp64 at a time.
@@ -272,12 +251,12 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` in the precision that statistics are taken in: fp32, or fp64 when it is fp64."""
+    """Return `x` in the precision that statistics are taken in: fp32, or fp64 when it is fp64."""
     return x.to(_wide_dtype(x.dtype))
 
 
 def _weights_for(x: Tensor, weight: Tensor) -> Tensor:
-    """A norm's weights; with wide ones the CPU's norm keeps its statistics wide, as those of GPUs do anyway."""
+    """Return a norm's weights; with wide ones the CPU's norm keeps its statistics wide, as those of GPUs do anyway."""
     return weight.to(_wide_dtype(x.dtype)) if x.device.type == "cpu" else weight
 
 

@@ -1,4 +1,4 @@
-"""What the fused operations are called, what they take and what comes out: torch's library `megazero`.
+"""The schemas of the fused operations: names, arguments and results, as torch's library `megazero`.
 
 Written once, here, and without a compiler: the schemas, and of each operation what it returns for tensors without data,
 which is all that torch.compile and a simulated run need. Shared libraries only implement them, one for each kind of
@@ -20,7 +20,7 @@ NAMESPACE = "megazero"
 
 
 def _operation(schema: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Defines the operation that a function has the name of; the function says what comes out."""
+    """Define the operation that a function has the name of; the function returns what comes out, without data."""
 
     def define(fake: Callable[..., object]) -> Callable[..., object]:
         name = f"{NAMESPACE}::{fake.__name__}"
@@ -36,7 +36,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _statistic(x: Tensor) -> Tensor:
-    """One fp32 number for each row of x: [..., 1]."""
+    """Return one fp32 number for each row of x: [..., 1]."""
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
@@ -47,7 +47,7 @@ def _statistic(x: Tensor) -> Tensor:
 
 @_operation("(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)")
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (y, mean, rstd)."""
+    """Return (y, mean, rstd)."""
     return _like(x), _statistic(x), _statistic(x)
 
 
@@ -55,19 +55,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 def layer_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dx, dweight, dbias)."""
+    """Return (dx, dweight, dbias)."""
     return _like(x), _like(weight), _like(weight)
 
 
 @_operation("(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (y, rrms)."""
+    """Return (y, rrms)."""
     return _like(x), _statistic(x)
 
 
 @_operation("(Tensor grad, Tensor x, Tensor rrms, Tensor weight) -> (Tensor, Tensor)")
 def rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (dx, dweight)."""
+    """Return (dx, dweight)."""
     return _like(x), _like(weight)
 
 
@@ -75,7 +75,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) -> 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (total, y, mean, rstd)."""
+    """Return (total, y, mean, rstd)."""
     return _like(x), _like(x), _statistic(x), _statistic(x)
 
 
@@ -86,13 +86,13 @@ def add_layer_norm(
 def add_layer_norm_backward(
     grad: Tensor, grad_total: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dx, dweight, dbias)."""
+    """Return (dx, dweight, dbias)."""
     return _like(total), _like(weight), _like(weight)
 
 
 @_operation("(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)")
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (total, y, rrms)."""
+    """Return (total, y, rrms)."""
     return _like(x), _like(x), _statistic(x)
 
 
@@ -100,79 +100,63 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_backward(
     grad: Tensor, grad_total: Tensor, total: Tensor, rrms: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (dx, dweight)."""
+    """Return (dx, dweight)."""
     return _like(total), _like(weight)
 
 
 # Activations. x, gate, up [..., F], bias [F], of T.
 
 
-@_operation("(Tensor x, Tensor? bias, bool tanh) -> Tensor")
-def bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    """gelu(x + bias)."""
+@_operation("(Tensor x, Tensor? bias) -> Tensor")
+def bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return gelu(x + bias), in the tanh form."""
     return _like(x)
 
 
-@_operation("(Tensor grad, Tensor x, Tensor? bias, bool tanh) -> Tensor")
-def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    """The gradient of x; that of the bias is its sum over rows."""
+@_operation("(Tensor grad, Tensor x, Tensor? bias) -> Tensor")
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the gradient of x; that of the bias is its sum over rows."""
     return _like(x)
 
 
 @_operation("(Tensor gate, Tensor up) -> Tensor")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
+    """Return silu(gate) * up."""
     return _like(gate)
 
 
 @_operation("(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up."""
+    """Return the gradients of gate and up."""
     return _like(gate), _like(up)
 
 
-# Dropout. x [S, B, D], bias [D], sample_ids int64 [B], positions int64 [S]; `key` is an unsigned 32-bit word. The mask
+# Dropout. x [S, B, D], sample_ids int64 [B], positions int64 [S]; `key` is an unsigned 32-bit word. The mask
 # is `counter.keep_mask` bit for bit, over channels 0 .. D - 1; nobody stores it.
 
 
-@_operation(
-    "(Tensor x, Tensor? bias, Tensor residual, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor"
-)
-def bias_dropout_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float
-) -> Tensor:
-    """residual + (x + bias) * keep / (1 - drop)."""
+@_operation("(Tensor x, Tensor residual, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor")
+def dropout_add(x: Tensor, residual: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float) -> Tensor:
+    """Return residual + x * keep / (1 - drop)."""
     return _like(x)
 
 
 @_operation("(Tensor grad, Tensor sample_ids, Tensor positions, int key, float drop) -> Tensor")
 def dropout_backward(grad: Tensor, sample_ids: Tensor, positions: Tensor, key: int, drop: float) -> Tensor:
-    """grad * keep / (1 - drop)."""
+    """Return grad * keep / (1 - drop)."""
     return _like(grad)
 
 
-# Attention without a flash kernel, and rotary positions.
+# Rotary positions.
 
 
 @_operation("(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor")
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """x [S, B, H, d] with any strides whose last is 1; cos and sin of T, [S, B or 1, 1, d], the halves of d equal.
+    """Rotate x [S, B, H, d], which may have any strides whose last is 1.
 
-    `inverse` turns the other way, which is the backward.
+    cos and sin are of T, [S, B or 1, 1, d], with equal halves of d. `inverse` turns the other way: the backward.
     """
     return _like(x)
-
-
-@_operation("(Tensor scores, float scale) -> Tensor")
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    """softmax(scale * scores) over the columns j <= i + (Sk - Sq) of row i of [..., Sq, Sk]; the others are 0."""
-    return _like(scores)
-
-
-@_operation("(Tensor grad, Tensor probabilities, float scale) -> Tensor")
-def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """The gradient of the scores; exactly 0 where they were masked."""
-    return _like(grad)
 
 
 # The loss. logits [N, V] of T, targets int64 [N] (any number where the target lies in another part).
@@ -180,7 +164,7 @@ def causal_softmax_backward(grad: Tensor, probabilities: Tensor, scale: float) -
 
 @_operation("(Tensor(a!) logits, Tensor targets) -> Tensor")
 def cross_entropy_parts_(logits: Tensor, targets: Tensor) -> Tensor:
-    """[3, N] fp32: maximum m, sum of exp(logit - m), target's logit or -inf.
+    """Return [3, N] fp32: maximum m, sum of exp(logit - m), target's logit or -inf.
 
     The maximum of a row that is -inf throughout is T's lowest finite number. May leave in `logits` whatever its own
     backward needs.
@@ -190,7 +174,7 @@ def cross_entropy_parts_(logits: Tensor, targets: Tensor) -> Tensor:
 
 @_operation("(Tensor(a!) logits, Tensor maxima, Tensor log_sums, Tensor targets, Tensor grad) -> ()")
 def cross_entropy_backward_(logits: Tensor, maxima: Tensor, log_sums: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Writes (softmax - onehot) * grad over what the forward left; maxima, log_sums and grad are fp32 [N]."""
+    """Write (softmax - onehot) * grad over what the forward left; maxima, log_sums and grad are fp32 [N]."""
 
 
 # Flat memory.
@@ -201,20 +185,20 @@ def cross_entropy_backward_(logits: Tensor, maxima: Tensor, log_sums: Tensor, ta
     " Tensor divide_by, Tensor skip, float lr, float beta1, float beta2, float eps, float weight_decay) -> ()"
 )
 def adamw_(*arguments: object) -> None:
-    """One update; master and both moments fp32, grad fp32 or as `published`, which is of 16 bits."""
+    """Update by AdamW; master and both moments are fp32, grad fp32 or as `published`, which is of 16 bits."""
 
 
 @_operation("(Tensor flat) -> Tensor")
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """fp64, 0-dim."""
+    """Return the sum of squares: fp64, 0-dim."""
     return flat.new_empty((), dtype=torch.float64)
 
 
 @_operation("(Tensor(a!) into, Tensor x) -> ()")
 def accumulate_(into: Tensor, x: Tensor) -> None:
-    """into += x; fp32 and any T."""
+    """Add x, of any T, to `into`, which is fp32."""
 
 
 @_operation("(Tensor(a!) into, Tensor x) -> ()")
 def cast_(into: Tensor, x: Tensor) -> None:
-    """into = x, rounded to nearest, ties to even; any T and any T."""
+    """Write x into `into`, rounded to nearest, ties to even; each of any T."""

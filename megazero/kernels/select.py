@@ -1,4 +1,4 @@
-"""Which implementation of each operation a run uses: `precision.kernels` auto | fused | apex | reference.
+"""The choice of one implementation for each operation: `precision.kernels` auto | fused | apex | reference.
 
 Decided once from the declared device and dtype, never from a tensor, and said once in the log. `auto` takes for each
 family of operations the first that can be had of our fused kernels (where they can be built: on the CPU with g++, on a
@@ -9,31 +9,16 @@ they have one, and take the reference for the rest.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 
 from megazero.base.errors import UserError
-from megazero.kernels import adamw, cpu, cross_entropy, cuda, dropout, flat, gelu, norm, rotary, softmax, swiglu
+from megazero.kernels import apex, cpu, cuda
 from megazero.kernels.build import BuildError
-from megazero.kernels.implementation import KERNEL_DTYPES, KernelImplementation
+from megazero.kernels.families import FAMILIES, KERNEL_DTYPES, Family, KernelImplementation
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 
 _LOG = logging.getLogger("megazero")
-_FAMILIES = MappingProxyType(
-    {
-        "norm": norm.CANDIDATES,
-        "norm of a sum": norm.CANDIDATES_WITH_SUM,
-        "gelu": gelu.CANDIDATES,
-        "swiglu": swiglu.CANDIDATES,
-        "dropout": dropout.CANDIDATES,
-        "rotary": rotary.CANDIDATES,
-        "softmax": softmax.CANDIDATES,
-        "cross entropy": cross_entropy.CANDIDATES,
-        "flat": flat.CANDIDATES,
-        "adamw": adamw.CANDIDATES,
-    }
-)
 _ORDER = {
     "auto": ("fused", "apex", "reference"),
     "fused": ("fused", "reference"),
@@ -44,12 +29,12 @@ _LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load} 
 
 
 def for_host(preference: str, dtype: torch.dtype) -> Operations:
-    """The same choice for what the host computes beside a GPU: an update."""
+    """Return the operations for what the host computes beside a GPU, an update, by the same preference."""
     return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 
 def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present: bool = True) -> Operations:
-    """The operations for a run on `device` with parameters of `dtype`.
+    """Return the operations for a run on `device` with parameters of `dtype`.
 
     Args:
         present: the device is here; otherwise it is only declared, tensors have no data, and the schemas of fused
@@ -62,14 +47,14 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present
     if "fused" in _ORDER[preference]:
         obstacle, reason = _load_fused(device, dtype, present)
         available |= set() if obstacle else {"fused"}
-    if "apex" in _ORDER[preference] and device.type == "cuda" and norm.apex_is_there():
+    if "apex" in _ORDER[preference] and device.type == "cuda" and apex.is_there():
         available.add("apex")
     if preference == "apex" and "apex" not in available:
         reason = "apex's CUDA extensions are not installed" if device.type == "cuda" else "apex has no CPU kernels"
     if preference in ("fused", "apex") and preference not in available:
         raise UserError(114, reason, "use precision.kernels=auto", where=f"precision.kernels={preference}")
     base = REFERENCE if device.type == "cpu" else WIDE_REFERENCE
-    chosen = {family: _first(of, preference, available, device, dtype) for family, of in _FAMILIES.items()}
+    chosen = {family: _first(of, preference, available, device, dtype) for family, of in FAMILIES.items()}
     taken = {name: each for of in chosen.values() if of.name != "reference" for name, each in of.operations.items()}
     operations = replace(base, name=_summary({family: of.name for family, of in chosen.items()}), **taken)
     _LOG.info("kernels: %s (%s)", operations.name, reason)
@@ -77,7 +62,7 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present
 
 
 def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:
-    """Whether something is in the way of our kernels, and what; otherwise where they come from."""
+    """Load our kernels; return (False, how they were built), or (True, why they cannot be had)."""
     load = _LIBRARIES.get(device.type)
     if load is None or dtype not in KERNEL_DTYPES:
         return True, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
@@ -90,7 +75,7 @@ def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tupl
 
 
 def _first(
-    candidates: tuple[KernelImplementation, ...],
+    candidates: Family,
     preference: str,
     available: set[str],
     device: torch.device,
@@ -101,7 +86,7 @@ def _first(
 
 
 def _summary(chosen: dict[str, str]) -> str:
-    """ "fused", or "reference; apex: norm": what most families have, then the others by name."""
+    """Return "fused", or "reference; apex: norm": what most families have, then the others by name."""
     most = max(dict.fromkeys(chosen.values()), key=list(chosen.values()).count)
     others = [f"; {name}: {family}" for family, name in chosen.items() if name != most]
     return most + "".join(others)

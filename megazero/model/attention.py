@@ -24,7 +24,7 @@ from megazero.model.linear import ColumnLinear, RowLinear
 
 
 class _Rotate(torch.autograd.Function):
-    """The backward turns back; one kernel does both, and only the angles are kept."""
+    """The rotation by position; its backward is the inverse, by the same kernel, and only the angles are kept."""
 
     @staticmethod
     def forward(ctx: Any, x_SBHd: Tensor, cos: Tensor, sin: Tensor, ops: Operations) -> Tensor:
@@ -39,7 +39,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class Rotary:
-    """Rotary positions: the angle of channel pair i at position p is p * theta^(-2i/d) (Su et al. 2021, eq. 15).
+    """Rotary positions, with the angle p * theta^(-2i/d) for channel pair i at position p (Su et al. 2021, eq. 15).
 
     Angles are computed in fp32 (fp64 for fp64 activations) whatever the model's dtype: bf16 would blur them.
     """
@@ -48,12 +48,12 @@ class Rotary:
         self.head_dim, self.theta, self.ops = head_dim, theta, ops
 
     def __call__(self, step: BatchContext, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Queries and keys [S, B, H or G, d], rotated."""
+        """Return queries and keys [S, B, H or G, d] rotated by their positions."""
         cos, sin = self.angles(step, heads[0])
         return tuple(_Rotate.apply(x_SBHd, cos, sin, self.ops) for x_SBHd in heads)
 
     def angles(self, step: BatchContext, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of shape [S, B or 1, 1, d] in the dtype of `like_SBHd`."""
+        """Return cos and sin of the angles: [S, B or 1, 1, d], in the dtype of `like_SBHd`."""
         positions = step.positions_SB
         if positions is None:  # attention sees the whole sequence, whatever part of it this rank holds outside
             positions = torch.arange(like_SBHd.shape[0], device=like_SBHd.device)[:, None]
@@ -65,15 +65,14 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d), causal) v, projected back to the hidden size.
+    """The attention layer: softmax(q k^T / sqrt(d), causal) v, projected back to the hidden size.
 
     Args:
         rotary: None with learned positions.
         out_std: initial std of the output projection (scaled down with depth as in GPT-2).
 
     Attributes:
-        core: what lies between the projections. Whoever has something to do around it puts another callable in its
-            place.
+        core: what lies between the projections. The builder replaces it where it is to be computed again in backward.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Attention(nn.Module):
         return self.out(self.core(self.qkv(x_SBD), step))
 
     def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
-        """From the projection [S, B, G (Q + 2) d] to what the heads have seen, [S, B, H d]."""
+        """Return what the heads have seen, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         q, k, v = self._heads(qkv, step)
         a_BHSd = F.scaled_dot_product_attention(
             q,
@@ -114,7 +113,7 @@ class Attention(nn.Module):
         return rearrange(a_BHSd, "b h s d -> s b (h d)")
 
     def _heads(self, qkv: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, S, d], k and v [B, G, S, d] (views into one projection where the layout allows it)."""
+        """Return q [B, H, S, d], k and v [B, G, S, d] (views into one projection where the layout allows it)."""
         per_group = self.queries_per_group
         qkv = rearrange(qkv, "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
         if per_group == 1:

@@ -1,7 +1,7 @@
-"""What a block may know of the moment it runs in: a frozen value, captured in forward and used again in replay.
+"""The circumstances of one micro-batch: a frozen value, captured in forward and used again in recomputation.
 
 Ambient state in its place gives wrong gradients as soon as two micro-batches are in flight: after F0 F1 the backward
-B0 would replay micro-batch 0 with micro-batch 1's dropout masks and positions.
+B0 would recompute micro-batch 0 with micro-batch 1's dropout masks and positions.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BatchContext:
-    """One micro-batch's circumstances. S positions of the sequence, B samples.
+    """The circumstances of one micro-batch: S positions of the sequence, B samples.
 
     Attributes:
         step: the training step, counted from 0 (dropout masks depend on it).
@@ -22,8 +22,8 @@ class BatchContext:
         positions_SB: int64 positions of each token in its document, None when they are 0..S-1 for every sample.
         attend_B1SS: bool, True where query (row) may see key (column); None for plain causal attention.
         training: dropout acts only when True.
-        replay: a part has run before on the same input, and now only its backward is wanted: nobody looks at what it
-            returns, so whatever nothing else depends on may be left out.
+        recomputing: a layer has run before on the same input, and now only its backward is wanted: nobody looks at what
+            it returns, so whatever nothing else depends on may be left out.
     """
 
     step: int
@@ -35,7 +35,7 @@ class BatchContext:
     recomputing: bool = False
 
     def within_documents(self, positions_SB: Tensor, documents_SB: Tensor) -> Self:
-        """The same step with attention and positions confined to documents (`data.mask_eod`).
+        """Return the same step with attention and positions confined to documents (`data.mask_eod`).
 
         Args:
             positions_SB: int64, restarting at 0 with each document.
@@ -47,20 +47,20 @@ class BatchContext:
         return replace(self, positions_SB=positions_SB, attend_B1SS=attend_B1SS)
 
     def evaluation(self) -> Self:
-        """The same step with dropout off."""
+        """Return the same step with dropout off."""
         return replace(self, training=False)
 
     def recomputed(self) -> Self:
-        """The same step for a part whose output nobody will look at."""
+        """Return the same step for a layer whose output nobody will look at."""
         return replace(self, recomputing=True)
 
     def positions_S(self, length: int) -> Tensor:
-        """int64 positions in the sequence of the `length` tokens of the residual stream that this rank holds."""
+        """Return the positions in the sequence of the `length` tokens of this rank's residual stream: int64."""
         start = self.sequence_offset
         return torch.arange(start, start + length, device=self.sample_ids_B.device)
 
     def document_positions(self, length: int) -> Tensor:
-        """The same tokens' positions in their documents: int64 [length, B], or [length] where all start at 0."""
+        """Return the same tokens' positions in their documents: int64 [length, B], or [length] where all start at 0."""
         if self.positions_SB is None:
             return self.positions_S(length)
         return self.positions_SB[self.sequence_offset : self.sequence_offset + length]

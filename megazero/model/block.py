@@ -3,7 +3,7 @@
     x = x + dropout(attention(norm(x)))
     x = x + dropout(mlp(norm(x)))
 
-A block is `Callable[[Tensor, Step], Tensor]` and nothing more: it knows neither its neighbours nor who runs it.
+A block is a `Layer` (`contract.py`) and nothing more: it knows neither its neighbours nor who runs it.
 """
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Block(nn.Module):
         return self.mlp_dropout.add(self.mlp(y_SBD, step), x_SBD, step, skip_output=step.recomputing)
 
     def _seen(self, attended_SBD: Tensor, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and its norm: in one pass where nothing is dropped between them."""
+        """Return the residual stream after attention, and its norm: in one pass if nothing is dropped between them."""
         if not self.attention_dropout.acts(step):
             return self.mlp_norm.of_sum(attended_SBD, x_SBD)
         x_SBD = self.attention_dropout.add(attended_SBD, x_SBD, step)

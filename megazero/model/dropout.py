@@ -1,8 +1,8 @@
 """Dropout whose mask is a function of (seed, step, layer, site, sample, position, channel).
 
 It acts on the embedding and on the two residual sites of a block, nowhere else; attention probabilities are never
-dropped. Every layout and every replay draws the same mask (`kernels/counter.py`), and so does the backward: nobody
-stores it.
+dropped. Every layout and every recomputation draws the same mask (`kernels/counter.py`), and so does the backward:
+nobody stores it.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class _DropoutAdd(torch.autograd.Function):
         if skip_output:
             return x.new_zeros(()).expand(x.shape)
         site = dropout.site(x, step)
-        return dropout.ops.bias_dropout_add(x.contiguous(), None, residual.contiguous(), *site, dropout.drop)
+        return dropout.ops.dropout_add(x.contiguous(), residual.contiguous(), *site, dropout.drop)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -32,7 +32,7 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 class _Dropout(torch.autograd.Function):
-    """Its backward is the same product, of the gradient."""
+    """The product with the mask; its backward is the same product, of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout: "Dropout", step: BatchContext) -> Tensor:
@@ -64,27 +64,27 @@ class Dropout:
         self._name = seed, layer, site
 
     def acts(self, step: BatchContext) -> bool:
-        """Whether anything is dropped; otherwise this is the identity."""
+        """Return True if anything is dropped; otherwise this is the identity."""
         return bool(self.drop and step.training)
 
     def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: BatchContext, *, skip_output: bool = False) -> Tensor:
-        """residual + dropout(x).
+        """Return residual + dropout(x).
 
         Args:
-            unseen: nobody looks at the result, only at its graph: it is not computed.
+            skip_output: nobody looks at the result, only at its graph: it is not computed.
         """
         if not self.acts(step):
             return residual_SBD + x_SBD
         return _DropoutAdd.apply(x_SBD, residual_SBD, self, step, skip_output)
 
     def __call__(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        """dropout(x)."""
+        """Return dropout(x)."""
         if not self.acts(step):
             return x_SBD
         return _Dropout.apply(x_SBD, self, step)
 
     def site(self, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, int]:
-        """What the mask is a function of beside channels: sample ids, positions, and the key of everything else."""
+        """Return what the mask depends on beside channels: sample ids, positions, and the key of everything else."""
         seed, layer, site = self._name
         key = counter.derive_key(seed, step.step, layer, site)
         return step.sample_ids_B, step.positions_S(x_SBD.shape[0]), key

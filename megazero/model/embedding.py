@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region, leave
-from megazero.model.parameter import GradientSlot, declare, deliver_rows, use
+from megazero.model.contract import GradientSlot
+from megazero.model.parameter import declare, deliver_rows, use
 
 INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
 
 
 class _Lookup(torch.autograd.Function):
-    """rows of a table; the backward adds each row's gradient where it came from. Nothing for absent rows."""
+    """The lookup of rows in a table; backward adds each row's gradient where it came from, none for absent rows."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, indices: Tensor, absent: Tensor | None, slot: GradientSlot | None) -> Tensor:
@@ -37,7 +38,7 @@ def _without(rows: Tensor, absent: Tensor | None) -> Tensor:
 
 
 def lookup(table: nn.Parameter, indices: Tensor, absent: Tensor | None = None) -> Tensor:
-    """table[indices] for a table [rows, D]: [*indices.shape, D].
+    """Return table[indices] for a table [rows, D]: [*indices.shape, D].
 
     Args:
         absent: bool like `indices`, True where the row is not in this table: zeros come out, no gradient goes in.
@@ -46,7 +47,7 @@ def lookup(table: nn.Parameter, indices: Tensor, absent: Tensor | None = None) -
 
 
 class TokenEmbedding(nn.Module):
-    """weight [vocab / tensor, hidden]; it decays, being the output projection's weight too when tied.
+    """The token embedding: weight [vocab / tensor, hidden], which decays, being the output projection's too when tied.
 
     A rank looks up the ids whose rows it holds; the sum over the tensor axis has them all.
     """
@@ -57,7 +58,7 @@ class TokenEmbedding(nn.Module):
         self.region = region
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
-        """[S, B, D], with sequence parallelism this rank's part of it."""
+        """Return [S, B, D], with sequence parallelism this rank's part of it."""
         if self.region.axis.size == 1:  # spares two passes over the result
             return lookup(self.weight, tokens_SB)
         indices = tokens_SB - self.region.axis.rank * len(self.weight)
@@ -73,6 +74,6 @@ class PositionEmbedding(nn.Module):
         self.weight = declare((seq_len, hidden), std=INITIAL_STD)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions int64 of shape [S] or [S, B]; returns [S, 1, D] or [S, B, D]."""
+        """Return [S, 1, D] or [S, B, D] for int64 positions of shape [S] or [S, B]."""
         embedded = lookup(self.weight, positions)
         return embedded[:, None] if positions.dim() == 1 else embedded

@@ -1,4 +1,4 @@
-"""Linear layers that own their weight gradient.
+"""Linear layers that compute and deliver their weight's gradient themselves.
 
 Shapes: N rows (sequence x batch), n rows of this rank's part of the residual stream (N, or N / t with sequence
 parallelism), I inputs, O outputs of this rank.
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region
-from megazero.model.parameter import GradientSlot, declare, deliver, deliver_product, use
+from megazero.model.contract import GradientSlot
+from megazero.model.parameter import declare, deliver, deliver_product, use
 
 Slots = tuple[tuple[GradientSlot | None, GradientSlot | None], ...]
 
@@ -94,9 +95,10 @@ def _product(x_NI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None) -> Tensor:
 def column_products(
     x: Tensor, region: Region, *matrices: tuple[nn.Parameter, nn.Parameter | None]
 ) -> tuple[Tensor, ...]:
-    """gather(x) weight^T + bias for each (weight [O, I], bias [O] or None); x is [S or S / t, ..., I].
+    """Return gather(x) weight^T + bias, [S, ..., O], for each (weight [O, I], bias [O] or None).
 
-    Returns one [S, ..., O] for each.
+    Args:
+        x: [S or S / t, ..., I].
     """
     slots = tuple((use(weight), None if bias is None else use(bias)) for weight, bias in matrices)
     flat = [tensor for pair in matrices for tensor in pair]
@@ -107,10 +109,10 @@ def column_products(
 def row_product(
     x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None, *, skip_output: bool = False
 ) -> Tensor:
-    """sum(x weight) + bias for x of shape [S, ..., I]; returns [S or S / t, ..., O].
+    """Return sum(x weight) + bias, [S or S / t, ..., O], for x of shape [S, ..., I].
 
     Args:
-        unseen: nobody looks at the result, only at its graph: it is not computed, and nothing is sent.
+        skip_output: nobody looks at the result, only at its graph: it is not computed, and nothing is sent.
     """
     bias_slot = None if bias_O is None else use(bias_O)
     flat = x.reshape(-1, x.shape[-1])
@@ -119,7 +121,7 @@ def row_product(
 
 
 class ColumnLinear(nn.Module):
-    """Outputs split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
+    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()
@@ -132,7 +134,10 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Inputs split over the tensor axis: weight [inputs, outputs]; the bias [outputs] is whole on every rank."""
+    """A linear layer whose inputs are split over the tensor axis: weight [inputs, outputs].
+
+    The bias [outputs] is whole on every rank.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()

@@ -21,7 +21,7 @@ from megazero.kernels.operations import Operations
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss per row. The logits are overwritten, and their gradient takes their place."""
+    """The loss of each row; the logits are overwritten, and their gradient takes their place."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, padding: int, tensor: Axis, ops: Operations) -> Tensor:
@@ -45,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
 def token_losses(
     logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor, *, vocab: int, tensor: Axis, ops: Operations
 ) -> Tensor:
-    """-log softmax(logits)[target] in nats, 0 where a target is not valid: [S, B], fp32 (fp64 for fp64 logits).
+    """Return -log softmax(logits)[target] in nats, 0 where not valid: [S, B], fp32 (fp64 for fp64 logits).
 
     The logits are overwritten. Targets of invalid positions may hold anything.
 

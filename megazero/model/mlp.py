@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
 from megazero.model.batch_context import BatchContext
+from megazero.model.contract import GradientSlot
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear, column_products
-from megazero.model.parameter import GradientSlot, declare, deliver, use
+from megazero.model.parameter import declare, deliver, use
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -22,18 +23,18 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x_NF: Tensor, bias_F: Tensor | None, ops: Operations, slot: GradientSlot | None) -> Tensor:
         ctx.save_for_backward(x_NF, bias_F)
         ctx.ops, ctx.slot = ops, slot
-        return ops.bias_gelu(x_NF, bias_F, True)
+        return ops.bias_gelu(x_NF, bias_F)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_NF, bias_F = ctx.saved_tensors
-        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F, True)
+        grad_x = ctx.ops.bias_gelu_backward(grads[0].contiguous(), x_NF, bias_F)
         grad_bias = None if bias_F is None else deliver(ctx.slot, grad_x.reshape(-1, len(bias_F)).sum(0))
         return grad_x, grad_bias, None, None
 
 
 class _Swiglu(torch.autograd.Function):
-    """Keeps its two inputs and nothing else: silu(gate) is computed again."""
+    """SwiGLU that keeps its two inputs and nothing else: backward computes silu(gate) again."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, ops: Operations) -> Tensor:
@@ -47,7 +48,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 class GeluMlp(nn.Module):
-    """down(gelu(up(x))). The first bias is added inside the activation, which saves a pass over its input."""
+    """The MLP down(gelu(up(x))), with the first bias added inside the activation, which saves a pass over its input."""
 
     def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations):
         super().__init__()
@@ -62,7 +63,7 @@ class GeluMlp(nn.Module):
 
 
 class SwigluMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020). Gate and up share one way into the tensor-parallel region."""
+    """The MLP down(silu(gate(x)) * up(x)) (Shazeer 2020); gate and up share one gather of their input."""
 
     def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations):
         super().__init__()
@@ -80,6 +81,6 @@ class SwigluMlp(nn.Module):
 def make_mlp(
     kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations
 ) -> GeluMlp | SwigluMlp:
-    """`kind` is "gelu" or "swiglu"."""
+    """Return the MLP of a kind, "gelu" or "swiglu"."""
     made = {"gelu": GeluMlp, "swiglu": SwigluMlp}[kind]
     return made(hidden, ffn, bias=bias, out_std=out_std, region=region, ops=ops)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.kernels.operations import Operations
-from megazero.model.parameter import GradientSlot, declare, deliver, use
+from megazero.model.contract import GradientSlot
+from megazero.model.parameter import declare, deliver, use
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -103,7 +104,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """Ba et al. 2016, with weight and bias."""
+    """LayerNorm with weight and bias (Ba et al. 2016)."""
 
     def __init__(self, hidden: int, eps: float, ops: Operations):
         super().__init__()
@@ -116,13 +117,13 @@ class LayerNorm(nn.Module):
         return _LayerNorm.apply(x.contiguous(), self.weight, self.bias, self.eps, self.ops, *slots)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x + residual, and its norm."""
+        """Return x + residual, and its norm."""
         both, slots = (x.contiguous(), residual.contiguous()), (use(self.weight), use(self.bias))
         return _AddLayerNorm.apply(*both, self.weight, self.bias, self.eps, self.ops, *slots)
 
 
 class RMSNorm(nn.Module):
-    """Zhang and Sennrich 2019, with a weight and no bias."""
+    """RMSNorm with a weight and no bias (Zhang and Sennrich 2019)."""
 
     def __init__(self, hidden: int, eps: float, ops: Operations):
         super().__init__()
@@ -133,11 +134,11 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x.contiguous(), self.weight, self.eps, self.ops, use(self.weight))
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x + residual, and its norm."""
+        """Return x + residual, and its norm."""
         both = x.contiguous(), residual.contiguous()
         return _AddRMSNorm.apply(*both, self.weight, self.eps, self.ops, use(self.weight))
 
 
 def make_norm(kind: str, hidden: int, eps: float, ops: Operations) -> LayerNorm | RMSNorm:
-    """`kind` is "layernorm" or "rmsnorm"."""
+    """Return the norm of a kind, "layernorm" or "rmsnorm"."""
     return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](hidden, eps, ops)

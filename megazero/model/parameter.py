@@ -1,4 +1,4 @@
-"""Parameters: what each one is, and where its gradient goes.
+"""Declarations of parameters, and the delivery of their gradients.
 
 A parameter is declared on torch's meta device with a `Declaration`: its logical shape, how it is initialised, whether
 it decays. Whoever gives it memory (`zero/`) reads the declaration; the model itself never allocates anything.
@@ -14,38 +14,18 @@ Layout rule: the sharded dimension comes first, so that the part of any rank is 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
-
-
-class GradientSlot(Protocol):
-    """Where a parameter's gradient is gathered; the first delivery overwrites, later ones add."""
-
-    def expect(self) -> None:
-        """One more delivery will come: the parameter is used once more."""
-        ...
-
-    def add(self, gradient: Tensor) -> None:
-        """`gradient` has the parameter's shape."""
-        ...
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """The gradient is the matrix product left @ right."""
-        ...
-
-    def add_rows(self, rows: Tensor, values: Tensor) -> None:
-        """The gradient is zero but for values[i], to be added to row rows[i]."""
-        ...
+from megazero.model.contract import GradientSlot, Model, ParameterDeclaration
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a parameter is, apart from its memory.
+    """The declaration of a parameter with normal or constant initial values (see `ParameterDeclaration`).
 
     Attributes:
         shape: the logical shape, over all ranks and without padding.
@@ -67,15 +47,16 @@ class Declaration:
 
     @property
     def row(self) -> int:
-        """Elements in one row."""
+        """Number of elements in one row."""
         return torch.Size(self.shape[1:]).numel()
 
     @property
     def local_numel(self) -> int:
+        """Number of elements of this rank's part, padding included."""
         return torch.Size(self.local_shape).numel()
 
     def initial(self, seed: int, name: str, start: int, stop: int) -> Tensor:
-        """Initial values of the interval [start, stop) of this rank's flat part; fp64; padding rows are 0."""
+        """Return the initial values of elements [start, stop) of this rank's flattened part: fp64, padding 0."""
         offset, logical = self.first_row * self.row, torch.Size(self.shape).numel()
         first, last = min(offset + start, logical), min(offset + stop, logical)
         values = torch.zeros(stop - start, dtype=torch.float64)
@@ -93,26 +74,32 @@ def declare(
     decay: bool = False,
     axis: Axis | None = None,
 ) -> nn.Parameter:
-    """A parameter without memory; with `axis`, rows are split over it (and padded to a multiple of its size)."""
+    """Return a parameter without memory, with its declaration.
+
+    Args:
+        axis: that the rows are split over, padded to a multiple of its size; None: all ranks hold all rows.
+    """
     rows = axis.shard(shape[0]) if axis else shape[0]
     local_shape = (rows, *shape[1:])
     parameter = nn.Parameter(torch.empty(local_shape, device="meta"))
     first_row = rows * axis.rank if axis else 0
-    parameter.declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape)  # type: ignore[attr-defined]
+    declaration: ParameterDeclaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape)
+    parameter.declaration = declaration  # type: ignore[attr-defined]
     return parameter
 
 
 def declaration_of(parameter: nn.Parameter) -> Declaration:
+    """Return what was declared of a parameter."""
     return parameter.declaration  # type: ignore[attr-defined]
 
 
-def named_declarations(model: nn.Module) -> Iterator[tuple[str, Declaration]]:
-    """Every parameter once, in the model's order; a tied weight under its first name."""
+def named_declarations(model: Model) -> Iterator[tuple[str, Declaration]]:
+    """Yield (full name, declaration) of every parameter once; a tied weight comes under its first name."""
     return ((name, declaration_of(parameter)) for name, parameter in model.named_parameters())
 
 
 def use(parameter: nn.Parameter) -> GradientSlot | None:
-    """Announces one use of a parameter in a forward pass; where to deliver the gradient of this use, once."""
+    """Announce one use of a parameter in forward; return the slot for the one gradient of this use, if there is one."""
     slot: GradientSlot | None = getattr(parameter, "gradient_slot", None)
     if slot is not None and torch.is_grad_enabled():
         slot.expect()
@@ -120,7 +107,7 @@ def use(parameter: nn.Parameter) -> GradientSlot | None:
 
 
 def deliver(slot: GradientSlot | None, gradient: Tensor) -> Tensor | None:
-    """Hands a gradient to its slot; what it returns is what the autograd function returns for the parameter."""
+    """Deliver a gradient to its slot; return what the autograd function has to return for the parameter."""
     if slot is None:
         return gradient
     slot.add(gradient)
@@ -128,6 +115,7 @@ def deliver(slot: GradientSlot | None, gradient: Tensor) -> Tensor | None:
 
 
 def deliver_product(slot: GradientSlot | None, left: Tensor, right: Tensor) -> Tensor | None:
+    """Deliver the gradient left @ right; return as `deliver` does."""
     if slot is None:
         return left @ right
     slot.add_product(left, right)
@@ -135,6 +123,7 @@ def deliver_product(slot: GradientSlot | None, left: Tensor, right: Tensor) -> T
 
 
 def deliver_rows(slot: GradientSlot | None, shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor | None:
+    """Deliver a gradient of this shape that is zero except in some rows; return as `deliver` does."""
     if slot is None:
         return values.new_zeros(shape).index_add_(0, rows, values)
     slot.add_rows(rows, values)

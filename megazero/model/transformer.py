@@ -8,7 +8,7 @@ its memory.
 Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from megazero.kernels.operations import Operations
 from megazero.model.attention import Attention, Rotary
 from megazero.model.batch_context import BatchContext
 from megazero.model.block import Block
+from megazero.model.contract import TIED, Layer, UnitDeclaration
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
 from megazero.model.linear import column_products
@@ -27,13 +28,10 @@ from megazero.model.mlp import make_mlp
 from megazero.model.norm import LayerNorm, RMSNorm, make_norm
 from megazero.model.parameter import declaration_of, declare
 
-Layer = Callable[[Tensor, BatchContext], Tensor]
-TIED = "tied"  # the unit of a weight that is used at both ends
-
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's hyper-parameters, all resolved (no None). See `megazero explain model` for each."""
+    """The model's hyper-parameters, all resolved (no None); `megazero explain model` describes each."""
 
     layers: int
     hidden: int
@@ -56,7 +54,7 @@ class Shape:
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus learned positions where the model has them, then dropout."""
+    """The token embedding, plus learned positions where the model has them, then dropout."""
 
     def __init__(self, shape: Shape, *, seed: int, region: Region, ops: Operations):
         super().__init__()
@@ -72,7 +70,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output projection; tied, the projection's weight is the token embedding's."""
+    """The final norm and the output projection; tied, the projection's weight is the token embedding's."""
 
     def __init__(self, norm: LayerNorm | RMSNorm, weight_VD: nn.Parameter, region: Region):
         super().__init__()
@@ -81,12 +79,12 @@ class Head(nn.Module):
         self.region = region
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        """Logits [S, B, V] of this rank's part of the vocabulary."""
+        """Return logits [S, B, V] of this rank's part of the vocabulary."""
         return column_products(self.norm(x_SBD), self.region, (self.weight, None))[0]
 
 
 class Transformer(nn.Module):
-    """A GPT on the meta device.
+    """A GPT on the meta device; it keeps to `contract.Model`.
 
     Args:
         shape: the hyper-parameters.
@@ -96,8 +94,7 @@ class Transformer(nn.Module):
         ops: the kernels to use.
 
     Attributes:
-        path: what forward calls, one part after the other: embedding, blocks, head. Whoever has something to do around
-            a part puts another callable in its place.
+        layers: embedding, blocks, head; forward calls them through this list, in which the builder replaces entries.
     """
 
     def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations):
@@ -115,26 +112,26 @@ class Transformer(nn.Module):
         return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=self.tensor)
 
     def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
-        """Logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
+        """Return logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
         return self.forward_layers(range(len(self.layers)), tokens_SB, step)
 
     def forward_layers(self, parts: range, x: Tensor, step: BatchContext) -> Tensor:
-        """Some of the path's parts, one after the other, on what comes out of the part before them."""
+        """Run some of the layers on the output of the layer before them (see `contract.Model`)."""
         for i in parts:
             x = self.layers[i](x, step)
         return x
 
     def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: BatchContext) -> Tensor:
-        """Loss of each token in nats, 0 where not valid: [S, B]."""
+        """Return the loss of each token in nats, 0 where not valid: [S, B]."""
         return self.score(self(tokens_SB, step), targets_SB, valid_SB)
 
     def score(self, logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
-        """The same from logits, which are overwritten."""
+        """Return the same from logits, which are overwritten."""
         vocab, tensor = self.shape.vocab, self.tensor
         return token_losses(logits_SBV, targets_SB, valid_SB, vocab=vocab, tensor=tensor, ops=self.ops)
 
     def materialise(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Puts parameters that have memory in the place of the declared ones of these names."""
+        """Put parameters that have memory in the place of the declared ones of these names."""
         for name, parameter in parameters.items():
             owner, _, last = name.rpartition(".")
             part = self.get_submodule(owner)
@@ -143,11 +140,8 @@ class Transformer(nn.Module):
         if self.shape.tie_embeddings:
             self.head.weight = self.embedding.tokens.weight
 
-    def units(self) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
-        """(unit name, its (full parameter name, parameter) pairs) in forward order: what is sharded together.
-
-        A tied weight is a unit of its own, because it is used at both ends of the model.
-        """
+    def units(self) -> list[UnitDeclaration]:
+        """Return the units in forward order: the tied weight, if there is one, the embedding, each block, the head."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         tied = self._tied()
         units = [(TIED, [(names[p], p) for p in tied])]
@@ -158,7 +152,7 @@ class Transformer(nn.Module):
         return [(name, members) for name, members in units if members]
 
     def units_of_layers(self) -> list[list[str]]:
-        """Of each part of the path the names of the units that it uses."""
+        """Return for each layer the names of the units that it uses."""
         exist = {name for name, _ in self.units()}
         ends = ("embedding", "head")
         return [

@@ -26,7 +26,7 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes: x is [sequence, batch, hidden], activations [.., ffn], attention [batch, heads, queries, keys]."""
+    """The shapes: x is [sequence, batch, hidden], activations [.., ffn], rotated heads [.., heads, head_dim]."""
 
     sequence: int
     batch: int
@@ -35,8 +35,6 @@ class Sizes:
     vocab: int
     heads: int
     head_dim: int
-    queries: int
-    keys: int
     flat: int
 
 
@@ -116,10 +114,6 @@ def _update(draw: Draw, s: Sizes) -> Arguments:
     return *memory, draw(s.flat, dtype=low), *numbers, 1e-3, 0.9, 0.95, 1e-8, 0.1
 
 
-def _attention(draw: Draw, s: Sizes) -> Tensor:
-    return draw(s.batch, s.heads, s.queries, s.keys)
-
-
 def _cast(draw: Draw, s: Sizes) -> Arguments:
     low = torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype
     return draw(s.flat, dtype=low), draw.fp32(s.flat)
@@ -135,28 +129,22 @@ SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "add_layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 2),
     "add_rms_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s)[:2], _EPS),
     "add_rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 2),
-    "bias_gelu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.ffn), True),
+    "bias_gelu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.ffn)),
     "bias_gelu_backward": lambda draw, s: (
         *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
-        *(draw(s.ffn), True),
+        draw(s.ffn),
     ),
     "swiglu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.sequence, s.batch, s.ffn)),
     "swiglu_backward": lambda draw, s: (
         *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
         draw(s.sequence, s.batch, s.ffn),
     ),
-    "bias_dropout_add": lambda draw, s: (
-        *(draw(s.sequence, s.batch, s.hidden), draw(s.hidden), draw(s.sequence, s.batch, s.hidden)),
+    "dropout_add": lambda draw, s: (
+        *(draw(s.sequence, s.batch, s.hidden), draw(s.sequence, s.batch, s.hidden)),
         *_mask(draw, s),
     ),
     "dropout_backward": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_mask(draw, s)),
     "rotary": lambda draw, s: (*_rotary(draw, s), False),
-    "causal_softmax": lambda draw, s: (_attention(draw, s) * 3, 0.5),
-    "causal_softmax_backward": lambda draw, s: (
-        _attention(draw, s),
-        reference.causal_softmax(_attention(draw, s), 1.0),
-        0.5,
-    ),
     "cross_entropy_parts_": _logits,
     "cross_entropy_backward_": _loss_gradient,
     "adamw_": _update,
@@ -188,11 +176,8 @@ def _skipped_update(draw: Draw, s: Sizes) -> Arguments:
 
 # The same operations in the forms that the samples above do not have; of each the operation's name comes first.
 FORMS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
-    "bias_gelu, erf": _without(2, "bias_gelu", by=False),
     "bias_gelu, no bias": _without(1, "bias_gelu"),
-    "bias_gelu_backward, erf": _without(3, "bias_gelu_backward", by=False),
     "bias_gelu_backward, no bias": _without(2, "bias_gelu_backward"),
-    "bias_dropout_add, no bias": _without(1, "bias_dropout_add"),
     "rotary, inverse": _without(3, "rotary", by=True),
     "adamw_, narrow gradients": _narrow_update,
     "adamw_, skipped": _skipped_update,
@@ -286,7 +271,4 @@ def least_bytes(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> i
         for place, each in enumerate(arguments)
         if isinstance(each, Tensor) and place != _UNREAD.get(name)
     )
-    if name.startswith("causal"):  # of a row only what the mask lets through
-        queries, keys = arguments[0].shape[-2:]
-        read = read * (2 * keys - queries + 1) // (2 * keys)
     return read + sum(each.numel() * each.element_size() for each in found)

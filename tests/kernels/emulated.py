@@ -165,15 +165,15 @@ class Emulated:
     def add_rms_norm_backward(self, grad: Tensor, grad_total: Tensor, total: Tensor, rrms: Tensor, weight: Tensor):
         return self._norm_backward(grad, grad_total, total, None, rrms, weight)
 
-    def bias_gelu(self, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    def bias_gelu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = Written(poisoned(*x.shape, dtype=x.dtype))
-        self.call("bias_gelu", _TYPES[x.dtype], int(tanh), x, bias, y, x.numel() // x.shape[-1], x.shape[-1])
+        self.call("bias_gelu", _TYPES[x.dtype], x, bias, y, x.numel() // x.shape[-1], x.shape[-1])
         return y.tensor
 
-    def bias_gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    def bias_gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         dx = Written(poisoned(*x.shape, dtype=x.dtype))
         rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-        self.call("bias_gelu_backward", _TYPES[x.dtype], int(tanh), grad, x, bias, dx, rows, columns)
+        self.call("bias_gelu_backward", _TYPES[x.dtype], grad, x, bias, dx, rows, columns)
         return dx.tensor
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -186,13 +186,11 @@ class Emulated:
         self.call("swiglu_backward", _TYPES[gate.dtype], grad, gate, up, dgate, dup, gate.numel())
         return dgate.tensor, dup.tensor
 
-    def bias_dropout_add(
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, ids: Tensor, positions: Tensor, key: int, drop: float
-    ) -> Tensor:
+    def dropout_add(self, x: Tensor, residual: Tensor, ids: Tensor, positions: Tensor, key: int, drop: float) -> Tensor:
         y = Written(poisoned(*x.shape, dtype=x.dtype))
         sizes = (x.shape[0] * x.shape[1], x.shape[1], x.shape[2])
-        inputs = (x, bias, residual, y, ids, positions)
-        self.call("bias_dropout_add", _TYPES[x.dtype], *inputs, key, float(drop), *sizes)
+        inputs = (x, residual, y, ids, positions)
+        self.call("dropout_add", _TYPES[x.dtype], *inputs, key, float(drop), *sizes)
         return y.tensor
 
     def dropout_backward(self, grad: Tensor, ids: Tensor, positions: Tensor, key: int, drop: float) -> Tensor:
@@ -207,18 +205,6 @@ class Emulated:
         angles = (cos.shape[1] * x.shape[3], 0 if cos.shape[1] == 1 else x.shape[3])
         self.call("rotary", _TYPES[x.dtype], Own(x), cos, sin, y, *sizes, *x.stride()[:3], *angles, int(inverse))
         return y.tensor
-
-    def causal_softmax(self, scores: Tensor, scale: float) -> Tensor:
-        y = Written(poisoned(*scores.shape, dtype=scores.dtype))
-        sizes = (scores.numel() // scores.shape[-1], *scores.shape[-2:])
-        self.call("causal_softmax", _TYPES[scores.dtype], scores, y, *sizes, float(scale))
-        return y.tensor
-
-    def causal_softmax_backward(self, grad: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-        dx = Written(poisoned(*grad.shape, dtype=grad.dtype))
-        sizes = (grad.numel() // grad.shape[-1], *grad.shape[-2:])
-        self.call("causal_softmax_backward", _TYPES[grad.dtype], grad, probabilities, dx, *sizes, float(scale))
-        return dx.tensor
 
     def cross_entropy_parts_(self, logits: Tensor, targets: Tensor) -> Tensor:
         parts = Written(poisoned(3, len(logits), dtype=torch.float32))

@@ -12,7 +12,6 @@
 #include "norm.cuh"
 #include "norm_backward.cuh"
 #include "rotary.cuh"
-#include "softmax.cuh"
 #include "swiglu.cuh"
 
 using namespace megazero;
@@ -119,24 +118,15 @@ int norm_backward(int64_t type, int64_t rms, Memory grad, Memory grad_total, Mem
   });
 }
 
-int bias_gelu(int64_t type, int64_t tanh, Memory x, Memory bias, Memory y, int64_t rows, int64_t columns) {
+int bias_gelu(int64_t type, Memory x, Memory bias, Memory y, int64_t rows, int64_t columns) {
   return caught([&] {
-    for_type(type, [&](auto t) {
-      using T = decltype(t);
-      tanh ? launch_bias_gelu<T, true>(launch, x, bias, y, rows, columns)
-           : launch_bias_gelu<T, false>(launch, x, bias, y, rows, columns);
-    });
+    for_type(type, [&](auto t) { launch_bias_gelu<decltype(t)>(launch, x, bias, y, rows, columns); });
   });
 }
 
-int bias_gelu_backward(int64_t type, int64_t tanh, Memory grad, Memory x, Memory bias, Memory dx, int64_t rows,
-                       int64_t columns) {
+int bias_gelu_backward(int64_t type, Memory grad, Memory x, Memory bias, Memory dx, int64_t rows, int64_t columns) {
   return caught([&] {
-    for_type(type, [&](auto t) {
-      using T = decltype(t);
-      tanh ? launch_bias_gelu_backward<T, true>(launch, grad, x, bias, dx, rows, columns)
-           : launch_bias_gelu_backward<T, false>(launch, grad, x, bias, dx, rows, columns);
-    });
+    for_type(type, [&](auto t) { launch_bias_gelu_backward<decltype(t)>(launch, grad, x, bias, dx, rows, columns); });
   });
 }
 
@@ -152,13 +142,11 @@ int swiglu_backward(int64_t type, Memory grad, Memory gate, Memory up, Memory dg
   });
 }
 
-int bias_dropout_add(int64_t type, Memory x, Memory bias, Memory residual, Memory y, Memory sample_ids,
-                     Memory positions, int64_t key, double drop, int64_t rows, int64_t batch, int64_t columns) {
+int dropout_add(int64_t type, Memory x, Memory residual, Memory y, Memory sample_ids, Memory positions, int64_t key,
+                double drop, int64_t rows, int64_t batch, int64_t columns) {
   return caught([&] {
     const Mask mask(sample_ids, positions, batch, static_cast<uint32_t>(key), drop);
-    for_type(type, [&](auto t) {
-      launch_bias_dropout_add<decltype(t)>(launch, x, bias, residual, y, mask, rows, columns);
-    });
+    for_type(type, [&](auto t) { launch_dropout_add<decltype(t)>(launch, x, residual, y, mask, rows, columns); });
   });
 }
 
@@ -177,23 +165,6 @@ int rotary(int64_t type, Memory x, Memory cosines, Memory sines, Memory y, int64
     const RotaryShape shape{sequence,     batch, heads, half, {stride_s, stride_b, stride_h}, angle_stride,
                             angle_batch_stride};
     for_type(type, [&](auto t) { launch_rotary<decltype(t)>(launch, x, cosines, sines, y, shape, inverse != 0); });
-  });
-}
-
-int causal_softmax(int64_t type, Memory scores, Memory y, int64_t rows, int64_t queries, int64_t keys, double scale) {
-  return caught([&] {
-    const CausalRows shape{rows, queries, keys, static_cast<float>(scale)};
-    for_type(type, [&](auto t) { launch_causal_softmax<decltype(t)>(launch, scores, y, shape); });
-  });
-}
-
-int causal_softmax_backward(int64_t type, Memory grad, Memory probabilities, Memory dx, int64_t rows, int64_t queries,
-                            int64_t keys, double scale) {
-  return caught([&] {
-    const CausalRows shape{rows, queries, keys, static_cast<float>(scale)};
-    for_type(type, [&](auto t) {
-      launch_causal_softmax_backward<decltype(t)>(launch, grad, probabilities, dx, shape);
-    });
   });
 }
 

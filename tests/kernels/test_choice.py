@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.kernels import cpu, norm, reference
+from megazero.kernels import apex, cpu, reference
 from megazero.kernels import select as choice
 from megazero.kernels.build import BuildError
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE
@@ -88,7 +88,7 @@ class Extension(ModuleType):
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch):
     """plant(symbols of apex, its extensions): an installation of a package named apex."""
-    norm._extension.cache_clear()
+    apex._extension.cache_clear()
 
     def put(name: str, module: ModuleType) -> None:
         monkeypatch.setitem(sys.modules, name, module)
@@ -103,7 +103,7 @@ def plant(monkeypatch: pytest.MonkeyPatch):
             put(extension, Extension(extension))
 
     yield planted
-    norm._extension.cache_clear()
+    apex._extension.cache_clear()
 
 
 SYMBOLS = {"apex.optimizers": "FusedAdam", "apex.normalization": "FusedLayerNorm"}
@@ -154,7 +154,7 @@ def test_auto_prefers_apex_to_the_reference_on_a_gpu(plant) -> None:
 )
 def test_what_only_looks_like_apex_is_not(plant, symbols: dict[str, str], extensions: tuple[str, ...]) -> None:
     plant(symbols, extensions)
-    assert not norm.apex_is_there()
+    assert not apex.is_there()
     assert choice.choose("auto", GPU, torch.float32) is WIDE_REFERENCE
     with pytest.raises(UserError, match=r"MZ-114 precision.kernels=apex: .*not installed"):
         choice.choose("apex", GPU, torch.float32)

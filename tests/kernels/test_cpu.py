@@ -59,16 +59,15 @@ def norm(name: str) -> Callable[..., list[tuple[object, ...]]]:
 def activations(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
     x, grad, up, bias = draw(rows, columns), draw(rows, columns), draw(rows, columns), draw(columns)
     found: list[tuple[object, ...]] = [("swiglu", x, up), ("swiglu_backward", grad, x, up)]
-    for tanh in (True, False):
-        for each in (bias, None):
-            found += [("bias_gelu", x, each, tanh), ("bias_gelu_backward", grad, x, each, tanh)]
+    for each in (bias, None):
+        found += [("bias_gelu", x, each), ("bias_gelu_backward", grad, x, each)]
     return found
 
 
 def dropout(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
-    x, residual, bias = draw(rows, 3, columns), draw(rows, 3, columns), draw(columns)
+    x, residual = draw(rows, 3, columns), draw(rows, 3, columns)
     site = torch.tensor([5, 1 << 40, (1 << 62) + 3]), torch.arange(1000, 1000 + rows), KEY, 0.3
-    return [("bias_dropout_add", x, each, residual, *site) for each in (bias, None)] + [("dropout_backward", x, *site)]
+    return [("dropout_add", x, residual, *site), ("dropout_backward", x, *site)]
 
 
 def rotary(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
@@ -84,11 +83,6 @@ def rotary(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
     return found
 
 
-def softmax(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
-    scores, grad = draw(2, rows, rows + columns), draw(2, rows, rows + columns)
-    return [("causal_softmax", scores, 0.3), ("causal_softmax_backward", grad, fused.causal_softmax(scores, 0.3), 0.3)]
-
-
 def flat(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
     x = draw(rows * columns)
     return [("sum_of_squares", x), ("accumulate_", draw(rows * columns, dtype=torch.float32), x)]
@@ -100,7 +94,6 @@ FAMILIES = {
     "activations": activations,
     "dropout": dropout,
     "rotary": rotary,
-    "softmax": softmax,
     "flat": flat,
 }
 
@@ -188,7 +181,7 @@ def test_the_mask_is_the_counter_s(dtype: torch.dtype) -> None:
         key = int(torch.randint(0, 2**32, (), generator=generator))
         found, expected = (each.dropout_backward(ones, ids, positions, key, drop) for each in (fused, reference))
         assert torch.equal(found != 0, expected != 0)
-        assert torch.equal(fused.bias_dropout_add(ones, None, 0 * ones, ids, positions, key, drop), found)
+        assert torch.equal(fused.dropout_add(ones, 0 * ones, ids, positions, key, drop), found)
 
 
 def large(dtype: torch.dtype) -> list[tuple[object, ...]]:
@@ -223,7 +216,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(
             whole[rows], fused.layer_norm_backward(grad[rows], x[rows], mean[rows], rstd[rows], weight)[0]
         )
-        assert torch.equal(fused.bias_gelu(x, weight, True)[rows], fused.bias_gelu(x[rows], weight, True))
+        assert torch.equal(fused.bias_gelu(x, weight)[rows], fused.bias_gelu(x[rows], weight))
         assert torch.equal(fused.swiglu(x, grad)[rows], fused.swiglu(x[rows], grad[rows]))
         found = fused.cross_entropy_parts_(logits, targets)[:, rows]
         assert torch.equal(found, fused.cross_entropy_parts_(logits[rows], targets[rows]))
@@ -279,16 +272,12 @@ def test_a_nan_of_fp32_statistics_is_not_rounded_away() -> None:
 def test_gelu_and_silu_of_special_values() -> None:
     x = torch.tensor([math.nan, math.inf, 3e38, -3e38, -0.0, 1e-40, -1e4, 1e4])
     huge = torch.tensor([3e38, 0.0, 0.0, 1e4])
-    for y in (fused.bias_gelu(x, None, True), fused.bias_gelu(x, None, False), fused.swiglu(x, torch.ones(8))):
+    for y in (fused.bias_gelu(x, None), fused.swiglu(x, torch.ones(8))):
         assert y[0].isnan() and y[1] == math.inf
         assert torch.equal(y[[2, 3, 6, 7]], huge)
         assert torch.equal(y[4:6], x[4:6] / 2)
     ones, slopes = torch.ones(8), torch.tensor([1.0, 0, 0, 1])
-    for gradient in (
-        fused.bias_gelu_backward(ones, x, None, True),
-        fused.bias_gelu_backward(ones, x, None, False),
-        fused.swiglu_backward(ones, x, ones)[0],
-    ):
+    for gradient in (fused.bias_gelu_backward(ones, x, None), fused.swiglu_backward(ones, x, ones)[0]):
         assert gradient[0].isnan()
         assert torch.allclose(gradient[[2, 3, 6, 7]], slopes, atol=1e-30)
         assert torch.allclose(gradient[4:6], torch.tensor(0.5))
@@ -327,21 +316,19 @@ def test_not_finite_values_reach_the_sum() -> None:
 def test_wrong_inputs_are_refused() -> None:
     x = torch.ones(4, 4)
     for message, call in (
-        ("expected fp32, bf16 or fp16", lambda: fused.bias_gelu(x.double(), None, True)),
-        ("contiguous", lambda: fused.bias_gelu(x.T, None, True)),
+        ("expected fp32, bf16 or fp16", lambda: fused.bias_gelu(x.double(), None)),
+        ("contiguous", lambda: fused.bias_gelu(x.T, None)),
         ("contiguous", lambda: fused.swiglu(x, x.T)),
-        ("sizes differ", lambda: fused.bias_gelu(x, torch.ones(3), True)),
+        ("sizes differ", lambda: fused.bias_gelu(x, torch.ones(3))),
         ("one dtype", lambda: fused.layer_norm(x, x[0].bfloat16(), x[0], 1e-5)),
         ("sizes differ", lambda: fused.add_rms_norm(x, x[:2], x[0], 1e-5)),
         ("even number", lambda: fused.rotary(torch.ones(1, 1, 1, 3), *torch.ones(2, 1, 1, 1, 3), False)),
         ("d contiguous", lambda: fused.rotary(torch.ones(1, 1, 4, 4).mT, *torch.ones(2, 1, 1, 1, 4), False)),
-        ("as many columns as rows", lambda: fused.causal_softmax(torch.ones(3, 2), 1.0)),
         ("expected .S, B, D.", lambda: fused.dropout_backward(x, *torch.ones(2, 4).long(), KEY, 0.1)),
         ("a key of 32 bits", lambda: fused.dropout_backward(x[None], *torch.ones(2, 4).long(), 1 << 32, 0.1)),
         ("0 <= drop < 1", lambda: fused.dropout_backward(x[None], *torch.ones(2, 4).long(), KEY, 1.0)),
         ("got a scalar", lambda: fused.layer_norm(x[0, 0], x[0], x[0], 1e-5)),
-        ("got a scalar", lambda: fused.bias_gelu(x[0, 0], None, True)),
-        (r"expected .\.\.\., Sq, Sk.", lambda: fused.causal_softmax(x[0], 1.0)),
+        ("got a scalar", lambda: fused.bias_gelu(x[0, 0], None)),
         ("expected .N, V.", lambda: fused.cross_entropy_parts_(x[0], torch.ones(4).long())),
     ):
         with pytest.raises(RuntimeError, match=message):
@@ -361,7 +348,7 @@ def test_torch_compile_traces_them() -> None:
 
     def block(x: Tensor, weight: Tensor) -> Tensor:
         total, y, _ = fused.add_rms_norm(x, x, weight, 1e-5)
-        return fused.swiglu(fused.bias_gelu(y, weight, False), total)
+        return fused.swiglu(fused.bias_gelu(y, weight), total)
 
     x, weight = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)), torch.ones(24)
     compiled = torch.compile(block, backend="eager", fullgraph=True)

@@ -19,14 +19,13 @@ from tests.kernels.emulated import Emulated, Own, Written, library, poisoned
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = sorted(SAMPLES)
-SMALL = Sizes(sequence=3, batch=2, hidden=64, ffn=48, vocab=72, heads=2, head_dim=16, queries=5, keys=8, flat=100)
+SMALL = Sizes(sequence=3, batch=2, hidden=64, ffn=48, vocab=72, heads=2, head_dim=16, flat=100)
 DIMENSIONS = st.one_of(st.integers(1, 5), st.sampled_from([8, 16, 24, 33, 40, 257, 264, 1032]))
 
 
 @st.composite
 def sizes(draw: st.DrawFn) -> Sizes:
     """Odd and even, one row, one column, a few packs, more than a warp."""
-    keys = draw(DIMENSIONS)
     return Sizes(
         sequence=draw(st.integers(1, 4)),
         batch=draw(st.integers(1, 3)),
@@ -35,8 +34,6 @@ def sizes(draw: st.DrawFn) -> Sizes:
         vocab=draw(DIMENSIONS),
         heads=draw(st.integers(1, 3)),
         head_dim=2 * draw(st.sampled_from([1, 3, 4, 8, 16])),
-        queries=draw(st.integers(1, min(keys, 6))),
-        keys=keys,
         flat=draw(st.sampled_from([1, 3, 4, 7, 1000, 4099, 33_000])),
     )
 
@@ -74,16 +71,13 @@ def test_operation(
         ("add_rms_norm", torch.float16, 16_392),
         ("add_layer_norm", torch.float32, 8_196),
         ("add_layer_norm_backward", torch.bfloat16, 8_200),
-        ("causal_softmax", torch.bfloat16, 16_384),
-        ("causal_softmax", torch.float32, 8_196),
-        ("causal_softmax_backward", torch.float16, 16_392),
         ("cross_entropy_parts_", torch.bfloat16, 33_000),
         ("cross_entropy_parts_", torch.float16, 4_099),
         ("cross_entropy_backward_", torch.bfloat16, 4_104),
     ],
 )
 def test_wide_rows(name: str, dtype: torch.dtype, columns: int) -> None:
-    shape = Sizes(3, 1, hidden=columns, ffn=8, vocab=columns, heads=1, head_dim=2, queries=2, keys=columns, flat=1)
+    shape = Sizes(3, 1, hidden=columns, ffn=8, vocab=columns, heads=1, head_dim=2, flat=1)
     assert errors(Emulated(multiprocessors=1), name, sample(name, dtype, shape)) <= 1
 
 
@@ -97,10 +91,9 @@ def test_the_order_of_threads_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["bias_gelu", "bias_gelu_backward"])
-def test_the_exact_form_of_gelu_and_no_bias(name: str, dtype: torch.dtype) -> None:
-    *before, _, _ = sample(name, dtype, SMALL)
-    for bias in (None, torch.randn(SMALL.ffn).to(dtype)):
-        assert errors(Emulated(), name, (*before, bias, False)) <= 1
+def test_gelu_without_a_bias(name: str, dtype: torch.dtype) -> None:
+    *before, _ = sample(name, dtype, SMALL)
+    assert errors(Emulated(), name, (*before, None)) <= 1
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -137,7 +130,7 @@ def test_values_that_are_not_finite(poison: float, dtype: torch.dtype) -> None:
         ("bias_gelu_backward", 1, 1),
         ("swiglu", 0, 1),
         ("swiglu_backward", 1, 1),
-        ("bias_dropout_add", 0, 1),
+        ("dropout_add", 0, 1),
         ("rotary", 0, 1),
         ("cross_entropy_parts_", 0, 1),
         ("cross_entropy_backward_", 2, 1),
@@ -158,9 +151,8 @@ def test_huge_values_of_an_activation() -> None:
     """Beyond what an exponential can hold the gradient is 0 or 1, and the value x or 0."""
     x = torch.tensor([1e3, 1e13, 3e38, -1e3, -1e13, -3e38])
     ones, zeros = torch.ones(6), torch.zeros(6)
-    for tanh in (False, True):
-        assert torch.equal(Emulated().bias_gelu(x, None, tanh), torch.where(x > 0, x, zeros))
-        assert torch.allclose(Emulated().bias_gelu_backward(ones, x, None, tanh), (x > 0).float(), atol=1e-30, rtol=0)
+    assert torch.equal(Emulated().bias_gelu(x, None), torch.where(x > 0, x, zeros))
+    assert torch.allclose(Emulated().bias_gelu_backward(ones, x, None), (x > 0).float(), atol=1e-30, rtol=0)
     assert torch.equal(Emulated().swiglu(x, ones), torch.where(x > 0, x, zeros))
 
 
@@ -211,7 +203,7 @@ def test_sums_of_squares_do_not_depend_on_the_alignment() -> None:
 @pytest.mark.parametrize("wide_gradients", [True, False])
 def test_adamw_gives_the_bits_of_torch(low: torch.dtype, wide_gradients: bool) -> None:
     """Of its fused kernel, over three updates; the published parameters are the masters, rounded as torch rounds."""
-    ours = list(sample("adamw_", low, Sizes(1, 1, 1, 1, 1, 1, 2, 1, 1, flat=1 << 12)))
+    ours = list(sample("adamw_", low, Sizes(1, 1, 1, 1, 1, 1, 2, flat=1 << 12)))
     ours[1] = ours[1] if wide_gradients else ours[1].to(low)
     theirs = [each.clone() for each in ours[:8]]
     for _ in range(3):
@@ -283,8 +275,8 @@ BF16, ROW_BLOCKS = 1, ROWS // 4 * (COLUMNS // 2048)  # a tile: 4 rows of 2,048 e
 
 
 def _gelu(x: Tensor, y: Tensor) -> Tensor:
-    last_blocks("bias_gelu", 16, ROW_BLOCKS, BF16, 1, Own(x), None, Own(y), ROWS, COLUMNS)
-    return reference.bias_gelu(tail(x).double(), None, True)
+    last_blocks("bias_gelu", 16, ROW_BLOCKS, BF16, Own(x), None, Own(y), ROWS, COLUMNS)
+    return reference.bias_gelu(tail(x).double(), None)
 
 
 def _swiglu(x: Tensor, y: Tensor) -> Tensor:
@@ -306,11 +298,6 @@ def _norm(x: Tensor, y: Tensor) -> Tensor:
     return reference.rms_norm(tail(x).double(), weight.double(), 1e-5)[0]
 
 
-def _softmax(x: Tensor, y: Tensor) -> Tensor:
-    last_blocks("causal_softmax", TAIL, ROWS, BF16, Own(x), Own(y), ROWS, ROWS // 4100, COLUMNS, 0.5)
-    return reference.causal_softmax(tail(x).double()[None].expand(4, -1, -1)[0], 0.5)
-
-
 def _cast(x: Tensor, y: Tensor) -> Tensor:
     last_blocks("cast_flat", TAIL * COLUMNS // 2048, FLAT // 2048, BF16, BF16, Own(y), Own(x), FLAT)
     return tail(x).double()
@@ -325,7 +312,7 @@ def _loss_gradient(x: Tensor, y: Tensor) -> Tensor:
     return expected
 
 
-@pytest.mark.parametrize("run", [_gelu, _swiglu, _dropout, _norm, _softmax, _cast, _loss_gradient])
+@pytest.mark.parametrize("run", [_gelu, _swiglu, _dropout, _norm, _cast, _loss_gradient])
 def test_more_than_2_to_the_31_elements(run: Callable[[Tensor, Tensor], Tensor]) -> None:
     x = big(torch.randn(TAIL, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16())
     y = sparse(FLAT, torch.bfloat16)

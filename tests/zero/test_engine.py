@@ -106,7 +106,7 @@ def one_step(model, engine: Engine, seed: int, *, valid: bool = True, poison: st
     engine.begin_step()
     engine.passes[0].forward(0)
     loss = engine.loss(model.losses(tokens, targets, mask, step_of(2, seed)), mask)
-    engine.passes[0].backward(0, loss.backward, reduce=True)
+    engine.passes[0].backward(0, loss.backward, reduce=True, last=True)
     engine.passes[0].finish_reduction()
     if poison is not None:
         unit = next(unit for unit in engine.units if unit.layout.name == poison)
@@ -134,7 +134,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, unit:
 def test_a_weight_that_is_not_finite_changes_nothing() -> None:
     model, engine = engine_of(GPT, torch.float32, clip=1.0, rows=2)
     one_step(model, engine, 0)
-    engine.units[2].parameters[5] = torch.nan
+    engine.units[2].parameters.values[5] = torch.nan
     before = state(engine)
     result = one_step(model, engine, 1)
     assert not result.finite

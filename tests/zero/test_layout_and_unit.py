@@ -77,7 +77,7 @@ def test_a_tied_weight_is_one_memory() -> None:
     model, units = built(GPT)
     assert model.head.weight is model.embedding.tokens.weight
     assert units[0].layout.name == "tied"
-    assert model.head.weight.data_ptr() == units[0].parameters.data_ptr()
+    assert model.head.weight.data_ptr() == units[0].parameters.values.data_ptr()
 
 
 def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:

@@ -82,9 +82,9 @@ def tell(grid: Grid, layout: Layout, precision: Precision) -> tuple[dict[str, in
     before = {what: sent.elements for what, sent in ledger.traffic["host"].items()}
     rank.step(1)
     sent = {what: sent.elements - before[what] for what, sent in ledger.traffic["host"].items()}
-    shard_slice = {category: shard_slice.now for category, shard_slice in ledger.bytes.items()}
-    table = resting_table(rank.engine.units, rank.engine.axes)
-    return shard_slice, sent, sum(unit.numel for unit in rank.engine.units), table
+    held = {category: held.now for category, held in ledger.bytes.items()}
+    table = resting_table(rank.engine.units)
+    return held, sent, sum(unit.numel for unit in rank.engine.units), table
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-param"])
@@ -99,19 +99,19 @@ def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, wh
     layout = Layout(1, data, accumulation=accumulation, stage=stage)
     layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
     wide, narrow, gradient = 4, precision.parameters.itemsize, precision.gradients.itemsize
-    for shard_slice, sent, numel, table in run_ranks(data, tell, layout, precision):
+    for held, sent, numel, table in run_ranks(data, tell, layout, precision):
         shard = numel // data
         masters = 0 if narrow == wide and optimizer == parameters else wide * shard
         state = masters + 2 * wide * shard
         departing = narrow * shard if optimizer and not parameters and narrow != wide else 0
         resting = narrow * (shard if stage == 3 else numel)
         gathering = gradient * (numel if stage == 1 else shard)
-        assert shard_slice.get("host_optimizer", 0) == (state if optimizer else 0)
-        assert shard_slice.get("optimizer", 0) == (0 if optimizer else state)
-        assert shard_slice.get("host_gradients", 0) == (gradient * shard if optimizer else 0)
-        assert shard_slice.get("gradients", 0) == (gathering if stage == 1 or not optimizer else 0)
-        assert shard_slice.get("host_parameters", 0) == (resting if parameters else departing)
-        assert shard_slice.get("parameters", 0) == (0 if parameters else resting)
+        assert held.get("host_optimizer", 0) == (state if optimizer else 0)
+        assert held.get("optimizer", 0) == (0 if optimizer else state)
+        assert held.get("host_gradients", 0) == (gradient * shard if optimizer else 0)
+        assert held.get("gradients", 0) == (gathering if stage == 1 or not optimizer else 0)
+        assert held.get("host_parameters", 0) == (resting if parameters else departing)
+        assert held.get("parameters", 0) == (0 if parameters else resting)
         reductions = accumulation if stage > 1 else 1
         assert sent.get("gradients out", 0) == (reductions * shard if optimizer else 0)
         assert sent.get("gradients back", 0) == ((reductions - 1) * shard if optimizer else 0)

@@ -28,8 +28,8 @@ MIXED = {
 def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[dict[str, int], int]:
     """Bytes held, and the padded parameters of this rank's part of the model."""
     rank = Rank(grid, Layout(grid["tensor"].size, grid["data"].size, stage=stage), SHAPES[flavour], precision)
-    shard_slice = grid.comm.ledger.bytes
-    return {kind: shard_slice[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
+    held = grid.comm.ledger.bytes
+    return {kind: held[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
 
 
 @pytest.mark.parametrize("precision", BYTES)
@@ -39,9 +39,9 @@ def test_resting_bytes_are_the_formula(ranks: int, stage: int, precision: str) -
     """To the byte; what padding adds is stated: at most 2 x 16 elements a unit and data rank."""
     shape = SHAPES["gpt"]
     true = sum(p.numel() for p in whole_parameters(shape))
-    for shard_slice, padded in run_ranks(ranks, rest, stage, "gpt", MIXED[precision]):
+    for held, padded in run_ranks(ranks, rest, stage, "gpt", MIXED[precision]):
         for kind, size in per_parameter(stage, ranks, precision).items():
-            assert shard_slice[kind] == size * padded, kind
+            assert held[kind] == size * padded, kind
         assert 0 <= padded - true <= (shape.layers + 3) * 16 * (ranks + 1)
 
 
@@ -153,17 +153,17 @@ def many_steps(
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in free + kept}
 
-    shard_slice, resident_at, memory_at = [], [], []
+    held, resident_at, memory_at = [], [], []
     for step in range(steps):
         rank.step(step % 5)
         # Resident bytes from the middle on: the interpreter warms up too, and what it keeps for itself comes and goes.
         if step in (2, steps // 2) or step >= steps - 5:
             rank.engine.gather.unshard(rank.engine.units)
             rank.engine.gather.reshard(rank.engine.units)
-            shard_slice.append({category: shard_slice.now for category, shard_slice in ledger.bytes.items()})
+            held.append({category: held.now for category, held in ledger.bytes.items()})
             resident_at.append(resident())
             memory_at.append(memory())
-    return [shard_slice[0], shard_slice[-1]], min(resident_at[2:]) - resident_at[1], memory_at[0], memory_at[-1]
+    return [held[0], held[-1]], min(resident_at[2:]) - resident_at[1], memory_at[0], memory_at[-1]
 
 
 PA = {"recompute": "full", "partition": True}

@@ -10,18 +10,18 @@
 #include <vector>
 
 #include "cpu/activation.h"
-#include "cpu/attention.h"
 #include "cpu/cross_entropy.h"
 #include "cpu/dropout.h"
 #include "cpu/flat.h"
 #include "cpu/norm_binding.h"
+#include "cpu/rotary.h"
 #include "cpu/tensors.h"
 
 namespace {
 
 // Activations.
 
-Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
+Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   const Rows rows(x);
   Tensor y = like(x);
   with_type(x.scalar_type(), [&]<typename T>(T*) {
@@ -29,16 +29,13 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) 
     T* py = output<T>(y, x.numel());
     parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
       const int64_t at = begin * rows.n;
-      if (tanh)
-        gelu_tanh_loop(px + at, pb, py + at, end - begin, rows.n);
-      else
-        gelu_erf_loop(px + at, pb, py + at, end - begin, rows.n);
+      gelu_loop(px + at, pb, py + at, end - begin, rows.n);
     });
   });
   return y;
 }
 
-Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
+Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
   const Rows rows(x);
   Tensor dx = like(x);
   with_type(x.scalar_type(), [&]<typename T>(T*) {
@@ -47,10 +44,7 @@ Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::option
     T* pd = output<T>(dx, x.numel());
     parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
       const int64_t at = begin * rows.n;
-      if (tanh)
-        gelu_tanh_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n);
-      else
-        gelu_erf_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n);
+      gelu_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n);
     });
   });
   return dx;
@@ -82,8 +76,8 @@ Two swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
 
 // Dropout. Rows are (position, sample) pairs, samples fastest.
 
-Tensor dropout(const Tensor& x, const Tensor* bias, const Tensor* residual, const Tensor& sample_ids,
-               const Tensor& positions, int64_t key, double drop) {
+Tensor dropout(const Tensor& x, const Tensor* residual, const Tensor& sample_ids, const Tensor& positions, int64_t key,
+               double drop) {
   STD_TORCH_CHECK(x.dim() == 3, "expected [S, B, D]");
   STD_TORCH_CHECK(key >= 0 && key <= 0xFFFFFFFF, "expected a key of 32 bits");
   STD_TORCH_CHECK(drop >= 0 && drop < 1, "expected 0 <= drop < 1");
@@ -93,15 +87,14 @@ Tensor dropout(const Tensor& x, const Tensor* bias, const Tensor* residual, cons
   const Mask mask(key, drop);
   Tensor y = like(x);
   with_type(x.scalar_type(), [&]<typename T>(T*) {
-    const T *px = input<T>(x, x.numel()), *pb = bias ? input<T>(*bias, rows.n) : nullptr;
-    const T* pr = residual ? input<T>(*residual, x.numel()) : nullptr;
+    const T *px = input<T>(x, x.numel()), *pr = residual ? input<T>(*residual, x.numel()) : nullptr;
     T* py = output<T>(y, x.numel());
     parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const uint32_t row = mask.row(ids[r % batch], at[r / batch]);
         const int64_t first = r * rows.n;
         if (pr)
-          dropout_add_loop(mask, row, px + first, pb, pr + first, py + first, rows.n);
+          dropout_add_loop(mask, row, px + first, pr + first, py + first, rows.n);
         else
           dropout_loop(mask, row, px + first, py + first, rows.n);
       }
@@ -110,17 +103,17 @@ Tensor dropout(const Tensor& x, const Tensor* bias, const Tensor* residual, cons
   return y;
 }
 
-Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual,
-                        const Tensor& sample_ids, const Tensor& positions, int64_t key, double drop) {
-  return dropout(x, bias ? &*bias : nullptr, &residual, sample_ids, positions, key, drop);
+Tensor dropout_add(const Tensor& x, const Tensor& residual, const Tensor& sample_ids, const Tensor& positions,
+                   int64_t key, double drop) {
+  return dropout(x, &residual, sample_ids, positions, key, drop);
 }
 
 Tensor dropout_backward(const Tensor& grad, const Tensor& sample_ids, const Tensor& positions, int64_t key,
                         double drop) {
-  return dropout(grad, nullptr, nullptr, sample_ids, positions, key, drop);
+  return dropout(grad, nullptr, sample_ids, positions, key, drop);
 }
 
-// Attention.
+// Rotary positions.
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool inverse) {
   STD_TORCH_CHECK(x.dim() == 4 && (x.stride(3) == 1 || x.size(3) == 1), "expected [S, B, H, d], d contiguous");
@@ -143,42 +136,6 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool invers
     });
   });
   return y;
-}
-
-Tensor causal_softmax(const Tensor& scores, double scale) {
-  STD_TORCH_CHECK(scores.dim() >= 2, "expected [..., Sq, Sk]");
-  const int64_t queries = scores.size(-2), n = scores.size(-1);
-  STD_TORCH_CHECK(n >= queries, "expected at least as many columns as rows");
-  const Rows rows(scores);
-  Tensor y = like(scores);
-  with_type(scores.scalar_type(), [&]<typename T>(T*) {
-    const T* px = input<T>(scores, scores.numel());
-    T* py = output<T>(y, scores.numel());
-    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
-      const auto work = std::make_unique_for_overwrite<float[]>(whole_lanes(n));
-      for (int64_t r = begin; r < end; ++r)
-        softmax_loop(px + r * n, static_cast<float>(scale), py + r * n, work.get(), r % queries + n - queries + 1, n);
-    });
-  });
-  return y;
-}
-
-Tensor causal_softmax_backward(const Tensor& grad, const Tensor& probabilities, double scale) {
-  STD_TORCH_CHECK(grad.dim() >= 2, "expected [..., Sq, Sk]");
-  const int64_t queries = grad.size(-2), n = grad.size(-1);
-  STD_TORCH_CHECK(n >= queries, "expected at least as many columns as rows");
-  const Rows rows(grad);
-  Tensor dx = like(grad);
-  with_type(grad.scalar_type(), [&]<typename T>(T*) {
-    const T *pg = input<T>(grad, grad.numel()), *pp = input<T>(probabilities, grad.numel());
-    T* pd = output<T>(dx, grad.numel());
-    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r)
-        softmax_backward_loop(pg + r * n, pp + r * n, static_cast<float>(scale), pd + r * n,
-                              r % queries + n - queries + 1, n);
-    });
-  });
-  return dx;
 }
 
 // The loss.
@@ -307,11 +264,9 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
   IMPLEMENT(bias_gelu_backward);
   IMPLEMENT(swiglu);
   IMPLEMENT(swiglu_backward);
-  IMPLEMENT(bias_dropout_add);
+  IMPLEMENT(dropout_add);
   IMPLEMENT(dropout_backward);
   IMPLEMENT(rotary);
-  IMPLEMENT(causal_softmax);
-  IMPLEMENT(causal_softmax_backward);
   IMPLEMENT(cross_entropy_parts_);
   IMPLEMENT(cross_entropy_backward_);
   IMPLEMENT(adamw_);

@@ -15,7 +15,6 @@
 #include "cuda/norm.cuh"
 #include "cuda/norm_backward.cuh"
 #include "cuda/rotary.cuh"
-#include "cuda/softmax.cuh"
 #include "cuda/swiglu.cuh"
 
 namespace megazero::bindings {
@@ -143,7 +142,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tenso
   return {n.dx, n.dweight};
 }
 
-Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
+Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   const Launch launch("bias_gelu", x);
   const Rows shape(launch, x, "x");
   Tensor y = empty_like(x);
@@ -151,15 +150,12 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias, bool tanh) 
     using T = decltype(type);
     const T *from = launch.read<T>(x, x.numel(), "x"), *shift = launch.read<T>(bias, shape.columns, "bias");
     T* to = launch.write<T>(y, x.numel(), "y");
-    if (tanh)
-      launch_bias_gelu<T, true>(launch, from, shift, to, shape.rows, shape.columns);
-    else
-      launch_bias_gelu<T, false>(launch, from, shift, to, shape.rows, shape.columns);
+    launch_bias_gelu(launch, from, shift, to, shape.rows, shape.columns);
   });
   return y;
 }
 
-Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias, bool tanh) {
+Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
   const Launch launch("bias_gelu_backward", x);
   const Rows shape(launch, x, "x");
   Tensor dx = empty_like(x);
@@ -168,10 +164,7 @@ Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::option
     const T *g = launch.read<T>(grad, x.numel(), "grad"), *from = launch.read<T>(x, x.numel(), "x");
     const T* shift = launch.read<T>(bias, shape.columns, "bias");
     T* to = launch.write<T>(dx, x.numel(), "dx");
-    if (tanh)
-      launch_bias_gelu_backward<T, true>(launch, g, from, shift, to, shape.rows, shape.columns);
-    else
-      launch_bias_gelu_backward<T, false>(launch, g, from, shift, to, shape.rows, shape.columns);
+    launch_bias_gelu_backward(launch, g, from, shift, to, shape.rows, shape.columns);
   });
   return dx;
 }
@@ -209,17 +202,16 @@ Mask mask_of(const Launch& launch, const Tensor& x, const Tensor& sample_ids, co
               launch.read<int64_t>(positions, x.size(0), "positions"), x.size(1), static_cast<uint32_t>(key), drop);
 }
 
-Tensor bias_dropout_add(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& residual,
-                        const Tensor& sample_ids, const Tensor& positions, int64_t key, double drop) {
-  const Launch launch("bias_dropout_add", x);
+Tensor dropout_add(const Tensor& x, const Tensor& residual, const Tensor& sample_ids, const Tensor& positions,
+                   int64_t key, double drop) {
+  const Launch launch("dropout_add", x);
   const Mask mask = mask_of(launch, x, sample_ids, positions, key, drop);
   const Rows shape(launch, x, "x");
   Tensor y = empty_like(x);
   for_type_of(launch, x, "x", [&](auto type) {
     using T = decltype(type);
-    launch_bias_dropout_add(launch, launch.read<T>(x, x.numel(), "x"), launch.read<T>(bias, shape.columns, "bias"),
-                            launch.read<T>(residual, x.numel(), "residual"), launch.write<T>(y, x.numel(), "y"), mask,
-                            shape.rows, shape.columns);
+    launch_dropout_add(launch, launch.read<T>(x, x.numel(), "x"), launch.read<T>(residual, x.numel(), "residual"),
+                       launch.write<T>(y, x.numel(), "y"), mask, shape.rows, shape.columns);
   });
   return y;
 }
@@ -261,40 +253,6 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool invers
                   launch.read<T>(sin, cos.numel(), "sin"), launch.write<T>(y, x.numel(), "y"), shape, inverse);
   });
   return y;
-}
-
-CausalRows causal_rows(const Launch& launch, const Tensor& scores, double scale) {
-  launch.expect(scores.dim() >= 2, "scores", "is not [..., Sq, Sk]");
-  const int64_t queries = scores.size(scores.dim() - 2);
-  const Rows shape(launch, scores, "scores");
-  launch.expect(queries <= shape.columns, "scores", "has more rows than columns");
-  return {shape.rows, queries, shape.columns, static_cast<float>(scale)};
-}
-
-Tensor causal_softmax(const Tensor& scores, double scale) {
-  const Launch launch("causal_softmax", scores);
-  const CausalRows shape = causal_rows(launch, scores, scale);
-  Tensor y = empty_like(scores);
-  const int64_t n = scores.numel();
-  for_type_of(launch, scores, "scores", [&](auto type) {
-    using T = decltype(type);
-    launch_causal_softmax(launch, launch.read<T>(scores, n, "scores"), launch.write<T>(y, n, "y"), shape);
-  });
-  return y;
-}
-
-Tensor causal_softmax_backward(const Tensor& grad, const Tensor& probabilities, double scale) {
-  const Launch launch("causal_softmax_backward", grad);
-  const CausalRows shape = causal_rows(launch, probabilities, scale);
-  Tensor dx = empty_like(probabilities);
-  const int64_t n = grad.numel();
-  for_type_of(launch, probabilities, "probabilities", [&](auto type) {
-    using T = decltype(type);
-    launch_causal_softmax_backward(launch, launch.read<T>(grad, n, "grad"),
-                                   launch.read<T>(probabilities, n, "probabilities"), launch.write<T>(dx, n, "dx"),
-                                   shape);
-  });
-  return dx;
 }
 
 Tensor cross_entropy_parts_(Tensor logits, const Tensor& targets) {
@@ -398,11 +356,9 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CUDA, m) {
   m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
   m.impl("swiglu", TORCH_BOX(&swiglu));
   m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
-  m.impl("bias_dropout_add", TORCH_BOX(&bias_dropout_add));
+  m.impl("dropout_add", TORCH_BOX(&dropout_add));
   m.impl("dropout_backward", TORCH_BOX(&dropout_backward));
   m.impl("rotary", TORCH_BOX(&rotary));
-  m.impl("causal_softmax", TORCH_BOX(&causal_softmax));
-  m.impl("causal_softmax_backward", TORCH_BOX(&causal_softmax_backward));
   m.impl("cross_entropy_parts_", TORCH_BOX(&cross_entropy_parts_));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
   m.impl("adamw_", TORCH_BOX(&adamw_));

@@ -50,19 +50,13 @@ INLINE float factor(uint32_t row, uint32_t second, int32_t threshold, float scal
 }
 
 template <typename T>
-INLINE void dropout_add_row(const Mask& mask, uint32_t row, const T* x, const T* bias, const T* residual, T* y,
-                            int64_t n) {
+INLINE void dropout_add_row(const Mask& mask, uint32_t row, const T* x, const T* residual, T* y, int64_t n) {
   const uint32_t second = mask.second;
   const int32_t threshold = mask.threshold;
   const float scale = mask.scale;
-  if (bias)
-    map(n, y, [&](auto at) {
-      return wide(residual, at) + (wide(x, at) + wide(bias, at)) * factor(row, second, threshold, scale, index(at));
-    });
-  else
-    map(n, y, [&](auto at) {
-      return wide(residual, at) + wide(x, at) * factor(row, second, threshold, scale, index(at));
-    });
+  map(n, y, [&](auto at) {
+    return wide(residual, at) + wide(x, at) * factor(row, second, threshold, scale, index(at));
+  });
 }
 
 template <typename T>
@@ -74,9 +68,9 @@ INLINE void dropout_row(const Mask& mask, uint32_t row, const T* x, T* y, int64_
 }
 
 #define DROPOUT(T)                                                                                                    \
-  FOR_EVERY_CPU void dropout_add_loop(const Mask& mask, uint32_t row, const T* x, const T* bias, const T* residual,   \
-                                      T* y, int64_t n) {                                                              \
-    dropout_add_row(mask, row, x, bias, residual, y, n);                                                              \
+  FOR_EVERY_CPU void dropout_add_loop(const Mask& mask, uint32_t row, const T* x, const T* residual, T* y,            \
+                                      int64_t n) {                                                                    \
+    dropout_add_row(mask, row, x, residual, y, n);                                                                    \
   }                                                                                                                   \
   FOR_EVERY_CPU void dropout_loop(const Mask& mask, uint32_t row, const T* x, T* y, int64_t n) {                      \
     dropout_row(mask, row, x, y, n);                                                                                  \

@@ -1,4 +1,4 @@
-// residual + (x + bias) * keep / (1 - drop), and its backward; the mask is kernels/counter.py's, bit for bit.
+// residual + x * keep / (1 - drop), and its backward; the mask is kernels/counter.py's, bit for bit.
 //
 // Nothing is stored of the mask: a decision is a hash of (key, sample, position, channel), two rounds of a mixer for the
 // row and one for the channel. That is about ten integer instructions an element, which the memory leaves time for.
@@ -61,10 +61,9 @@ struct DropoutInputs {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
-    bias_dropout_add_forward(const T* x, const T* bias, const T* residual, T* y, const Mask mask, const Tiles tiles) {
-  Pack<T, N> shift;
+    dropout_add_forward(const T* x, const T* residual, T* y, const Mask mask, const Tiles tiles) {
   for_each_tile<N>(
-      tiles, [&](int64_t column) { if (bias) shift = load_fixed<N>(bias + column); },
+      tiles, [](int64_t) {},
       [&](int64_t row, int64_t column) {
         const int64_t at = row * tiles.columns + column;
         return DropoutInputs<T, N>{load_fixed<N>(x + at), load_fixed<N>(residual + at), mask.row_word(row)};
@@ -72,12 +71,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       [&](int64_t row, int64_t column, DropoutInputs<T, N> in) {
         keep_packed(in.x);
         keep_packed(in.residual);
-        keep_packed(shift);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float sum = wide(in.x.at[k]) + (bias ? wide(shift.at[k]) : 0.0f);
           const float factor = mask.factor(in.word, static_cast<uint32_t>(column) + k);
-          in.x.at[k] = narrow<T>(wide(in.residual.at[k]) + sum * factor);
+          in.x.at[k] = narrow<T>(wide(in.residual.at[k]) + wide(in.x.at[k]) * factor);
         }
         store(y + row * tiles.columns + column, in.x);
       });
@@ -110,18 +107,17 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
 // ---- launchers: x [S, B, D] is rows of D
 
 template <typename T, typename Launch>
-__host__ void launch_bias_dropout_add(const Launch& launch, const T* x, const T* bias, const T* residual, T* y,
-                                      const Mask& mask, int64_t rows, int64_t columns) {
+__host__ void launch_dropout_add(const Launch& launch, const T* x, const T* residual, T* y, const Mask& mask,
+                                 int64_t rows, int64_t columns) {
   constexpr int N = kPack<T>;
   auto start = [&](auto kernel, int pack) {
     const Tiles tiles(rows, columns, pack);
-    launch(kernel, tiles.blocks(), kTileThreads, 0, x, bias, residual, y, mask, tiles);
+    launch(kernel, tiles.blocks(), kTileThreads, 0, x, residual, y, mask, tiles);
   };
-  if (packs_fit<N>(x, columns) && packs_fit<N>(bias, columns) && packs_fit<N>(residual, columns) &&
-      packs_fit<N>(y, columns))
-    start(bias_dropout_add_forward<T, N>, N);
+  if (packs_fit<N>(x, columns) && packs_fit<N>(residual, columns) && packs_fit<N>(y, columns))
+    start(dropout_add_forward<T, N>, N);
   else
-    start(bias_dropout_add_forward<T, 1>, 1);
+    start(dropout_add_forward<T, 1>, 1);
 }
 
 template <typename T, typename Launch>

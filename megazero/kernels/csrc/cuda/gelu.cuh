@@ -1,6 +1,6 @@
-// gelu(x + bias) and its backward, in the tanh form and in the exact (erf) form (Hendrycks and Gimpel 2016).
+// gelu(x + bias) and its backward, in the tanh form (Hendrycks and Gimpel 2016).
 //
-// tanh form: x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2u): one exponential
+// It is x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2u): one exponential
 // and one fast division. At 16 bits the memory leaves about 30 instructions an element.
 
 #pragma once
@@ -10,33 +10,25 @@
 namespace megazero {
 
 constexpr float kSqrt2OverPi = 0.7978845608028654f;
-constexpr float kSqrtHalf = 0.7071067811865476f;
-constexpr float kInverseSqrt2Pi = 0.3989422804014327f;
 constexpr float kCubic = 0.044715f;
 
 // No clamps: beyond the range of the exponential the quotient is x, -0, or NaN for -inf, as torch's.
-template <bool TANH>
 __device__ __forceinline__ float gelu(float x) {
-  if (TANH) return __fdividef(x, 1.0f + power_of_2(-2.0f * kSqrt2OverPi * kLog2E * x * (1.0f + kCubic * x * x)));
-  return 0.5f * x * (1.0f + erff(x * kSqrtHalf));
+  return __fdividef(x, 1.0f + power_of_2(-2.0f * kSqrt2OverPi * kLog2E * x * (1.0f + kCubic * x * x)));
 }
 
 // d gelu / dx. Beyond 30 it is 0 or 1, and its factors would overflow; v - v brings NaN and infinities back as NaN.
-// In the tanh form it is s + x s (1 - s) 2u' with s = sigmoid(2u); 1 - s is taken as e^-2u s, without a subtraction
+// It is s + x s (1 - s) 2u' with s = sigmoid(2u); 1 - s is taken as e^-2u s, without a subtraction
 // whose error a large x would multiply.
-template <bool TANH>
 __device__ __forceinline__ float gelu_slope(float v) {
   const float x = fminf(fmaxf(v, -30.0f), 30.0f), square = x * x, odd = v - v;
-  if (TANH) {
-    const float z = 2.0f * kSqrt2OverPi * x * (1.0f + kCubic * square);
-    const float e = power_of_2(-kLog2E * fmaxf(z, -80.0f));  // finite: e s is 1 there
-    const float s = __fdividef(1.0f, 1.0f + e);
-    return s + x * s * (e * s) * (2.0f * kSqrt2OverPi * (1.0f + 3.0f * kCubic * square)) + odd;
-  }
-  return 0.5f * (1.0f + erff(x * kSqrtHalf)) + x * kInverseSqrt2Pi * power_of_2(-0.5f * kLog2E * square) + odd;
+  const float z = 2.0f * kSqrt2OverPi * x * (1.0f + kCubic * square);
+  const float e = power_of_2(-kLog2E * fmaxf(z, -80.0f));  // finite: e s is 1 there
+  const float s = __fdividef(1.0f, 1.0f + e);
+  return s + x * s * (e * s) * (2.0f * kSqrt2OverPi * (1.0f + 3.0f * kCubic * square)) + odd;
 }
 
-template <typename T, int N, bool TANH>
+template <typename T, int N>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_gelu_forward(const T* x, const T* bias, T* y, const Tiles tiles) {
   Pack<T, N> shift;
@@ -48,7 +40,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
         keep_packed(shift);
 #pragma unroll
         for (int k = 0; k < N; ++k)
-          pack.at[k] = narrow<T>(gelu<TANH>(wide(pack.at[k]) + (bias ? wide(shift.at[k]) : 0.0f)));
+          pack.at[k] = narrow<T>(gelu(wide(pack.at[k]) + (bias ? wide(shift.at[k]) : 0.0f)));
         store(y + row * tiles.columns + column, pack);
       });
 }
@@ -58,7 +50,7 @@ struct GeluInputs {
   Pack<T, N> grad, x;
 };
 
-template <typename T, int N, bool TANH>
+template <typename T, int N>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     bias_gelu_backward(const T* grad, const T* x, const T* bias, T* dx, const Tiles tiles) {
   Pack<T, N> shift;
@@ -74,7 +66,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
         keep_packed(shift);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float slope = gelu_slope<TANH>(wide(in.x.at[k]) + (bias ? wide(shift.at[k]) : 0.0f));
+          const float slope = gelu_slope(wide(in.x.at[k]) + (bias ? wide(shift.at[k]) : 0.0f));
           in.x.at[k] = narrow<T>(wide(in.grad.at[k]) * slope);
         }
         store(dx + row * tiles.columns + column, in.x);
@@ -83,7 +75,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
 
 // ---- launchers
 
-template <typename T, bool TANH, typename Launch>
+template <typename T, typename Launch>
 __host__ void launch_bias_gelu(const Launch& launch, const T* x, const T* bias, T* y, int64_t rows, int64_t columns) {
   constexpr int N = kPack<T>;
   auto start = [&](auto kernel, int pack) {
@@ -91,12 +83,12 @@ __host__ void launch_bias_gelu(const Launch& launch, const T* x, const T* bias, 
     launch(kernel, tiles.blocks(), kTileThreads, 0, x, bias, y, tiles);
   };
   if (packs_fit<N>(x, columns) && packs_fit<N>(bias, columns) && packs_fit<N>(y, columns))
-    start(bias_gelu_forward<T, N, TANH>, N);
+    start(bias_gelu_forward<T, N>, N);
   else
-    start(bias_gelu_forward<T, 1, TANH>, 1);
+    start(bias_gelu_forward<T, 1>, 1);
 }
 
-template <typename T, bool TANH, typename Launch>
+template <typename T, typename Launch>
 __host__ void launch_bias_gelu_backward(const Launch& launch, const T* grad, const T* x, const T* bias, T* dx,
                                         int64_t rows, int64_t columns) {
   constexpr int N = kPack<T>;
@@ -106,9 +98,9 @@ __host__ void launch_bias_gelu_backward(const Launch& launch, const T* grad, con
   };
   if (packs_fit<N>(grad, columns) && packs_fit<N>(x, columns) && packs_fit<N>(bias, columns) &&
       packs_fit<N>(dx, columns))
-    start(bias_gelu_backward<T, N, TANH>, N);
+    start(bias_gelu_backward<T, N>, N);
   else
-    start(bias_gelu_backward<T, 1, TANH>, 1);
+    start(bias_gelu_backward<T, 1>, 1);
 }
 
 }  // namespace megazero

@@ -1,0 +1,65 @@
+"""LayerNorm and RMSNorm of NVIDIA's apex (github.com/NVIDIA/apex, built with its CUDA extensions)."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+
+@cache
+def _extension() -> Any:
+    return importlib.import_module("fused_layer_norm_cuda")
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, rstd = _extension().forward_affine(x, weight.shape, weight, bias, eps)
+    return y, _per_row(mean, x), _per_row(rstd, x)
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The bias is asked for its shape and dtype only, eps for nothing when the input has been kept.
+    return _extension().backward_affine(grad, mean.view(-1), rstd.view(-1), x, weight.shape, weight, weight, 0.0, False)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y, rrms = _extension().rms_forward_affine(x, weight.shape, weight, eps)
+    return y, _per_row(rrms, x)
+
+
+def _rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _extension().rms_backward_affine(grad, rrms.view(-1), x, weight.shape, weight, 0.0, False)
+
+
+def _per_row(statistic: Tensor, x: Tensor) -> Tensor:
+    """Return a statistic, which apex has as one flat vector, with the shape [..., 1]."""
+    return statistic.view(*x.shape[:-1], 1)
+
+
+NORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
+    {
+        "layer_norm": _layer_norm,
+        "layer_norm_backward": _layer_norm_backward,
+        "rms_norm": _rms_norm,
+        "rms_norm_backward": _rms_norm_backward,
+    }
+)
+
+
+def is_there() -> bool:
+    """Return True if NVIDIA's apex is installed with its CUDA extensions.
+
+    It is recognised by its symbols, because the package that the index has under this name is another project's.
+    """
+    try:
+        importlib.import_module("amp_C")
+        optimizers = importlib.import_module("apex.optimizers")
+        normalization = importlib.import_module("apex.normalization")
+        _extension()
+    except ImportError:
+        return False
+    return hasattr(optimizers, "FusedAdam") and hasattr(normalization, "FusedLayerNorm")
