@@ -43,6 +43,7 @@ class Layout:
 
     Attributes:
         schedule, chunks: of the pipeline.
+        shard: data ranks over which states are sharded; None: all.
         bucket: bytes of a communication that may be under way.
         sockets: ranks talk through sockets, as if on different hosts.
         recompute, partition, offload: of activations; the host is apart, as beside a GPU.
@@ -65,6 +66,7 @@ class Layout:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     delayed: bool = False
+    shard: int | None = None
 
     @property
     def size(self) -> int:
@@ -80,6 +82,7 @@ class Layout:
             "memory": {"recompute": self.recompute, "partition": self.partition, "offload": self.offload},
             "zero": {
                 "stage": self.stage,
+                "shard_ranks": self.shard,
                 "grad_dtype": "fp32" if wide else "param",
                 "offload": {
                     "optimizer": "cpu" if self.offload_optimizer else "none",
@@ -116,7 +119,7 @@ def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[...
         rank: does one rank's part, instead of `train_rank`.
     """
     shape = SHAPES[flavour]
-    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard}
     ranks = run_ranks(layout.size, rank or train_rank, layout, shape, precision, **axes)
     for other in ranks[1:]:
         assert other.losses == ranks[0].losses and other.norms == ranks[0].norms, "replicas differ"
@@ -187,6 +190,9 @@ def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())
         if step == 0:
+            for unit in rank.engine.units:
+                if unit.host_gradients is not None:
+                    unit.host_gradients.wait()  # a delayed update reads and scales them
             result.gradients = {name: value.clone() for name, value in reduced_gradients(rank.engine)}
     result.weights = rank.weights()
     return result

@@ -50,14 +50,19 @@ COVER = pairwise(CASES)
 
 
 @cache
-def alone(flavour: str, dtype: str) -> Trained:
+def alone(flavour: str, dtype: str, *, delayed: bool = False) -> Trained:
     """One process, one micro-batch."""
-    return train(Layout(), flavour, DTYPES[dtype])
+    late = {"stage": 1, "offload_optimizer": True, "delayed": True} if delayed else {}
+    return train(Layout(**late), flavour, DTYPES[dtype])
 
 
 def check(flavour: str, dtype: str, grid: tuple[int, int], sequence: bool, accumulation: int, stage: int) -> None:
-    expected = alone(flavour, dtype)
-    found = train(Layout(*grid, sequence, accumulation, stage), flavour, DTYPES[dtype])
+    compare(train(Layout(*grid, sequence, accumulation, stage), flavour, DTYPES[dtype]), flavour, dtype)
+
+
+def compare(found: Trained, flavour: str, dtype: str, *, delayed: bool = False) -> None:
+    """Hold what a layout computed against one process."""
+    expected = alone(flavour, dtype, delayed=delayed)
     assert found.initial.keys() == expected.initial.keys()
     for name, value in expected.initial.items():
         assert torch.equal(found.initial[name], value), name

@@ -5,7 +5,7 @@ from __future__ import annotations  # a checked config is all that is needed, no
 from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
-from megazero.comm.sizes import data_size
+from megazero.comm.sizes import shards_and_replicas
 from megazero.plan.layout import Layout
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
@@ -31,7 +31,9 @@ def check_world(config: Config, size: int, given: str = "") -> None:
     Raises:
         UserError: 106, the sizes do not fit.
     """
-    data, batch = data_size(size, config.parallel.tensor, config.parallel.pipeline), config.batch
+    parallel, batch = config.parallel, config.batch
+    shard, replicas = shards_and_replicas(size, parallel.tensor, parallel.pipeline, config.zero.shard_ranks)
+    data = shard * replicas
     if batch.global_ % (batch.micro * data):
         equation = "batch.global % (batch.micro * data ranks) == 0"
         got = f"{batch.global_} % ({batch.micro} * {data}) = {batch.global_ % (batch.micro * data)}"
@@ -109,6 +111,7 @@ def layout_of(config: Config, ranks: int, *, apart: bool = True) -> Layout:
         schedule=config.pipeline.schedule,
         chunks=config.pipeline.chunks,
         stage=config.zero.stage,
+        shard_ranks=config.zero.shard_ranks,
         micro_batch=config.batch.micro,
         global_batch=config.batch.global_,
         recompute=memory.recompute,

@@ -19,6 +19,7 @@ class Layout:
         sequence: the residual stream is split over the tensor axis.
         schedule, chunks: of the pipeline.
         stage: of ZeRO.
+        shard_ranks: data ranks over which it shards; None: all.
         micro_batch, global_batch: sequences.
         recompute: none | selective | full.
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
@@ -37,6 +38,7 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 1
     stage: int = 1
+    shard_ranks: int | None = None
     micro_batch: int = 1
     global_batch: int = 1
     recompute: str = "none"
@@ -56,6 +58,21 @@ class Layout:
     def micro_batches(self) -> int:
         """Return the micro-batches of a step, on each data rank."""
         return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def shard(self) -> int:
+        """Return the number of data ranks over which states are sharded."""
+        return self.shard_ranks or self.data
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of such groups, which hold the same."""
+        return self.data // self.shard
+
+    @property
+    def shard_axis(self) -> str:
+        """Return the name of the axis over which states are sharded, as the ledger has it."""
+        return "data" if self.replicas == 1 else "shard"
 
     @cached_property
     def layers(self) -> Layers:

@@ -48,7 +48,7 @@ def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
     """
     stages = layout.layers.of_rank(rank)
     sizes = units(layout.shape, layout.tensor, list(stages.values()))
-    held = states(sizes, layout.data, layout.stage, layout.bytes)
+    held = states(sizes, layout.shard, layout.stage, layout.bytes)
     held["pool"] = pool(layout, stages.values())
     live = liveness(layout.schedule, layout.pipeline, layout.micro_batches, layout.chunks, rank)
     held |= _inputs(layout, stages, live)
@@ -172,7 +172,7 @@ class _Walk:
 
 def _offloaded(layout: Layout, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
     found, item = dict(held), layout.bytes
-    share = sum(unit.padded(layout.data) for unit in sizes) // layout.data
+    share = sum(unit.padded(layout.shard) for unit in sizes) // layout.shard
     # Parameters that are their own masters are so only where both rest in one place.
     if item.master == item.parameter and layout.offload_optimizer != layout.offload_parameters:
         found["optimizer"] += item.master * share

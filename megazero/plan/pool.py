@@ -27,20 +27,20 @@ def pool(layout: Layout, stages: Iterable[range]) -> int:
     Args:
         stages: of this rank, each as its parts of the model's path.
     """
-    stage, data, item = layout.stage, layout.data, layout.bytes
+    stage, shard, item = layout.stage, layout.shard, layout.bytes
     paths = [_path(layout, parts) for parts in stages]
     ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
     whole, gradients = Counter[int](), Counter[int]()
-    if stage == 3 and (data > 1 or layout.offload_parameters):
+    if stage == 3 and (shard > 1 or layout.offload_parameters):
         for there in (moment for path in paths for moment in _gathered(path)):
-            whole |= Counter(unit.padded(data) for unit in there)
-    if stage >= 2 and (data > 1 or layout.offload_optimizer):
-        shards = data > 1 and layout.offload_optimizer
+            whole |= Counter(unit.padded(shard) for unit in there)
+    if stage >= 2 and (shard > 1 or layout.offload_optimizer):
+        shards = shard > 1 and layout.offload_optimizer
         for there, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
-            of_shards = Counter(unit.padded(data) // data for unit in on_their_way if shards)
-            gradients |= of_shards + Counter(unit.padded(data) for unit in there)
+            of_shards = Counter(unit.padded(shard) // shard for unit in on_their_way if shards)
+            gradients |= of_shards + Counter(unit.padded(shard) for unit in there)
     if stage == 1 and layout.offload_optimizer and layout.pipeline > 1 and len(ties) == 1:
-        gradients[ties[0].padded(data) // data] = 1  # summed over the ends of the pipeline
+        gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
     return item.parameter * _elements(whole) + item.gradient * _elements(gradients)
 
 

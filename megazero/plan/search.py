@@ -8,6 +8,7 @@ with both on the host, the least recompute that is enough (none, selective, full
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from megazero.plan.layout import Layout
 from megazero.plan.machines import Machine
@@ -95,12 +96,14 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
     excluded: list[Found] = []
     layouts: list[Layout] = []
     for widest in dict.fromkeys((min(machine.devices_per_node, ranks), ranks)):
-        layouts = [one for one in spreads(job, ranks, widest) if not _hopeless(one, machine)]
+        layouts = [one for one in spreads(job, ranks, widest, machine.devices_per_node) if not _hopeless(one, machine)]
         best, excluded = _fastest(layouts, machine, allowed, count)
         if best:
             return Search(best, excluded, len(layouts))
     frugal = {
-        layout: _lack(memory(layout, 0), machine) for one in spreads(job, ranks, ranks) for *_, layout in savings(one)
+        layout: _lack(memory(layout, 0), machine)
+        for one in spreads(job, ranks, ranks, machine.devices_per_node)
+        for *_, layout in savings(one)
     }
     least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
     nearest = None if least is None else Found(least, step_time(least, machine), fullest(least))
@@ -164,7 +167,7 @@ def _until(ranks: Iterator[RankMemory], stop: Callable[[RankMemory], bool]) -> I
             return
 
 
-def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
+def spreads(job: Layout, ranks: int, widest: int, node: int) -> Iterator[Layout]:
     """Yield every way to spread a job over the ranks, before anything is done about memory."""
     layers, shape = job.shape.layers, job.shape
     job = Layout(shape, job.bytes, global_batch=job.global_batch, dropout=job.dropout, documents=job.documents)
@@ -180,9 +183,16 @@ def spreads(job: Layout, ranks: int, widest: int) -> Iterator[Layout]:
                     cut = replace(job, **sizes, schedule=schedule, chunks=chunks, micro_batch=micro)
                     if not regular(cut):
                         continue
-                    for stage in (1, 2, 3) if data > 1 else (0,):
-                        for sequence in sequences:
-                            yield replace(cut, stage=stage, sequence=sequence)
+                    stages = product((1, 2, 3), _shard_ranks(data, node // tensor)) if data > 1 else [(0, None)]
+                    for (stage, shard_ranks), sequence in product(stages, sequences):
+                        yield replace(cut, stage=stage, shard_ranks=shard_ranks, sequence=sequence)
+
+
+def _shard_ranks(data: int, in_node: int) -> Iterator[int | None]:
+    """Yield over how many data ranks states may be sharded: over all, or over those of one node."""
+    yield None
+    if 1 < in_node < data and not data % in_node:
+        yield in_node
 
 
 def savings(layout: Layout) -> Iterator[list[Layout]]:
@@ -212,8 +222,8 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 def _hopeless(layout: Layout, machine: Machine) -> bool:
     """Return whether even half of an even share of the model states is more than device and host together have."""
     sizes = layout.bytes
-    shard = layout.data if layout.stage == 3 else 1
-    each = sizes.parameter / shard + sizes.gradient / (layout.data if layout.stage >= 2 else 1)
-    each += sizes.optimizer / (layout.data if layout.stage else 1)
+    shard = layout.shard if layout.stage == 3 else 1
+    each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.stage >= 2 else 1)
+    each += sizes.optimizer / (layout.shard if layout.stage else 1)
     held = layout.shape.parameters() / (layout.tensor * layout.pipeline) * each
     return held / 2 > usable(machine) + machine.host_memory_bytes

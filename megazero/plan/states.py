@@ -54,9 +54,9 @@ class UnitSize:
     def numel(self) -> int:
         return self.decayed + self.rest
 
-    def padded(self, data: int) -> int:
-        """Return the elements of the flat buffer that `data` ranks share."""
-        return _aligned(_aligned(self.decayed) + self.rest, data)
+    def padded(self, shard: int) -> int:
+        """Return the elements of the flat buffer that `shard` ranks share."""
+        return _aligned(_aligned(self.decayed) + self.rest, shard)
 
 
 def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) -> list[UnitSize]:
@@ -76,10 +76,10 @@ def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) 
     return [unit for unit in found if unit.numel]
 
 
-def states(sizes: Sequence[UnitSize], data: int, stage: int, bytes_: Bytes) -> dict[str, int]:
+def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, by category, with nothing on the host."""
-    whole = sum(unit.padded(data) for unit in sizes)
-    share = whole // data
+    whole = sum(unit.padded(shard) for unit in sizes)
+    share = whole // shard
     return {
         "parameters": bytes_.parameter * (share if stage == 3 else whole),
         "gradients": bytes_.gradient * (share if stage >= 2 else whole),

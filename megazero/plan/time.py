@@ -265,12 +265,13 @@ def _data(
         return sum(links.seconds(axis, flow.bytes, flow.ops) for flow in found)
 
     share_of_rate = software.scattered if layout.stage == 3 else 1.0
-    reduces, parameters = (total("data", what) / share_of_rate for what in ("gradients", "parameters"))
+    axis, replicas = layout.shard_axis, total("replica", "gradients")
+    reduces, parameters = (total(axis, what) / share_of_rate for what in ("gradients", "parameters"))
     ends = total("ends", "tied")
     if layout.data == 1:
         return ends, 0.0
     if not software.overlaps:
-        return reduces + parameters + ends, 0.0
+        return reduces + replicas + parameters + ends, 0.0
     waited = 0.0
     times = m if layout.stage >= 2 else 1
     forward, backward = (part / max(1, sum(gathered)) for part in gathered) if layout.stage == 3 else (1.0, 0.0)
@@ -279,8 +280,10 @@ def _data(
     in_backward = parameters * backward / times_gathered
     free = links.machine.reached.beside
     waited += times_gathered * _rest(beside_forward, free * busy.forward, blocks)
-    waited += times * _rest(beside_backward + in_backward, free * busy.backward, blocks)
-    return waited + ends, reduces + parameters - waited
+    beside = beside_backward + in_backward
+    waited += (times - 1) * _rest(beside, free * busy.backward, blocks)
+    waited += _rest(beside + replicas, free * busy.backward, blocks)  # replicas once, in the last backward
+    return waited + ends, reduces + replicas + parameters - waited
 
 
 def _rest(traffic: float, computation: float, units: int) -> float:

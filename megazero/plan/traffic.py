@@ -1,6 +1,6 @@
 """The bytes that one rank sends in a step, in closed form, by axis and purpose, as the ledger of a run counts them.
 
-Elements by the ring formula (`comm/ledger.py`); N, t, p ranks of the data, tensor and pipeline axis, m
+Elements by the ring formula (`comm/ledger.py`); N, t, p ranks of the shard, tensor and pipeline axis, m
 micro-batches, P the padded elements of a rank's units, n = s b h elements of a micro-batch's residual stream, n' = n/t
 with sequence parallelism and n without. In units of bytes x (N - 1) / N of the data axis, or (t - 1) / t of the
 tensor axis:
@@ -17,6 +17,8 @@ tensor axis:
     head            backward 2 n; sequence: n forward, n again, n backward
     loss            3 numbers for each token
     tail            sequence: 2 of each element of a shard that is whole on every tensor rank
+
+    replica         2 P / N gradients, once a step, in units of bytes x (R - 1) / R of R shard groups
 
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
@@ -92,15 +94,15 @@ def share_of(layout: Layout, rank: int) -> Share:
     return Share(sum(0 < i < last for i in own), 0 in own, last in own, len(remote), len(back))
 
 
-def traffic(layout: Layout, rank: int = 0, data_rank: int | None = None) -> dict[str, dict[str, int]]:
+def traffic(layout: Layout, rank: int = 0, shard_rank: int | None = None) -> dict[str, dict[str, int]]:
     """Return the bytes that a rank sends in a step: `[axis][purpose]`, with `host` for copies to and from its memory.
 
     Args:
         rank: its number on the pipeline axis.
-        data_rank: its number on the data axis; None: the last, whose shards have most of the tails, so none sends more.
+        shard_rank: its number on the shard axis; None: the last, whose shards have most of the tails: none sends more.
     """
     found: dict[str, dict[str, int]] = {}
-    for flow in flows(layout, share_of(layout, rank), data_rank):
+    for flow in flows(layout, share_of(layout, rank), shard_rank):
         if flow.bytes:
             purposes = found.setdefault(flow.axis, {})
             purposes[flow.purpose] = purposes.get(flow.purpose, 0) + flow.bytes
@@ -138,7 +140,8 @@ def split_by_node(layout: Layout, found: dict[str, dict[str, int]], devices: int
 
 
 def axis_size(layout: Layout, axis: str) -> int:
-    return {"tensor": layout.tensor, "data": layout.data, "pipeline": layout.pipeline, "ends": 2}[axis]
+    sizes = {"tensor": layout.tensor, "shard": layout.shard, "replica": layout.replicas, "data": layout.data}
+    return {**sizes, "pipeline": layout.pipeline, "ends": 2}[axis]
 
 
 def ranks_in_node(layout: Layout, axis: str, devices: int) -> int:
@@ -149,19 +152,20 @@ def ranks_in_node(layout: Layout, axis: str, devices: int) -> int:
     if layout.ranks <= devices:
         return axis_size(layout, axis)
     across = layout.tensor * layout.data
-    stride = {"tensor": 1, "data": layout.tensor, "pipeline": across, "ends": across * (layout.pipeline - 1)}[axis]
+    strides = {"tensor": 1, "shard": layout.tensor, "data": layout.tensor, "replica": layout.tensor * layout.shard}
+    stride = {**strides, "pipeline": across, "ends": across * (layout.pipeline - 1)}[axis]
     size, together = axis_size(layout, axis), max(1, devices // stride)
     if together >= size and devices % (size * stride):
         return max(1, size // 2)
     return min(size, together)
 
 
-def flows(layout: Layout, share: Share, data_rank: int | None = None) -> Iterator[Flow]:
+def flows(layout: Layout, share: Share, shard_rank: int | None = None) -> Iterator[Flow]:
     """Yield everything that a rank with this share of the model sends in a step, and receives from its host."""
     own = _units(layout, share)
     yield from _data(layout, own)
     yield from _tensor(layout, share)
-    yield from _tails(layout, own, layout.data - 1 if data_rank is None else data_rank)
+    yield from _tails(layout, own, layout.shard - 1 if shard_rank is None else shard_rank)
     yield from _pipeline(layout, share)
     yield from _scalars(layout, share, own)
     yield from _host(layout, share, own)
@@ -198,19 +202,22 @@ def _unit(layout: Layout, unit: UnitSize, name: str, count: int) -> _Unit:
     if name == "blocks" and shape.layernorm:
         split = (shape.hidden + 2 * shape.kv_width + shape.num_mlp_inputs * shape.ffn) // layout.tensor
     tail = -(-unit.decayed // ALIGNMENT) * ALIGNMENT + split if unit.rest else unit.decayed
-    return _Unit(name, unit.padded(layout.data), tail, count)
+    return _Unit(name, unit.padded(layout.shard), tail, count)
 
 
 def _data(layout: Layout, own: list[_Unit]) -> Iterator[Flow]:
-    n, m = layout.data, layout.micro_batches
-    if n == 1:
-        return
+    n, m, axis = layout.shard, layout.micro_batches, layout.shard_axis
     numbers, elements = sum(unit.count for unit in own), sum(unit.padded * unit.count for unit in own)
     each = elements // n * (n - 1)
     times = {0: 2, 1: 1, 2: m, 3: m}[layout.stage]
-    yield Flow("data", "gradients", numbers * (m if layout.stage >= 2 else 1), times * each * layout.bytes.gradient)
-    if layout.stage in (1, 2):
-        yield Flow("data", "parameters", numbers, each * layout.bytes.parameter)
+    if n > 1:
+        ops = numbers * (m if layout.stage >= 2 else 1)
+        yield Flow(axis, "gradients", ops, times * each * layout.bytes.gradient)
+    if n > 1 and layout.stage in (1, 2):
+        yield Flow(axis, "parameters", numbers, each * layout.bytes.parameter)
+    if layout.replicas > 1:
+        elements = sum(unit.count * -(-_shard(layout, unit) // layout.replicas) for unit in own)
+        yield Flow("replica", "gradients", numbers, 2 * (layout.replicas - 1) * elements * layout.bytes.gradient)
 
 
 def _stage_3(layout: Layout, share: Share) -> tuple[int, int]:
@@ -249,13 +256,13 @@ def _tensor(layout: Layout, share: Share) -> Iterator[Flow]:
         yield flow("inputs", blocks)
 
 
-def _tails(layout: Layout, own: list[_Unit], data_rank: int) -> Iterator[Flow]:
+def _tails(layout: Layout, own: list[_Unit], shard_rank: int) -> Iterator[Flow]:
     """Yield what is summed over the tensor axis once a step under sequence parallelism."""
     if not layout.sequence:
         return
     t, item = layout.tensor, layout.bytes.gradient
     for unit in own:
-        length = _tail(layout, unit, data_rank)
+        length = _tail(layout, unit, shard_rank)
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
         if layout.offload_optimizer:
@@ -263,16 +270,16 @@ def _tails(layout: Layout, own: list[_Unit], data_rank: int) -> Iterator[Flow]:
             yield Flow("host", "gradients out", unit.count, unit.count * length * item)
 
 
-def _tail(layout: Layout, unit: _Unit, data_rank: int) -> int:
+def _tail(layout: Layout, unit: _Unit, shard_rank: int) -> int:
     """Return the elements of a rank's shard that lie in the unit's tail."""
     shard = _shard(layout, unit)
-    start = data_rank * shard if layout.stage >= 1 else 0
+    start = shard_rank * shard if layout.stage >= 1 else 0
     return max(0, shard - max(0, unit.tail - start))
 
 
 def _shard(layout: Layout, unit: _Unit) -> int:
     """Return the elements of a unit that a rank updates."""
-    return unit.padded // layout.data if layout.stage >= 1 else unit.padded
+    return unit.padded // layout.shard if layout.stage >= 1 else unit.padded
 
 
 def _pipeline(layout: Layout, share: Share) -> Iterator[Flow]:
@@ -298,7 +305,7 @@ def _scalars(layout: Layout, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     everywhere = layout.shape.layers + layout.shape.tied + _ends(layout)
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("data", "loss", 2), ("pipeline", "loss", 2)]
     if layout.stage >= 1:
-        sums.append(("data", "norm", counted))
+        sums.append((layout.shard_axis, "norm", counted))
     for axis, purpose, numbers in sums:
         size = axis_size(layout, axis)
         yield Flow(axis, purpose, int(size > 1), 2 * (size - 1) * -(-numbers // size) * WIDE)
@@ -322,10 +329,11 @@ def _host(layout: Layout, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         if not layout.offload_parameters:
             yield Flow("host", "parameters back", numbers, shard * p)
     ops, gathered = _stage_3(layout, share)
-    if layout.data > 1:
-        yield Flow("data", "parameters", ops, gathered // layout.data * (layout.data - 1) * p)
+    if layout.shard > 1:
+        sent = gathered // layout.shard * (layout.shard - 1) * p
+        yield Flow(layout.shard_axis, "parameters", ops, sent)
     if layout.offload_parameters:
-        yield Flow("host", "parameters back", ops, gathered // layout.data * p)
+        yield Flow("host", "parameters back", ops, gathered // layout.shard * p)
         if not layout.offload_optimizer:
             yield Flow("host", "parameters out", numbers, shard * p)
     if layout.offload and layout.recompute == "full":

@@ -11,7 +11,7 @@ the name of the parameter and not a wrong sum.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
 
 
@@ -52,6 +53,7 @@ class DeliveryCounter:
     def __init__(self, unit: str):
         self._unit = unit
         self._by_micro_batch: dict[int, Deliveries] = {}
+        self._delivered: set[str] = set()
         self.micro_batch = 0
         self.on_complete: Callable[[], object] = lambda: None
         self.deferred: deque[Callable[[], None]] | None = None
@@ -69,6 +71,7 @@ class DeliveryCounter:
         assert deliveries is not None and deliveries.due[parameter] > 0, self._wrong(
             parameter, "has a gradient", deliveries
         )
+        self._delivered.add(parameter)
         deliveries.phase = Phase.BACKWARD
         deliveries.due[parameter] -= 1
         deliveries.left -= 1
@@ -76,10 +79,20 @@ class DeliveryCounter:
             deliveries.phase = Phase.COMPLETE
             self.on_complete()
 
-    def missing(self) -> list[str]:
-        """Parameters whose announced gradients have not all arrived in the backward that runs or has run."""
-        deliveries = self._by_micro_batch.get(self.micro_batch)
-        return [] if deliveries is None else sorted(+deliveries.due)
+    def require(self, parameters: Iterable[str]) -> None:
+        """Raise an error if a parameter has had no gradient in this step.
+
+        Raises:
+            UserError: 305.
+        """
+        lacking = [name for name in parameters if name not in self._delivered]
+        if lacking:
+            what = f"expected a gradient of {lacking[0]} in each step, got none"
+            what += f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
+            do = (
+                "see that its layer announces and delivers it (megazero/model/contract.py), or take it out of the units"
+            )
+            raise UserError(305, what, do)
 
     def end(self) -> None:
         """The backward of a micro-batch is over."""
@@ -88,6 +101,7 @@ class DeliveryCounter:
     def clear(self) -> None:
         """Nothing is under way: a forward that never had a backward does not count."""
         self._by_micro_batch.clear()
+        self._delivered.clear()
 
     def _wrong(self, parameter: str, event: str, deliveries: Deliveries | None) -> str:
         state = "was never begun" if deliveries is None else deliveries.phase.value

@@ -215,6 +215,8 @@ class Unit:
             last: no more come in this step, so that the sum over the replicas can be taken.
         """
         assert self.partial is not None, f"unit {self.layout.name} has no gradients"
+        if last:
+            self.deliveries.require(self.views)
         axes, placement = self.axes, Placement.PARTIAL
         if axes.shard.size > 1 and len(self.masters) < self.numel:
             self._open_share(accumulate=accumulate)

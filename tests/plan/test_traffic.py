@@ -75,6 +75,7 @@ def planned(layout: Layout, shape: Shape, precision: Precision) -> Planned:
         "offload",
     )
     same = {name: getattr(layout, name) for name in (*names, "offload_optimizer", "offload_parameters")}
+    same["shard_ranks"] = layout.shard
     model = model_shape(layout.config(shape, precision))
     batch = {"micro_batch": layout.micro, "global_batch": GLOBAL_BATCH}
     return Planned(model, bytes_, dropout=shape.dropout > 0, **same, **batch)

@@ -70,7 +70,8 @@ def simulated(rank: int, layout: Layout, flavour: str, dtype: str) -> Counted:
     """The same of the rank alone."""
     ops: Operations = KERNELS.get(dtype, REFERENCE)
     with FakeTensorMode():
-        axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": layout.bucket}
+        axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": layout.bucket}
+        axes["shard_ranks"] = layout.shard
         grid = rewired(alone(rank, layout.size, backend="gloo", ledger=ToldLedger(), **axes), layout)
         host = IdleHost(CPU, grid.comm.ledger, apart=True)
         found = two_steps(layout.config(SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")

@@ -38,7 +38,18 @@ RECOMPUTES: tuple[tuple[Recompute, bool, bool], ...] = (
     ("full", True, False),
     ("full", True, True),
 )
-_PAIRED = ("tensor", "pipeline", "data", "stage", "sequence", "schedule", "recompute", "offload", "delayed")
+_PAIRED = (
+    "tensor",
+    "pipeline",
+    "data",
+    "stage",
+    "shard_ranks",
+    "sequence",
+    "schedule",
+    "recompute",
+    "offload",
+    "delayed",
+)
 Offloaded = Literal["none", "optimizer", "parameters", "both"]
 OFFLOADS: tuple[tuple[Offloaded, bool], ...] = (
     ("none", False),
@@ -63,6 +74,7 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     stage: int = 1
+    shard_ranks: int | None = None
     sequence: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
@@ -79,6 +91,7 @@ class Layout:
     def __str__(self) -> str:
         words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
+        words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
         words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
         words += ["Pa+cpu" if self.inputs_away else "Pa"] * self.partition
@@ -95,7 +108,9 @@ class Layout:
             update={
                 "parallel": config.parallel.model_copy(update=parallel),
                 "pipeline": config.pipeline.model_copy(update=pipeline),
-                "zero": config.zero.model_copy(update={"stage": self.stage, "offload": offload}),
+                "zero": config.zero.model_copy(
+                    update={"stage": self.stage, "shard_ranks": self.shard_ranks, "offload": offload}
+                ),
                 "memory": Memory(recompute=self.recompute, partition=self.partition, offload=self.inputs_away),
             }
         )
@@ -119,14 +134,15 @@ def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
     grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
     found = []
     for tensor, pipeline, data in grids:
-        stages = range(4) if data > 1 else (1,)  # a stage shares with data ranks
+        groups = [None, *(n for n in range(2, data) if data % n == 0)]
+        stages = list(product(range(4), groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
         choices = product(stages, (False, True), SCHEDULES, RECOMPUTES, OFFLOADS)
-        for stage, sequence, (schedule, chunks), memory, offload in choices:
+        for (stage, shard_ranks), sequence, (schedule, chunks), memory, offload in choices:
             if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
                 continue
             if memory[1] and (tensor == 1 or sequence):  # it would change nothing
                 continue
-            layout = Layout(tensor, pipeline, data, stage, sequence, schedule, chunks, *memory, *offload)
+            layout = Layout(tensor, pipeline, data, stage, shard_ranks, sequence, schedule, chunks, *memory, *offload)
             if admits(layout.of(config), layout.size):
                 found.append(layout)
     return found

@@ -140,6 +140,7 @@ def options(layout: Layout) -> Iterator[tuple[str, Any]]:
     yield "pipeline.schedule", layout.schedule
     yield "pipeline.chunks", layout.chunks
     yield "zero.stage", layout.stage
+    yield "zero.shard_ranks", layout.shard_ranks
     yield "batch.micro", layout.micro_batch
     yield "memory.recompute", layout.recompute
     yield "memory.partition", layout.partition

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megazero.base.files import replace_file
 from megazero.base.terminal import wrapped
+from megazero.plan.layout import Layout
 from megazero.plan.machines import Machine
 from megazero.plan.search import Search, usable
 from megazero.schedules.actions import Schedule
@@ -59,7 +60,7 @@ def search_as_text(found: Search, machine: Machine, given: Mapping[str, object],
     for one in found.excluded:
         layout = one.layout
         axes = f"tensor {layout.tensor}, pipeline {layout.pipeline} {layout.schedule}, data {layout.data}"
-        rest = f"stage {layout.stage}, micro-batch {layout.micro_batch}"
+        rest = f"stage {layout.stage}{_groups(layout)}, micro-batch {layout.micro_batch}"
         lines += wrapped(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}", columns, "    ")
     return "\n".join(lines)
 
@@ -111,6 +112,11 @@ def draw(plan: Plan, path: Path) -> None:
     replace_file(path, picture.getvalue())
 
 
+def _groups(layout: Layout) -> str:
+    """Return over how many ranks a layout shards, where these are not all data ranks."""
+    return f" over {layout.shard} ranks" if layout.replicas > 1 else ""
+
+
 def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
     """Return the first micro-batches of a step, in seconds."""
     layout, passes = plan.layout, plan.time.micro.times(1 / plan.layout.chunks)
@@ -124,7 +130,7 @@ def _head(plan: Plan) -> Iterator[str]:
     layout = plan.layout
     yield f"{plan.parameters / 1e9:,.3f}B parameters on {layout.ranks} {plan.machine.name}: " + (
         f"tensor {layout.tensor}, pipeline {layout.pipeline} ({layout.schedule}), data {layout.data}, "
-        f"ZeRO stage {layout.stage}, {layout.micro_batches} micro-batches of {layout.micro_batch}"
+        f"ZeRO stage {layout.stage}{_groups(layout)}, {layout.micro_batches} micro-batches of {layout.micro_batch}"
     )
     room, need = usable(plan.machine), plan.fullest.peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"

@@ -1,0 +1,113 @@
+"""Hybrid sharding: states are sharded over some data ranks and replicated over the others (`zero.shard_ranks`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.build.pipeline import layout_of
+from megazero.comm.grid import Grid
+from megazero.plan.memory import memory
+from megazero.plan.traffic import traffic
+from megazero.zero.placement import Precision
+from tests.layouts import SHAPES, Layout, Rank, equal, ids, pairwise, train
+from tests.plan.test_memory import EXACT, FLAVOURS, held
+from tests.ranks import run_ranks
+from tests.test_layouts import DTYPES, compare
+
+SCHEDULES = {1: ("1f1b", 1), 2: ("zb-h1", 1)}
+OFFLOADS = {
+    "here": {},
+    "optimizer": {"offload_optimizer": True},
+    "delayed": {"offload_optimizer": True, "delayed": True},
+    "both": {"offload_optimizer": True, "offload_parameters": True},
+}
+CASES = [
+    (flavour, dtype, grid, sequence, accumulation, stage, recompute, offload)
+    for flavour in ("deep", "deep-untied")
+    for dtype in DTYPES
+    for grid in ((1, 4, 2, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (2, 4, 2, 1), (1, 4, 2, 2), (1, 8, 2, 1))
+    for sequence in (False, True)
+    if grid[0] > 1 or not sequence
+    for accumulation in (1, 2)
+    for stage in (1, 2, 3)
+    for recompute in ("none", "full")
+    for offload in OFFLOADS
+    if stage == 3 or offload != "both"
+]
+COVER = pairwise(CASES)
+
+
+def size_of(case: tuple) -> int:
+    tensor, data, _, pipeline = case[2]
+    return tensor * data * pipeline
+
+
+FEW = [case for case in COVER if size_of(case) == 4][:8]
+
+
+def layout_from(case: tuple) -> Layout:
+    _, _, (tensor, data, shard, pipeline), sequence, accumulation, stage, recompute, offload = case
+    schedule, chunks = SCHEDULES[pipeline]
+    layout = Layout(tensor, data, sequence, accumulation, stage, pipeline=pipeline, schedule=schedule, chunks=chunks)
+    return replace(layout, shard=shard, recompute=recompute, **OFFLOADS[offload])
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in FEW else pytest.mark.full) for c in COVER], ids=ids(COVER)
+)
+def test_equals_one_process(case: tuple) -> None:
+    """Replicas are held to be equal bit for bit by `train`."""
+    layout = layout_from(case)
+    compare(train(layout, case[0], DTYPES[case[1]]), *case[:2], delayed=layout.delayed)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_group_of_all_ranks_is_plain_sharding(stage: int) -> None:
+    plain = Layout(1, 4, False, 2, stage)
+    equal(train(replace(plain, shard=4), "gpt", Precision()), train(plain, "gpt", Precision()))
+
+
+def one_step(grid: Grid, layout: Layout, flavour: str, precision: Precision) -> dict[str, dict[str, int]]:
+    rank = Rank(grid, layout, SHAPES[flavour], precision)
+    rank.step(0)
+    counted = grid.comm.ledger.traffic_as_dict()
+    return {axis: {purpose: row["bytes_sent"] for purpose, row in rows.items()} for axis, rows in counted.items()}
+
+
+BYTES = [
+    (shard, stage, accumulation, flavour, dtype, offload)
+    for shard in (1, 2)
+    for stage in (1, 2, 3)
+    for accumulation in (1, 4)
+    for flavour in ("deep", "deep-untied")
+    for dtype in ("fp32", "bf16")
+    for offload in ("here", "optimizer", "both")
+    if stage == 3 or offload != "both"
+]
+BF16 = {"fp32": Precision(), "bf16": Precision(torch.bfloat16, torch.float32)}
+SHORT = pairwise(BYTES)[:5]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in SHORT else pytest.mark.full) for c in BYTES], ids=ids(BYTES)
+)
+def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
+    """To the byte; between the groups a rank sends its shard of the gradients once a step: 2 P / N x (R - 1) / R."""
+    shard, stage, accumulation, flavour, dtype, offload = case
+    layout = replace(Layout(1, 4, False, accumulation, stage, shard=shard), **OFFLOADS[offload])
+    precision = BF16[dtype]
+    config = layout.config(SHAPES[flavour], precision)
+    plan = layout_of(config, 4)
+    ledgers = run_ranks(4, one_step, layout, flavour, precision, shard=shard)
+    for rank, ledger in enumerate(ledgers):
+        assert traffic(plan, 0, rank % shard) == ledger, f"rank {rank}"
+    item, each = precision.gradients.itemsize, sum(ledgers[0]["replica"].values())
+    parameters = plan.shape.parameters()
+    assert each == pytest.approx(2 * parameters * item / shard * (1 - shard / 4), rel=0.02)
+    shape = FLAVOURS["gpt"]
+    size = layout_of(layout.config(shape, precision), 4)
+    for _, measured in run_ranks(4, held, layout, shape, precision, shard=shard):
+        predicted = memory(size, 0, fused=False).held
+        for category in (*EXACT, "host_optimizer", "host_gradients", "host_parameters", "pool"):
+            assert predicted.get(category, 0) == measured.get(category, 0), category
