@@ -1,0 +1,169 @@
+"""Compare the numbers of two versions of the code, to the last digit, in 73 layouts.
+
+    python scripts/same_numbers.py record TREE FOLDER      # trains with the code in TREE, keeps rows and ledgers
+    python scripts/same_numbers.py compare FOLDER FOLDER   # exits with 1 if a number differs
+
+Each layout trains a small model for three steps with `train.py` of TREE, with validation. Compared are all rows of
+`metrics.jsonl` without what is measured on a clock, and the bytes and operations of `ledger.json`.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.observe.metrics import TIMING_KEYS
+
+VOCAB = 300
+CONFIG = f"""
+run: {{steps: 3}}
+model: {{layers: 4, hidden: 32, heads: 4, vocab: {VOCAB}, seq_len: 32}}
+optimizer: {{lr: 2e-3, clip: 0.5}}
+schedule: {{warmup: 1, min_lr: 2e-4}}
+batch: {{global: 8, micro: 1}}
+data: {{valid: 0.1}}
+observe: {{every: 1}}
+precision: {{kernels: reference}}
+"""
+LLAMA = (
+    *("model.position=rotary", "model.norm=rmsnorm", "model.activation=swiglu"),
+    *("model.kv_heads=2", "model.tie_embeddings=false"),
+)
+SEQUENCE = ("parallel.sequence=true",)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+RECOMPUTE = {
+    "selective": ("memory.recompute=selective",),
+    "full": ("memory.recompute=full",),
+    "Pa": ("memory.recompute=full", "memory.partition=true"),
+    "Pa+cpu": ("memory.recompute=full", "memory.partition=true", "memory.offload=true"),
+}
+PRECISION = {
+    "fp64": ("precision.dtype=fp64",),
+    "bf16": ("precision.dtype=bf16",),
+    "bf16-param": ("precision.dtype=bf16", "zero.grad_dtype=param"),
+    "fp16": ("precision.dtype=fp16",),
+}
+INPUTS = {"dropout": ("model.dropout=0.1",), "documents": ("data.mask_eod=true",)}
+OFFLOAD = {
+    "optimizer": ("zero.offload.optimizer=cpu",),
+    "delayed": ("zero.offload.optimizer=cpu", "zero.offload.delayed=true"),
+    "both": ("zero.offload.optimizer=cpu", "zero.offload.parameters=cpu"),
+}
+Layout = tuple[str, int, tuple[str, ...]]  # name, ranks, options
+
+
+def layouts() -> Iterator[Layout]:
+    """Yield every layout that is compared."""
+    tp2, pp2 = ("parallel.tensor=2",), ("parallel.pipeline=2",)
+    for name, flavour in (("gpt", ()), ("llama", LLAMA)):
+        yield f"{name}-one", 1, flavour
+        for stage in range(4):
+            yield f"{name}-dp2-stage{stage}", 2, (*flavour, f"zero.stage={stage}")
+        yield f"{name}-tp2", 2, (*flavour, *tp2)
+        yield f"{name}-tp2-sequence", 2, (*flavour, *tp2, *SEQUENCE)
+        for schedule in SCHEDULES:
+            yield f"{name}-pp2-{schedule}", 2, (*flavour, *pp2, f"pipeline.schedule={schedule}")
+    yield "tp4-sequence", 4, ("parallel.tensor=4", *SEQUENCE)
+    for stage in range(4):
+        yield f"dp4-stage{stage}", 4, (f"zero.stage={stage}",)
+        yield f"tp2-dp2-stage{stage}", 4, (*tp2, *SEQUENCE, f"zero.stage={stage}")
+    for stage, schedule in ((1, "1f1b"), (2, "zb-h1"), (3, "zb-v"), (3, "interleaved"), (0, "gpipe")):
+        yield f"pp2-{schedule}-dp2-stage{stage}", 4, (*pp2, f"pipeline.schedule={schedule}", f"zero.stage={stage}")
+    yield "tp2-pp2-zb-v", 4, (*tp2, *SEQUENCE, *pp2, "pipeline.schedule=zb-v")
+    yield "tp2-pp2-1f1b", 4, (*LLAMA, *tp2, *pp2)
+    for name, options in RECOMPUTE.items():
+        yield f"tp2-{name}", 2, (*tp2, *options)
+    for name in ("selective", "full"):
+        yield f"dp2-stage3-{name}", 2, ("zero.stage=3", *RECOMPUTE[name])
+    for name, options in PRECISION.items():
+        for stage in (0, 1, 2, 3):
+            yield f"dp2-stage{stage}-{name}", 2, (f"zero.stage={stage}", *options)
+    for name, options in INPUTS.items():
+        yield f"one-{name}", 1, options
+        yield f"dp2-stage2-{name}", 2, ("zero.stage=2", *options)
+        yield f"tp2-sequence-{name}", 2, (*tp2, *SEQUENCE, *options)
+        yield f"pp2-{name}", 2, (*pp2, *options)
+    for name, options in OFFLOAD.items():
+        yield f"dp2-stage3-offload-{name}", 2, ("zero.stage=3", *options)
+
+
+def record(tree: Path, folder: Path) -> None:
+    """Train in every layout with the code in a tree, and keep what is compared."""
+    folder.mkdir(parents=True)
+    make_data(folder)
+    found = list(layouts())
+    for number, (name, ranks, options) in enumerate(found, 1):
+        print(f"{number} of {len(found)}: {name}", flush=True)
+        run = folder / "run"
+        command = [sys.executable, "train.py", "--config", folder / "config.yaml", "--nproc", str(ranks)]
+        command += [f"run.dir={run}", f"data.train={folder / 'tokens'}", *options]
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*map(str, command)], cwd=tree, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{name}: exit code {done.returncode}: {done.stderr[-2000:]}")
+        (folder / f"{name}.json").write_text(json.dumps(numbers(run), sort_keys=True, indent=1))
+        shutil.rmtree(run)
+
+
+def make_data(folder: Path) -> None:
+    """Write the config and the tokens: documents of random length."""
+    draw = np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "tokens", np.uint16) as writer:
+        for _ in range(60):
+            writer.append(draw.integers(0, VOCAB, draw.integers(5, 90), dtype=np.uint16))
+            writer.end_document()
+    (folder / "config.yaml").write_text(CONFIG)
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """Return what a run's folder says that no clock decides."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ledger = json.loads((run / "ledger.json").read_text())
+    rows = [{key: value for key, value in row.items() if key not in TIMING_KEYS} for row in rows]
+    return {"rows": rows, "traffic": ledger["traffic"], "bytes": ledger["bytes"]}
+
+
+def compare(one: Path, other: Path) -> int:
+    """Print every number that differs, and return how many layouts have one."""
+    different = 0
+    names = [name for name, *_ in layouts()]
+    for name in names:
+        before, after = (_flat(json.loads((folder / f"{name}.json").read_text())) for folder in (one, other))
+        odd = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+        different += bool(odd)
+        for key in sorted(odd):
+            print(f"{name}: {key}: {before.get(key)} -> {after.get(key)}")
+    print(f"{len(names) - different} of {len(names)} layouts are equal to the last digit")
+    return different
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        return {key: value}
+    return {k: v for name, part in items for k, v in _flat(part, f"{key}.{name}" if key else str(name)).items()}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    options = parser.parse_args(arguments)
+    if options.what == "record":
+        record(options.first.resolve(), options.second.resolve())
+        return 0
+    return 1 if compare(options.first, options.second) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
