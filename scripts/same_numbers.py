@@ -128,7 +128,8 @@ def numbers(run: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ledger = json.loads((run / "ledger.json").read_text())
     rows = [{key: value for key, value in row.items() if key not in TIMING_KEYS} for row in rows]
-    return {"rows": rows, "traffic": ledger["traffic"], "bytes": ledger["bytes"]}
+    counted = [{"traffic": rank["traffic"], "bytes": rank["bytes"]} for rank in ledger]
+    return {"rows": rows, "ranks": counted}
 
 
 def compare(one: Path, other: Path) -> int:
