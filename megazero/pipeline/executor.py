@@ -24,7 +24,7 @@ _WORDS = {
     Kind.REDUCE: "reduction",
     Kind.TIE: "tied sum",
 }
-_BEGIN_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class Pipeline:
@@ -65,78 +65,82 @@ class Pipeline:
         self._reduced: frozenset[tuple[int, int]] = frozenset()
         self._look: Look | None = None
         self._losses: list[Tensor] = []
-        self._do: dict[Kind, Callable[[Action], None]] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: transport.send,
-            Kind.SEND_BACKWARD: transport.send,
-            Kind.RECEIVE_FORWARD: self._post,
-            Kind.RECEIVE_BACKWARD: self._post,
-            Kind.REDUCE: lambda action: self.stages[action.stage].finish_reduction(),
-            Kind.TIE: lambda action: self._reduce_tied(),
-        }
+
+    def begin(
+        self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs], *, look: Look | None = None
+    ) -> Sequence[Action]:
+        """Begin a training step, and return what this rank has to do in it, in order: forward, backward, communicate.
+
+        Args:
+            batches: the micro-batches, in order.
+            feed: what the stages need to know of one; asked for when a forward begins.
+            look: called with what each stage makes for another: output of a forward, or gradient of its input.
+        """
+        return self._begin(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, feed, look)
+
+    def end(self) -> None:
+        """End a step: wait until all that was sent has gone. Gradients are where the engine updates from."""
+        self._transport.finish()
+        self._batches = ()
 
     def train(
         self,
         batches: Sequence[Batch],
         feed: Callable[[Batch], StageInputs],
         *,
-        now: Callable[[str], object] = lambda phase: None,
-        between: Callable[[], object] = lambda: None,
+        before: Callable[[Action], object] = lambda action: None,
         look: Look | None = None,
     ) -> None:
-        """Run forward and backward of every micro-batch; gradients are left where the engine updates from.
-
-        Args:
-            batches: the micro-batches, in order.
-            feed: what the stages need to know of one; asked for when a forward begins.
-            now: called with what is being done.
-            between: called once, before the first backward.
-            look: called with what each stage makes for another: output of a forward, or gradient of its input.
-        """
-        self._feed, self._look = feed, look
-        self._run(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, now, between)
+        """Run a whole step; see `begin`. `before` is called with each action."""
+        for action in self.begin(batches, feed, look=look):
+            before(action)
+            self._run(action)
+        self.end()
 
     def num_passes(self, micro_batches: int) -> int:
-        """Return the number of passes of this rank in a step, which is how often `now` is called."""
+        """Return how many actions of this rank in a step `describe` has words for."""
         schedule = self._lowered(self._training, micro_batches, lambda schedule: schedule)
         return sum(action.kind in _WORDS for action in schedule.ranks[self._rank])
+
+    def describe(self, action: Action) -> str | None:
+        """Return what an action is, for people; None of one that takes no time of its own."""
+        if action.kind not in _WORDS:
+            return None
+        place = f" in stage {action.stage}" if self.num_stages > 1 else ""
+        return f"{_WORDS[action.kind]} of micro-batch {action.micro_batch}{place}"
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
         """Return the token losses of every batch where the last stage is, nothing elsewhere."""
-        self._feed, self._look = feed, None
         schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)
-        self._run(schedule, batches, lambda phase: None, lambda: None)
+        for action in self._begin(schedule, batches, feed, None):
+            self._run(action)
+        self.end()
         losses, self._losses = self._losses, []
         return losses
 
-    def _run(
+    def _begin(
         self,
         schedule: Schedule,
         batches: Sequence[Batch],
-        now: Callable[[str], object],
-        between: Callable[[], object],
-    ) -> None:
+        feed: Callable[[Batch], StageInputs],
+        look: Look | None,
+    ) -> Sequence[Action]:
         self._transport.open()
-        actions = schedule.ranks[self._rank]
-        self._batches = batches
+        self._batches, self._feed, self._look = batches, feed, look
         for stage in self.stages.values():
             stage.clear()
+        actions = schedule.ranks[self._rank]
         self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
-        begun = False
-        for action in actions:
-            if action.kind in _WORDS:
-                place = f" in stage {action.stage}" if self.num_stages > 1 else ""
-                now(f"{_WORDS[action.kind]} of micro-batch {action.micro_batch}{place}")
-            if not begun and action.kind in _BEGIN_BACKWARD:
-                begun = True
-                between()
-            self._do[action.kind](action)
-        self._transport.finish()
-        self._batches = ()
+        return actions
+
+    def _run(self, action: Action) -> None:
+        if action.kind is F:
+            self.forward(action)
+        elif action.kind in BACKWARDS:
+            self.backward(action)
+        else:
+            self.communicate(action)
 
     def _lowered(
         self, known: dict[int, Schedule], micro_batches: int, choose: Callable[[Schedule], Schedule]
@@ -145,7 +149,8 @@ class Pipeline:
             known[micro_batches] = choose(self._schedule(micro_batches))
         return known[micro_batches]
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """Run the forward of one micro-batch in one stage."""
         index, m = action.stage, action.micro_batch
         stage = self.stages[index]
         x = self._transport.take(F, index, m) if index > 0 else None
@@ -157,9 +162,12 @@ class Pipeline:
         elif not torch.is_grad_enabled():
             self._losses.append(y)
 
-    def _backward(self, action: Action) -> None:
-        index, m = action.stage, action.micro_batch
-        stage = self.stages[index]
+    def backward(self, action: Action) -> None:
+        """Run the backward of one micro-batch in one stage, or the part of it that is the input's or the weights'."""
+        index, m, stage = action.stage, action.micro_batch, self.stages[action.stage]
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            stage.backward_weight(m, **self._reduction(action))
+            return
         gradient = self._transport.take(B, index, m) if stage.loss is None else None
         if action.kind is B:
             gradient = stage.backward(m, gradient, **self._reduction(action))
@@ -170,13 +178,19 @@ class Pipeline:
                 self._look(B, index, m, gradient)
             self._transport.put(B, index - 1, m, gradient)
 
-    def _backward_weight(self, action: Action) -> None:
-        self.stages[action.stage].backward_weight(action.micro_batch, **self._reduction(action))
+    def communicate(self, action: Action) -> None:
+        """Send, receive, or finish the reduction of gradients."""
+        if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+            self._transport.send(action)
+        elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+            self._transport.post(action, self._shape(self._batches[action.micro_batch]))
+        elif action.kind is Kind.REDUCE:
+            self.stages[action.stage].finish_reduction()
+        else:
+            assert action.kind is Kind.TIE, action
+            self._reduce_tied()
 
     def _reduction(self, action: Action) -> dict[str, bool]:
         """Return whether gradients are reduced after a backward pass, and whether it is the step's last."""
         last = action.micro_batch == len(self._batches) - 1
         return {"reduce": (action.stage, action.micro_batch) in self._reduced, "last": last}
-
-    def _post(self, action: Action) -> None:
-        self._transport.post(action, self._shape(self._batches[action.micro_batch]))

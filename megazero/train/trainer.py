@@ -28,7 +28,7 @@ from megazero.observe.jsonl import finite
 from megazero.observe.metrics import Value
 from megazero.observe.recorder import Numbers, Recorder
 from megazero.optim.learning_rate import LearningRate
-from megazero.pipeline.executor import Pipeline
+from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.pipeline.stage import StageInputs
 from megazero.schedules.actions import Kind
 from megazero.train.stopping import FAILED, Reason, Stopping
@@ -165,7 +165,7 @@ class Trainer:
             self._write(self._owed, done, validates=self.validates(done))
         while self.reason is None and done < self.schedule.steps:
             with self.recorder.step(done + 1):
-                self._step(done)
+                self.train_step(done)
             if (
                 self.reason
                 or self.schedule.logs(done)
@@ -188,15 +188,22 @@ class Trainer:
         finally:
             self.recorder.close()
 
-    def _step(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
+        """Train one step: forward and backward of each micro-batch as the schedule orders them, and the update."""
         self.now(step + 1, "data")
         batches = self.loader.step(step)
         self.engine.begin_step()
-
-        def now(phase: str) -> None:
-            self.now(step + 1, phase)
-
-        self.pipeline.train(batches, lambda batch: self.feed(batch, step), now=now, between=self._read)
+        for action in self.pipeline.begin(batches, lambda batch: self.feed(batch, step)):
+            if (phase := self.pipeline.describe(action)) is not None:
+                self.now(step + 1, phase)
+            if action.kind is Kind.FORWARD:
+                self.pipeline.forward(action)
+            elif action.kind in BACKWARDS:
+                self._read()
+                self.pipeline.backward(action)
+            else:
+                self.pipeline.communicate(action)
+        self.pipeline.end()
         self._settle(complete=False)
         self.now(step + 1, "update")
         self.checkpoints.settle()
@@ -205,7 +212,7 @@ class Trainer:
         self.stopping.vote(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
 
     def _read(self) -> None:
-        """Reads how the step issued last went: the host waits for it here, and nowhere else."""
+        """Read how the step issued last went, once: the host waits for it here, and nowhere else."""
         if self._pending is not None and self._flags is None:
             result = self._pending.result
             self._flags = bool(result.finite.item()), bool(result.skipped.item())

@@ -155,6 +155,7 @@ OTHERWISE = {
     "pipeline.schedule",
     "pipeline.chunks",
     "zero.stage",
+    "zero.shard_ranks",  # tests/zero/test_hybrid.py
     "parallel.tensor",
     "parallel.sequence",
     "parallel.timeout",

@@ -10,8 +10,10 @@ from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
+from megazero.pipeline.executor import BACKWARDS
 from megazero.plan.activations import Micro, kept_by_block
 from megazero.plan.model import ModelShape
+from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Layout, Rank, pairwise
 from tests.ranks import run_ranks
@@ -40,9 +42,14 @@ def after_forward(grid: Grid, layout: Layout, shape: Shape, precision: Precision
     rank = Rank(grid, layout, shape, precision)
     feed = plain(rank.feed(0, 0))
     there: list[int] = []
+
+    def note(action: Action) -> None:
+        if action.kind in BACKWARDS:
+            there.append(counted.now)
+
     rank.engine.begin_step()
     with Allocations() as counted:
-        rank.pipeline.train([feed], lambda feed: feed, between=lambda: there.append(counted.now))
+        rank.pipeline.train([feed], lambda feed: feed, before=note)
     return there[0]
 
 

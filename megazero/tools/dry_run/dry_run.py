@@ -34,6 +34,7 @@ from megazero.observe.timeline import MemoryTimeline
 from megazero.plan.memory import RankMemory
 from megazero.plan.traffic import traffic
 from megazero.run.plan_check import expected
+from megazero.schedules.actions import Action
 from megazero.train.stopping import Stopping
 
 CPU = torch.device("cpu")
@@ -182,13 +183,14 @@ def _step(
     hooks = _name_places(built.model, timeline)
     progress.total = built.pipeline.num_passes(len(batches))
 
-    def at(action: str) -> None:
-        progress.advance()
-        timeline.at(action)
+    def at(action: Action) -> None:
+        if (phase := built.pipeline.describe(action)) is not None:
+            progress.advance()
+            timeline.at(phase)
 
     with timeline:
         built.engine.begin_step()
-        built.pipeline.train(batches, lambda batch: feed(batch, number), now=at)
+        built.pipeline.train(batches, lambda batch: feed(batch, number), before=at)
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
         stopping.vote(failed=False, saving=0.0)
