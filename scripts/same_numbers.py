@@ -9,7 +9,6 @@ Each layout trains a small model for three steps with `train.py` of TREE, with v
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.metrics import TIMING_KEYS
@@ -103,10 +103,10 @@ def record(tree: Path, folder: Path) -> None:
     for number, (name, ranks, options) in enumerate(found, 1):
         print(f"{number} of {len(found)}: {name}", flush=True)
         run = folder / "run"
-        command = [sys.executable, "train.py", "--config", folder / "config.yaml", "--nproc", str(ranks)]
+        command = ["env", f"PYTHONPATH={tree}", "OMP_NUM_THREADS=1", sys.executable, "train.py", "--nproc", ranks]
+        command += ["--config", folder / "config.yaml"]
         command += [f"run.dir={run}", f"data.train={folder / 'tokens'}", *options]
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*map(str, command)], cwd=tree, env=environment, capture_output=True, text=True)
+        done = subprocess.run([*map(str, command)], cwd=tree, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{name}: exit code {done.returncode}: {done.stderr[-2000:]}")
         (folder / f"{name}.json").write_text(json.dumps(numbers(run), sort_keys=True, indent=1))
@@ -115,10 +115,11 @@ def record(tree: Path, folder: Path) -> None:
 
 def make_data(folder: Path) -> None:
     """Write the config and the tokens: documents of random length."""
-    draw = np.random.default_rng(0)
+    draw = torch.Generator().manual_seed(0)
     with IndexedDatasetWriter(folder / "tokens", np.uint16) as writer:
         for _ in range(60):
-            writer.append(draw.integers(0, VOCAB, draw.integers(5, 90), dtype=np.uint16))
+            length = int(torch.randint(5, 90, (), generator=draw))
+            writer.append(torch.randint(0, VOCAB, (length,), generator=draw).numpy())
             writer.end_document()
     (folder / "config.yaml").write_text(CONFIG)
 

@@ -34,6 +34,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
     ),
     "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
     "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
+    "zero.stage >= 1 with zero.shard_ranks": (["zero.shard_ranks=2", "zero.stage=0"], "zero.stage=1"),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
 # The same for exclusions: one config for each (option, value that needs something).

@@ -80,7 +80,7 @@ def test_tokens_of_the_masked_comparison_are_uneven(tiny_data: TinyData, tmp_pat
 
 
 def _nan_weight(trainer: Trainer, run: Run, x: Tensor | None, feed: StageInputs) -> Tensor:
-    trainer.engine.units[2].parameters[7] = torch.nan
+    trainer.engine.units[2].parameters.values[7] = torch.nan
     return run(x, feed)
 
 
