@@ -8,6 +8,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazero.plan.layout import Layout as Job
+from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes, states, units
+from megazero.plan.traffic import split_by_node, traffic
+
 # Bytes per parameter of parameters, gradients and optimizer state: with 16-bit parameters K = 12 (fp32 masters and two
 # moments), with fp32 ones 8 (they are their own masters). The ZeRO paper, section 3.1; docs/zero.md.
 BYTES = {"fp32": (4, 4, 8), "bf16, gradients fp32": (2, 4, 12), "bf16, gradients bf16": (2, 2, 12)}
@@ -65,7 +70,22 @@ def paper() -> Iterator[str]:
         yield f"| {ranks} | {model} | {pairs} |"
 
 
-TABLES = (resting, paper)
+def hybrid() -> Iterator[str]:
+    """A model of 7.5B parameters on 64 ranks, 8 to a node: what rests on a rank, and what it sends in a step."""
+    yield "| stage | sharded over | GB that rest | GB sent in the node | GB sent between nodes |"
+    yield "|---|---|---|---|---|"
+    model, ranks, node = ModelShape(36, 4096, 32, 32, 4 * 4096, 51200, 1024, True, True, False, True), 64, 8
+    for stage in (1, 2, 3):
+        for shard in (ranks, node):
+            job = Job(model, Bytes(2, 2, 4), data=ranks, stage=stage, shard_ranks=shard, global_batch=ranks)
+            sizes = units(model, 1)
+            rest = sum(states(sizes, shard, stage, job.bytes).values())
+            ways = split_by_node(job, traffic(job), node).values()
+            sent = [sum(way[where] for way in ways) for where in ("in_node", "cross_node")]
+            yield f"| {stage} | {shard} | " + " | ".join(f"{size / 1e9:.4g}" for size in (rest, *sent)) + " |"
+
+
+TABLES = (resting, paper, hybrid)
 
 if __name__ == "__main__":
     print("\n\n".join("\n".join(table()) for table in TABLES))
