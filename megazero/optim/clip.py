@@ -28,11 +28,14 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
         num_units: of the model.
         pipeline: the axis whose ranks have the other units.
     """
-    everywhere = torch.zeros(num_units, dtype=torch.float64, device=places.device)
+    found = []
     for axes in dict.fromkeys((unit.axes.shard, unit.axes.tensor) for unit in units):
         members = [i for i, unit in enumerate(units) if (unit.axes.shard, unit.axes.tensor) == axes]
-        squares = _group_squares([units[i] for i in members], *axes, ops).to(places.device)
-        everywhere.index_copy_(0, places if len(members) == len(units) else places[members], squares)
+        squares = _group_squares([units[i] for i in members], *axes, ops)
+        found.append((places if len(members) == len(units) else places[members], squares))
+    everywhere = torch.zeros(num_units, dtype=torch.float64, device=places.device)
+    for at, squares in found:
+        everywhere.index_copy_(0, at, squares)
     return all_reduce(everywhere, pipeline, "norm")
 
 
