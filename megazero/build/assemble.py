@@ -27,7 +27,7 @@ from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import for_host
 from megazero.launch.environment import World
 from megazero.model.batch_context import BatchContext
-from megazero.model.contract import TIED, Layer
+from megazero.model.contract import TIED, Layer, Model
 from megazero.model.parameter import Declaration, declaration_of
 from megazero.model.transformer import Shape, Transformer
 from megazero.optim.adamw import AdamW
@@ -129,7 +129,7 @@ def offload_of(config: Config, host: Host) -> Offload | None:
 
 
 def build_units(
-    model: Transformer,
+    model: Model,
     names: Collection[str],
     *,
     seed: int | None,
@@ -172,7 +172,7 @@ def unit_layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLa
 
 
 def build_engine(
-    model: Transformer,
+    model: Model,
     stages: Sequence[range],
     *,
     seed: int | None,
@@ -304,7 +304,7 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
     return Built(model, engine, pipeline, layers)
 
 
-def _run_of(model: Transformer, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:
+def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:
     """What one stage computes: from tokens in the first, token losses [S, B] in the last."""
 
     def run(x: Tensor | None, feed: StageInputs) -> Tensor:

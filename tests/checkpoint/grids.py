@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import KINDS, Manifest, Progress, read_manifest
+from megazero.checkpoint.manifest import Manifest, Progress, read_manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.shard import DTYPES
@@ -141,7 +141,7 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
     step = store.path(store.steps()[0])
     manifest = read_manifest(step)
     flat: dict[str, dict[str, Tensor]] = {
-        name: {kind: torch.empty(logical.numel, dtype=DTYPES[manifest.dtype]) for kind in KINDS}
+        name: {kind: torch.empty(logical.numel, dtype=DTYPES[manifest.dtype]) for kind in manifest.kinds}
         for name, logical in manifest.tensors.items()
     }
     holdings = [ShardState([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
@@ -150,4 +150,4 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
 
 
 def options(layout: Layout) -> dict[str, Any]:
-    return {"tensor": layout.tensor, "pipeline": layout.pipeline}
+    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard}

@@ -28,6 +28,8 @@ LAYOUTS = {
     "tp2-pp2-zb-v-dp2-stage1": Layout(
         tensor=2, sequence=True, pipeline=2, schedule="zb-v", chunks=2, data=2, accumulation=4, stage=1
     ),
+    "dp4-shard2-stage3": Layout(data=4, accumulation=2, stage=3, shard=2),
+    "tp2-dp4-shard2-stage1": Layout(tensor=2, data=4, accumulation=2, stage=1, shard=2),
     "dp2-stage2-offload": Layout(data=2, accumulation=4, stage=2, offload_optimizer=True),
     "tp2-dp2-stage3-offload": Layout(
         tensor=2, data=2, accumulation=2, stage=3, offload_optimizer=True, offload_parameters=True
@@ -46,7 +48,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return flavour, folder, losses
 
 
-COVER = ("one", "dp8-stage3", "pp2-interleaved-dp2-stage2", "tp2-pp2-zb-v-dp2-stage1")
+COVER = ("one", "dp8-stage3", "dp4-shard2-stage3", "pp2-interleaved-dp2-stage2", "tp2-pp2-zb-v-dp2-stage1")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in COVER else pytest.mark.full) for n in LAYOUTS])

@@ -12,7 +12,7 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.checkpoint import save, shard, store
-from megazero.checkpoint.manifest import KINDS, Progress, read_manifest
+from megazero.checkpoint.manifest import Progress, read_manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.retention import retire, verify
 from megazero.checkpoint.store import Store
@@ -84,7 +84,7 @@ def test_a_step_may_be_committed_as_soon_as_the_last_part_is_there(
 
     monkeypatch.setattr(Path, "replace", replace)
     piece = Piece("a", 0, 4, 0)
-    holdings = [save.ShardState([piece], {kind: torch.ones(4) for kind in KINDS})]
+    holdings = [save.ShardState([piece], {kind: torch.ones(4) for kind in ("weight", "exp_avg", "exp_avg_sq")})]
     saver = save.Saver(place, holdings, rank=1, size=2, snapshot=False, conclude=None, tidy=None)
     saver.begin(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
     saver.finish()

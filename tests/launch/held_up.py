@@ -80,20 +80,20 @@ def be(place: RankContext, case: str, bad_rank: int, timeout: float, log: str = 
     if bad and case in WHERE:
         stop_before(*WHERE[case])
     if log:
-        path = Path(log) / f"rank_{place.world.rank:02d}.log"
+        path = Path(log) / f"rank_{place['world'].rank:02d}.log"
         path.touch()
         place.stacks.into(path)
     comm = rendezvous.connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
     made = grid.make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
     with together(comm.lobby, "run folder"):
-        agree(made.world, torch.device("cpu"), lambda: None)
+        agree(made["world"], torch.device("cpu"), lambda: None)
     if log and place.world.launcher == "srun":
         place.status_slot.move(StatusBoard.in_file(Path(log) / "board", place.world.size), place.world.rank)
-        agree(made.world, torch.device("cpu"), lambda: None)
+        agree(made["world"], torch.device("cpu"), lambda: None)
     comm.status_slot.now(0, BUILD)
     if bad and case in LAST:
         LAST[case]()
-    agree(made.world, torch.device("cpu"), lambda: None)
+    agree(made["world"], torch.device("cpu"), lambda: None)
     rendezvous.disconnect()
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build.pipeline import layout_of
+from megazero.base.errors import UserError
+from megazero.build.pipeline import check_world, layout_of
 from megazero.comm.grid import Grid
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
@@ -14,6 +15,7 @@ from tests.layouts import SHAPES, Layout, Rank, equal, ids, pairwise, train
 from tests.plan.test_memory import EXACT, FLAVOURS, held
 from tests.ranks import run_ranks
 from tests.test_layouts import DTYPES, compare
+from tests.tools.test_dry_run import real, simulated
 
 SCHEDULES = {1: ("1f1b", 1), 2: ("zb-h1", 1)}
 OFFLOADS = {
@@ -111,3 +113,18 @@ def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
         predicted = memory(size, 0, fused=False).held
         for category in (*EXACT, "host_optimizer", "host_gradients", "host_parameters", "pool"):
             assert predicted.get(category, 0) == measured.get(category, 0), category
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(1, "optimizer"), (3, "here"), pytest.param(2, "here", marks=pytest.mark.full)]
+)
+def test_a_simulated_rank_counts_what_a_real_one_does(stage: int, offload: str) -> None:
+    layout = replace(Layout(1, 4, False, 2, stage, shard=2), **OFFLOADS[offload])
+    for rank, counted in enumerate(run_ranks(4, real, layout, "deep", "fp32", shard=2)):
+        assert simulated(rank, layout, "deep", "fp32") == counted, f"rank {rank}"
+
+
+def test_groups_that_do_not_divide_the_data_ranks_are_refused() -> None:
+    config = Layout(1, 4, False, 1, 1, shard=2).config(SHAPES["gpt"], Precision())
+    with pytest.raises(UserError, match=r"MZ-106: expected data ranks % zero.shard_ranks == 0, got 3 % 2 = 1"):
+        check_world(config, 3)
