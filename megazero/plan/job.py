@@ -118,8 +118,14 @@ class Job:
     @property
     def alone(self) -> "Job":
         """Return the same model, precision and batch on one rank, with nothing recomputed or offloaded."""
-        batch = {"micro_batch": self.micro_batch, "global_batch": self.global_batch}
-        return Job(self.shape, self.bytes, **batch, dropout=self.dropout, documents=self.documents)
+        return Job(
+            self.shape,
+            self.bytes,
+            micro_batch=self.micro_batch,
+            global_batch=self.global_batch,
+            dropout=self.dropout,
+            documents=self.documents,
+        )
 
     @cached_property
     def layers(self) -> Layers:

@@ -39,10 +39,9 @@ OFFLOADS = [
     for offload in OFFLOAD
     for delayed in ((False, True) if "offload_optimizer" in offload else (False,))
 ]
-# What a job's row of JSON says; every two of the values of `_PAIRED` that go together occur in a sample.
-_AXES = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "schedule")
-_SHOWN = (*_AXES, "chunks", "recompute", "partition")
-_PAIRED = (*_AXES, "recompute", "offloaded", "delayed")
+_SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "schedule")
+_SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
+_PAIRED = (*_SPREAD, "recompute", "offloaded", "delayed")  # in a sample every two values that go together occur
 
 
 @dataclass(frozen=True)
