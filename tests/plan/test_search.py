@@ -30,7 +30,7 @@ def tight(gigabytes: float) -> Machine:
 def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: float) -> None:
     job, machine = Job(shape, HALF, global_batch=16, dropout=True), tight(gigabytes)
     every = []
-    bare = {replace(layout, stage=0) for layout in spreads(job, 4, 8)}
+    bare = {replace(layout, stage=0) for layout in spreads(job, 4, 8, 8)}
     for layout, stage, offload, recompute in product(bare, range(4), OFFLOAD, RECOMPUTE):
         if (stage < 1 and offload) or (stage < 3 and "offload_parameters" in offload):
             continue

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, config_of, job_on
 from tests.ranks import run_ranks
-from tests.tiny_run import TinyData
+from tests.tiny_run import ROOT, TinyData
 
 SHAPE = replace(SHAPES["gpt"], layers=4)
 UNTIED = replace(SHAPE, tie_embeddings=False)
@@ -109,3 +111,10 @@ def test_what_actions_mean_comes_before_them_and_they_are_cut(
     assert main([*verb, "--all"]) == 0
     whole = capsys.readouterr().out
     assert len(max(whole.splitlines(), key=len)) > 1000 and "..." not in whole and "--all" not in whole
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys; from megazero.__main__ import main; "
+    code += "sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
+    line = [sys.executable, "-c", code, "schedule", "--config", "tiny", "--json"]
+    assert subprocess.run(line, cwd=ROOT, capture_output=True).returncode == 0
