@@ -9,7 +9,7 @@ import pytest
 from megazero.__main__ import main
 from megazero.base.errors import UserError
 from megazero.build.job import job_of, options_of
-from megazero.config.file import load
+from megazero.config.file import load, spelt
 from megazero.plan.machines import MACHINES
 from megazero.plan.time import step_time
 from megazero.tools.doctor.hardware import Hardware, Link
@@ -62,7 +62,7 @@ def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
     """Every layout is a config that validation takes, and its plan is the one that was found."""
     config = load(name, ["batch.micro=1", "batch.global=400"])
     for found in find(config, gpus, MACHINES["v100-32gb"] if gpus == 400 else MACHINES["a100-80gb"]).best:
-        given = [f"{option}={str(value).lower()}" for option, value in options_of(found.job).items()]
+        given = [f"{option}={spelt(value)}" for option, value in options_of(found.job).items()]
         again = plan(load(name, ["batch.global=400", *given]), gpus, MACHINES["a100-80gb"])
         assert again.job == found.job and again.fullest.peak >= found.fullest.peak
 
