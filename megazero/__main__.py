@@ -180,16 +180,14 @@ def _plant(config: Any, options: argparse.Namespace, interruption: Interruption)
 
 
 def _schedule(options: argparse.Namespace) -> int:
+    from megazero.build.pipeline import check_world
+    from megazero.build.schedule_report import as_json, as_text, report
+    from megazero.comm.sizes import data_size
     from megazero.config.file import load
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
-    with doing("loading torch"):
-        from megazero.build.pipeline import check_world
-        from megazero.build.schedule_report import as_json, as_text, report
-        from megazero.comm.sizes import data_size
-
     parallel = config.parallel
     world = options.nproc or parallel.tensor * parallel.pipeline
     check_world(config, world)

@@ -21,18 +21,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
 from megazero.plan.compute import SYSTEMS, Software
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Efficiency, Machine
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
 from megazero.plan.time import StepTime, step_time
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "tests/plan/published/throughput.csv"
-QUANTITIES: dict[str, Callable[[StepTime, Layout, float], float]] = {
-    "hfu TFLOP/s": lambda found, layout, peak: found.hfu * peak / 1e12,
-    "model TFLOP/s": lambda found, layout, peak: found.tflops_per_device,
-    "seconds": lambda found, layout, peak: found.step_s,
-    "samples/s": lambda found, layout, peak: layout.global_batch / found.step_s / layout.ranks,
+QUANTITIES: dict[str, Callable[[StepTime, Job, float], float]] = {
+    "hfu TFLOP/s": lambda found, job, peak: found.hfu * peak / 1e12,
+    "model TFLOP/s": lambda found, job, peak: found.tflops_per_device,
+    "seconds": lambda found, job, peak: found.step_s,
+    "samples/s": lambda found, job, peak: job.global_batch / found.step_s / job.ranks,
 }
 # Which shares published rows of a device can tell apart, and between which bounds they are plausible.
 FITTED = {
@@ -51,21 +51,21 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure, and the layout that it is of; the fit sees it or not."""
+    """A published figure, and the job that it is of; the fit sees it or not."""
 
     table: str
     name: str
     machine: str
-    layout: Layout
+    job: Job
     software: Software
     quantity: str
     published: float
     fitted: bool
 
     def predicted(self, machine: Machine) -> float:
-        peak = machine.peak(self.layout.bytes.parameter)
+        peak = machine.peak(self.job.bytes.parameter)
         assert peak is not None, "a row is in 16 bits"
-        return QUANTITIES[self.quantity](step_time(self.layout, machine, self.software), self.layout, peak)
+        return QUANTITIES[self.quantity](step_time(self.job, machine, self.software), self.job, peak)
 
 
 def rows() -> list[Row]:
@@ -88,13 +88,13 @@ def _row(row: dict[str, str]) -> Row:
     yes = {name: bool(numbers[name]) for name in ("sequence", "partition", "offload")}
     data = numbers["devices"] // (numbers["tensor"] * numbers["pipeline"])
     how = {"schedule": row["schedule"], "recompute": row["recompute"], "dropout": row["software"] != "fused"}
-    layout = Layout(shape, Bytes(2, 2, 4), data=data, **same, **yes, **how)
+    job = Job(shape, Bytes(2, 2, 4), data=data, **same, **yes, **how)
     kind = SYSTEMS[row["software"]]
     return Row(
         row["table"],
         row["row"],
         row["machine"],
-        layout,
+        job,
         kind,
         row["quantity"],
         float(row["published"]),

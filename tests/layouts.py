@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megazero.build.assemble import DTYPES, StageInputs, build
+from megazero.build.job import job_of, laid_out
 from megazero.comm.context import BUCKET
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
@@ -18,6 +19,9 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Shape, Transformer
 from megazero.pipeline.stage import Stage
+from megazero.plan.job import Job
+from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes
 from megazero.tools.certify.rank import reduced_gradients
 from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
@@ -38,67 +42,51 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a run is laid out: sizes of the axes, sequence parallelism, micro-batches per step and data rank, stage.
+class Wires:
+    """How ranks talk, which is no part of a job.
 
     Attributes:
-        schedule, chunks: of the pipeline.
-        shard: data ranks over which states are sharded; None: all.
         bucket: bytes of a communication that may be under way.
         sockets: ranks talk through sockets, as if on different hosts.
-        recompute, partition, offload: of activations; the host is apart, as beside a GPU.
-        offload_optimizer, offload_parameters, delayed: of ZeRO-Offload.
     """
 
-    tensor: int = 1
-    data: int = 1
-    sequence: bool = False
-    accumulation: int = 1
-    stage: int = 0
     bucket: int = BUCKET
     sockets: bool = False
-    pipeline: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    recompute: str = "none"
-    partition: bool = False
-    offload: bool = False
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    delayed: bool = False
-    shard: int | None = None
 
-    @property
-    def size(self) -> int:
-        return self.tensor * self.data * self.pipeline
 
-    def config(self, shape: Shape, precision: Precision) -> Config:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        wide = precision.gradients == torch.float32
-        options = {
-            "model": asdict(shape),
-            "parallel": {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence},
-            "pipeline": {"schedule": self.schedule, "chunks": self.chunks},
-            "memory": {"recompute": self.recompute, "partition": self.partition, "offload": self.offload},
-            "zero": {
-                "stage": self.stage,
-                "shard_ranks": self.shard,
-                "grad_dtype": "fp32" if wide else "param",
-                "offload": {
-                    "optimizer": "cpu" if self.offload_optimizer else "none",
-                    "parameters": "cpu" if self.offload_parameters else "none",
-                    "delayed": self.delayed,
-                },
-            },
-            "precision": {"dtype": names[precision.parameters], "kernels": "reference"},
-            "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
-            "batch": {"global": GLOBAL_BATCH, "micro": self.micro},
-        }
-        return resolved(Config.model_validate(options))
+def job_on(
+    tensor: int = 1, data: int = 1, sequence: bool = False, accumulation: int = 1, stage: int = 0, **how: Any
+) -> Job:
+    """Return a job on some ranks, of no model yet: `config_of` gives it one.
 
-    @property
-    def micro(self) -> int:
-        return GLOBAL_BATCH // (self.data * self.accumulation)
+    Args:
+        accumulation: micro-batches per step and data rank.
+        how: other fields of a `Job`.
+    """
+    micro = GLOBAL_BATCH // (data * accumulation)
+    sizes = {"tensor": tensor, "data": data, "micro_batch": micro, "global_batch": GLOBAL_BATCH}
+    return replace(_NO_MODEL, **sizes, sequence=sequence, stage=stage, **how)
+
+
+def config_of(job: Job, shape: Shape, precision: Precision) -> Config:
+    """Return the config of a job of a model; its host is apart, as beside a GPU."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    options = {
+        "model": asdict(shape),
+        "zero": {"grad_dtype": "fp32" if precision.gradients == torch.float32 else "param"},
+        "precision": {"dtype": names[precision.parameters], "kernels": "reference"},
+        "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
+        "batch": {"global": job.global_batch},
+    }
+    return laid_out(resolved(Config.model_validate(options)), job)
+
+
+def planned(job: Job, shape: Shape, precision: Precision) -> Job:
+    """Return the job of that config, as a run plans it."""
+    return job_of(config_of(job, shape, precision), job.ranks)
+
+
+_NO_MODEL = Job(ModelShape(*[0] * 7, *[False] * 4), Bytes(0, 0, 0))
 
 
 @dataclass
@@ -112,15 +100,15 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[..., Trained] | None = None) -> Trained:
+def train(job: Job, flavour: str, precision: Precision, rank: Callable[..., Trained] | None = None) -> Trained:
     """`STEPS` steps in a layout; whole tensors, checked to be equal where several ranks hold the same.
 
     Args:
         rank: does one rank's part, instead of `train_rank`.
     """
     shape = SHAPES[flavour]
-    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard}
-    ranks = run_ranks(layout.size, rank or train_rank, layout, shape, precision, **axes)
+    axes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard": job.shard_ranks}
+    ranks = run_ranks(job.ranks, rank or train_rank, job, shape, precision, **axes)
     for other in ranks[1:]:
         assert other.losses == ranks[0].losses and other.norms == ranks[0].norms, "replicas differ"
     first = ranks[0]
@@ -128,7 +116,7 @@ def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[...
         first.losses,
         first.norms,
         *(
-            whole([getattr(rank, part) for rank in ranks], shape, layout.tensor)
+            whole([getattr(rank, part) for rank in ranks], shape, job.tensor)
             for part in ("initial", "gradients", "weights")
         ),
     )
@@ -137,12 +125,12 @@ def train(layout: Layout, flavour: str, precision: Precision, rank: Callable[...
 class Rank:
     """One rank of a layout, with its part of the model."""
 
-    def __init__(self, grid: Grid, layout: Layout, shape: Shape, precision: Precision):
-        self.grid = rewired(grid, layout)
+    def __init__(self, grid: Grid, job: Job, shape: Shape, precision: Precision, wires: Wires | None = None):
+        self.grid = rewired(grid, wires or Wires())
         self.data, self.tensor = self.grid["data"], self.grid["tensor"]
-        self.layout, self.shape = layout, shape
+        self.job, self.shape = job, shape
         self.host = Host(CPU, grid.comm.ledger, apart=True)
-        self.built = built = build(layout.config(shape, precision), self.grid, CPU, REFERENCE, self.host)
+        self.built = built = build(config_of(job, shape, precision), self.grid, CPU, REFERENCE, self.host)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
     @property
@@ -152,14 +140,14 @@ class Rank:
 
     def feed(self, step: int, m: int) -> StageInputs:
         """A micro-batch of a step."""
-        data, shape, micro = self.data, self.shape, self.layout.micro
+        data, shape, micro = self.data, self.shape, self.job.micro_batch
         rows = [index_of(data.rank, m, row, data.size, micro) for row in range(micro)]
         tokens_SB, targets_SB, valid_SB, now = samples([step * GLOBAL_BATCH + row for row in rows], step, shape)
-        offset = self.tensor.rank * shape.seq_len // self.tensor.size if self.layout.sequence else 0
+        offset = self.tensor.rank * shape.seq_len // self.tensor.size if self.job.sequence else 0
         return StageInputs(tokens_SB, targets_SB, valid_SB, replace(now, sequence_offset=offset))
 
     def passes(self, step: int, **options: Any) -> None:
-        feeds = [self.feed(step, m) for m in range(self.layout.accumulation)]
+        feeds = [self.feed(step, m) for m in range(self.job.micro_batches)]
         self.pipeline.train(feeds, lambda feed: feed, **options)
 
     def step(self, step: int) -> StepResult:
@@ -171,15 +159,15 @@ class Rank:
         return {n: v.clone() for n, v in self.engine.named_parameters()}
 
 
-def rewired(grid: Grid, layout: Layout) -> Grid:
-    """The grid with the layout's way to talk."""
-    comm = replace(grid.comm, bucket=layout.bucket)
-    return grid.with_comm(replace(comm, shared_memory=None) if layout.sockets else comm)
+def rewired(grid: Grid, wires: Wires) -> Grid:
+    """The grid with a way to talk."""
+    comm = replace(grid.comm, bucket=wires.bucket)
+    return grid.with_comm(replace(comm, shared_memory=None) if wires.sockets else comm)
 
 
-def train_rank(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> Trained:
+def train_rank(grid: Grid, job: Job, shape: Shape, precision: Precision, wires: Wires | None = None) -> Trained:
     """One rank's part."""
-    return record(Rank(grid, layout, shape, precision), Rank.step)
+    return record(Rank(grid, job, shape, precision, wires), Rank.step)
 
 
 def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:

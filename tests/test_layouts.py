@@ -4,8 +4,7 @@ Dropout is on, valid tokens are uneven (some samples have none), windows hold tw
 divide by the tensor axis, and clipping acts.
 """
 
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from megazero.tools.certify.tolerances import (
     weight_differences,
 )
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Trained, equal, ids, pairwise, train
+from tests.layouts import SHAPES, Trained, Wires, equal, ids, job_on, pairwise, train, train_rank
 
 FP32, FP64 = Precision(), Precision(torch.float64, torch.float64)
 DTYPES = {"fp32": FP32, "fp64": FP64}
@@ -53,11 +52,11 @@ COVER = pairwise(CASES)
 def alone(flavour: str, dtype: str, *, delayed: bool = False) -> Trained:
     """One process, one micro-batch."""
     late = {"stage": 1, "offload_optimizer": True, "delayed": True} if delayed else {}
-    return train(Layout(**late), flavour, DTYPES[dtype])
+    return train(job_on(**late), flavour, DTYPES[dtype])
 
 
 def check(flavour: str, dtype: str, grid: tuple[int, int], sequence: bool, accumulation: int, stage: int) -> None:
-    compare(train(Layout(*grid, sequence, accumulation, stage), flavour, DTYPES[dtype]), flavour, dtype)
+    compare(train(job_on(*grid, sequence, accumulation, stage), flavour, DTYPES[dtype]), flavour, dtype)
 
 
 def compare(found: Trained, flavour: str, dtype: str, *, delayed: bool = False) -> None:
@@ -95,7 +94,7 @@ FEW = pairwise(STAGES)
 )
 def test_stages_are_equal_bit_for_bit(case: tuple) -> None:
     (stages, accumulation), (tensor, data, sequence), dtype = case
-    one, other = (train(Layout(tensor, data, sequence, accumulation, stage), "gpt", DTYPES[dtype]) for stage in stages)
+    one, other = (train(job_on(tensor, data, sequence, accumulation, stage), "gpt", DTYPES[dtype]) for stage in stages)
     equal(one, other)
 
 
@@ -106,7 +105,7 @@ def test_stages_are_equal_bit_for_bit(case: tuple) -> None:
 @pytest.mark.parametrize(("tensor", "data", "sequence", "accumulation"), [(1, 2, False, 1), (2, 2, True, 2)])
 def test_stages_are_equal_in_16_bits_too(tensor: int, data: int, sequence: bool, accumulation: int, dtype: str) -> None:
     """Bit for bit among each other; one process in fp32 is as near as 16 bits let it."""
-    runs = [train(Layout(tensor, data, sequence, accumulation, stage), "gpt", HALVES[dtype]) for stage in range(4)]
+    runs = [train(job_on(tensor, data, sequence, accumulation, stage), "gpt", HALVES[dtype]) for stage in range(4)]
     equal(runs[0], runs[1])
     equal(runs[2], runs[3])
     if accumulation == 1:
@@ -120,10 +119,10 @@ def test_stages_are_equal_in_16_bits_too(tensor: int, data: int, sequence: bool,
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared", "sockets"])
 def test_the_size_of_pieces_changes_nothing(sockets: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 KiB at a time: every unit goes in many."""
-    layout = Layout(2, 2, True, 2, stage)
+    layout = job_on(2, 2, True, 2, stage)
     whole = train(layout, "llama", FP32)
     monkeypatch.setattr("megazero.comm.transport.exchange.SLOT_BYTES", 1 << 10)
-    equal(train(replace(layout, bucket=1 << 10, sockets=sockets), "llama", FP32), whole)
+    equal(train(layout, "llama", FP32, partial(train_rank, wires=Wires(1 << 10, sockets))), whole)
 
 
 REST = [case for case in CASES if case not in COVER]

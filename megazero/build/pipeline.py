@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
 from megazero.comm.sizes import shards_and_replicas
-from megazero.plan.layout import Layout
 from megazero.plan.model import ModelShape
-from megazero.plan.states import Bytes
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.layers import Layers, cut
@@ -89,37 +87,3 @@ def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Sc
     schedule = add_reductions(schedule, each=each, tied=tied)
     simulate(schedule)
     return schedule
-
-
-def layout_of(config: Config, ranks: int, *, apart: bool = True) -> Layout:
-    """A config's job on some ranks, as the closed formulas of plan/ see it.
-
-    Args:
-        apart: the host's memory is not the device's; where it is, offload changes nothing.
-    """
-    parallel, memory, offload = config.parallel, config.memory, config.zero.offload
-    item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
-    wide = config.zero.grad_dtype == "fp32" and item < 4
-    assert config.zero.stage is not None and config.pipeline.chunks is not None, "a resolved config"
-    return Layout(
-        model_shape(config),
-        Bytes(item, 4 if wide else item, max(item, 4)),
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        data=ranks // (parallel.tensor * parallel.pipeline),
-        sequence=parallel.sequence,
-        schedule=config.pipeline.schedule,
-        chunks=config.pipeline.chunks,
-        stage=config.zero.stage,
-        shard_ranks=config.zero.shard_ranks,
-        micro_batch=config.batch.micro,
-        global_batch=config.batch.global_,
-        recompute=memory.recompute,
-        partition=memory.partition,
-        offload=memory.offload and apart,
-        offload_optimizer=offload.optimizer == "cpu" and apart,
-        offload_parameters=offload.parameters == "cpu" and apart,
-        delayed=offload.delayed and apart,
-        dropout=config.model.dropout > 0,
-        documents=config.data.mask_eod,
-    )

@@ -1,7 +1,7 @@
 """What a pipeline's step costs: its actions with their bytes, its bubble, its memory; as text, JSON, or a picture.
 
 Bytes are what one rank sends (or, gathering and reducing, its share by the ring formula), exactly as the ledger of a
-run counts them: from the units of the model as they are laid out, padding included. In stage 3 a stage gathers all its
+run counts them: from the sizes of the units of the model, padding included. In stage 3 a stage gathers all its
 units for each forward, and all for each backward but the embedding, which needs none, and the head, which stays.
 """
 
@@ -10,17 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.base.terminal import wrapped
-from megazero.build.assemble import DTYPES, build_model, precision_of, unit_layout_of
-from megazero.build.pipeline import layers_of, lowered, model_shape
-from megazero.comm.grid import Axis
+from megazero.build.job import job_of
+from megazero.build.pipeline import lowered
 from megazero.config.schema import Config
-from megazero.model.contract import TIED
-from megazero.model.parameter import declaration_of
+from megazero.plan.job import Job
+from megazero.plan.states import units
 from megazero.schedules.actions import Kind, Schedule
-from megazero.schedules.layers import Layers
 from megazero.schedules.lower import TrafficBill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
-from megazero.zero.placement import STAGES, Placement
 
 _SHOWN_RANKS, _SHOWN_CHARACTERS = 8, 46
 _TABLE_LEGEND = (
@@ -70,17 +67,15 @@ class Report:
 
 def report(config: Config, data: int) -> tuple[Report, Schedule, Timeline]:
     """The report of a step on `data` ranks of the data axis, and what it was made of."""
-    layers, stage = layers_of(config), config.zero.stage
-    assert stage is not None, "a resolved config"
-    each = STAGES[stage].gradients is Placement.SHARD
-    m = config.batch.global_ // (config.batch.micro * data)
-    schedule = add_bill(lowered(layers, m, each=each, tied=config.model.tie_embeddings), bill_of(config, layers, data))
-    timeline = simulate(schedule, costs_of(config, layers))
+    job = job_of(config, config.parallel.tensor * config.parallel.pipeline * data)
+    layers, m = job.layers, job.micro_batches
+    schedule = add_bill(lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied), bill_of(job))
+    timeline = simulate(schedule, costs_of(job))
     peaks = peak_live(schedule)
     ranks = [
         RankReport(
             [str(action) for action in schedule.ranks[rank]],
-            {stage: _words(parts, config.model.layers) for stage, parts in layers.of_rank(rank).items()},
+            {stage: _words(parts, job.shape.layers) for stage, parts in layers.of_rank(rank).items()},
             peaks[rank],
             timeline.work[rank],
             _bytes(schedule, rank),
@@ -88,31 +83,25 @@ def report(config: Config, data: int) -> tuple[Report, Schedule, Timeline]:
         for rank in range(layers.ranks)
     ]
     bubbles = timeline.bubble, timeline.bubble_without_common_end
-    return Report(layers.schedule, m, data, stage, *bubbles, ranks), schedule, timeline
+    return Report(layers.schedule, m, data, job.stage, *bubbles, ranks), schedule, timeline
 
 
-def costs_of(config: Config, layers: Layers) -> list[Costs]:
+def costs_of(job: Job) -> list[Costs]:
     """Of each stage, in blocks."""
-    head = model_shape(config).head_in_blocks()
-    last = config.model.layers + 1
-    blocks = [sum(1.0 for i in parts if 0 < i < last) + (head if last in parts else 0.0) for parts in layers.parts]
+    head, last = job.shape.head_in_blocks(), job.shape.layers + 1
+    blocks = [sum(1.0 for i in parts if 0 < i < last) + (head if last in parts else 0.0) for parts in job.layers.parts]
     return [Costs(cost, cost, cost) for cost in blocks]
 
 
-def bill_of(config: Config, layers: Layers, data: int) -> TrafficBill:
+def bill_of(job: Job) -> TrafficBill:
     """What each action sends or gathers."""
-    tensor, precision, stage = config.parallel.tensor, precision_of(config), STAGES[config.zero.stage or 0]
-    model = build_model(config, tensor=Axis("tensor", tensor))
-    sizes = {
-        name: unit_layout_of(name, {n: declaration_of(p) for n, p in members}).padded(data)
-        for name, members in model.units()
-    }
-    on_path, last = model.units_of_layers(), len(model.layers) - 1
-    parameter, gradient = precision.parameters.itemsize, precision.gradients.itemsize
+    layers, data, shape, last = job.layers, job.data, job.shape, job.shape.layers + 1
+    on_path = [{u.name: u.padded(data) for u in units(shape, job.tensor, [range(i, i + 1)])} for i in range(last + 1)]
+    sizes = {name: size for part in on_path for name, size in part.items()}
     share = (data - 1) / data
 
     def of(parts: range, *, without: Sequence[int] = ()) -> int:
-        return sum(sizes[name] for i in parts if i not in without for name in on_path[i])
+        return sum(sum(on_path[i].values()) for i in parts if i not in without)
 
     def own(index: int) -> int:
         """Elements of the units whose gradients are complete with this stage's; of two stages of a rank the first."""
@@ -120,17 +109,17 @@ def bill_of(config: Config, layers: Layers, data: int) -> TrafficBill:
         taken = {name for parts in earlier for i in parts for name in on_path[i]}
         return sum(sizes[name] for name in {n for i in layers.parts[index] for n in on_path[i]} - taken)
 
-    times = 2 if stage.optimizer is Placement.REPLICATE else 1
-    gathers = stage.parameters is Placement.SHARD
+    times, item = 1 if job.shards_optimizer else 2, job.bytes
+    gathered = item.parameter if job.shards_parameters else 0
     stages = range(len(layers.parts))
-    sequence = config.model.seq_len // (tensor if config.parallel.sequence else 1)
-    tie = sizes.get(TIED, 0) // (1 if stage.optimizer is Placement.REPLICATE else data)
+    sequence = shape.seq_len // (job.tensor if job.sequence else 1)
+    tie = sizes.get("tied", 0) // (data if job.shards_optimizer else 1)
     return TrafficBill(
-        sequence * config.batch.micro * config.model.hidden * DTYPES[config.precision.dtype].itemsize,
-        [round(times * share * own(k)) * gradient for k in stages],
-        [round(share * of(layers.parts[k])) * parameter if gathers else 0 for k in stages],
-        [round(share * of(layers.parts[k], without=(0, last))) * parameter if gathers else 0 for k in stages],
-        tie * gradient,
+        sequence * job.micro_batch * shape.hidden * item.parameter,
+        [round(times * share * own(k)) * item.gradient for k in stages],
+        [round(share * of(layers.parts[k])) * gathered for k in stages],
+        [round(share * of(layers.parts[k], without=(0, last))) * gathered for k in stages],
+        tie * item.gradient,
     )
 
 

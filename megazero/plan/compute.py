@@ -25,7 +25,7 @@ backward.
 
 from dataclasses import dataclass
 
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 
 _STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes that go through the memory for each score
@@ -95,23 +95,23 @@ class PassTimes:
 
 
 class Compute:
-    """The seconds of one layout on one machine.
+    """The seconds of one job on one machine.
 
     Raises:
-        ValueError: the machine has no peak for the layout's precision.
+        ValueError: the machine has no peak for the job's precision.
     """
 
-    def __init__(self, layout: Layout, machine: Machine, software: Software = OURS):
-        self.layout, self.shape, self.software = layout, layout.shape, software
-        self.item, self.t = layout.bytes.parameter, layout.tensor
+    def __init__(self, job: Job, machine: Machine, software: Software = OURS):
+        self.job, self.shape, self.software = job, job.shape, software
+        self.item, self.t = job.bytes.parameter, job.tensor
         peak = machine.peak(self.item)
         if peak is None:
             raise ValueError(f"{machine.name} has no peak for matrix products of {self.item} bytes an element")
         self.peak, self.launch = peak, machine.launch
         self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.attention
         self._bandwidth = machine.memory_bandwidth * machine.reached.memory
-        self.tokens = self.shape.seq_len * layout.micro_batch
-        self.stream = self.tokens // self.t if layout.sequence else self.tokens
+        self.tokens = self.shape.seq_len * job.micro_batch
+        self.stream = self.tokens // self.t if job.sequence else self.tokens
 
     def moved(self, size: float) -> float:
         """Return the seconds of an operation that only moves so many bytes through the memory."""
@@ -128,9 +128,9 @@ class Compute:
         light, light_backward, biases = self._light()
         forward = sum(products) + core + light
         again = 0.0
-        if self.layout.recompute == "full":
+        if self.job.recompute == "full":
             again = forward - (0 if self.software.replays_all else products[3] + light / 4)
-        elif self.layout.recompute == "selective":
+        elif self.job.recompute == "selective":
             again = core
         columns = (weights[0], weights[2])
         return PassTimes(forward, sum(products) + core_backward + light_backward, sum(weights) + biases, again, columns)
@@ -151,7 +151,7 @@ class Compute:
 
     def update(self, elements: float) -> float:
         """Return the seconds of Adam's update of so many elements."""
-        return self.moved(elements * self.layout.bytes.moved_by_update)
+        return self.moved(elements * self.job.bytes.moved_by_update)
 
     def flops(self) -> tuple[float, float]:
         """Return the FLOPs of a token: the model's, and those that the machine does, recompute included."""
@@ -159,17 +159,17 @@ class Compute:
         model = shape.flops_per_token()
         core = 4 * shape.seq_len * shape.hidden
         again = 0.0
-        if self.layout.recompute == "full":
+        if self.job.recompute == "full":
             again = (model - 6 * shape.vocab * shape.hidden) / 3
             if not self.software.replays_all:
                 again -= 2 * shape.layers * shape.hidden * shape.ffn
-        elif self.layout.recompute == "selective":
+        elif self.job.recompute == "selective":
             again = shape.layers * core
         return model, model + again
 
     def _product(self, m: float, n: float, k: float, *, grows: bool = False) -> float:
         size = self.item * (m * k + k * n)
-        size += 2 * self.layout.bytes.gradient * m * n if grows else self.item * m * n
+        size += 2 * self.job.bytes.gradient * m * n if grows else self.item * m * n
         return 2 * m * n * k / self._rate + self.moved(size)
 
     def _attention(self) -> tuple[float, float]:
@@ -190,7 +190,7 @@ class Compute:
         """Return the seconds of norms, sums and activation: forward, backward, and the sums of biases' gradients."""
         shape, T, stream = self.shape, self.tokens, self.stream
         h, f, kv, e, t = shape.hidden, shape.ffn, shape.kv_width, self.item, self.t
-        masks = 2 * h * self.layout.dropout
+        masks = 2 * h * self.job.dropout
         forward = stream * (10 * h * e + masks) + T * (3 if shape.gated else 2) * f * e / t
         backward = stream * (10 * h * e + masks) + T * (5 if shape.gated else 3) * f * e / t
         biases = T * (h + 2 * kv + f) * e / t + stream * 2 * h * e if shape.layernorm else 0.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megazero.plan.activations import Micro, kept_by_block, logits
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.peak import peak
 from megazero.plan.pool import pool
@@ -40,40 +40,40 @@ class RankMemory:
         return sum(size for category, size in self.held.items() if category.startswith("host_"))
 
 
-def memory(layout: Layout, rank: int, *, fused: bool = True) -> RankMemory:
+def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     """Return the memory of rank `rank` of the pipeline axis.
 
     Args:
         fused: the kernels of norms and activations make no copies of their own.
     """
-    stages = layout.layers.of_rank(rank)
-    sizes = units(layout.shape, layout.tensor, list(stages.values()))
-    held = states(sizes, layout.shard, layout.stage, layout.bytes)
-    held["pool"] = pool(layout, stages.values())
-    live = liveness(layout.schedule, layout.pipeline, layout.micro_batches, layout.chunks, rank)
-    held |= _inputs(layout, stages, live)
-    held["activations"], cause = _activations(layout, rank, stages, live, fused)
-    return RankMemory(_offloaded(layout, sizes, held), cause)
+    stages = job.layers.of_rank(rank)
+    sizes = units(job.shape, job.tensor, list(stages.values()))
+    held = states(sizes, job.shard, job.stage, job.bytes)
+    held["pool"] = pool(job, stages.values())
+    live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
+    held |= _inputs(job, stages, live)
+    held["activations"], cause = _activations(job, rank, stages, live, fused)
+    return RankMemory(_offloaded(job, sizes, held), cause)
 
 
-def _inputs(layout: Layout, stages: dict[int, range], live: Liveness) -> dict[str, int]:
-    if layout.recompute != "full":
+def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int]:
+    if job.recompute != "full":
         return {}
-    micro, shape = micro_of(layout), layout.shape
-    each = kept_by_block(shape, micro, "full", layout.partition)
+    micro, shape = micro_of(job), job.shape
+    each = kept_by_block(shape, micro, "full", job.partition)
     slots = sum(live.most[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
-    split = layout.partition and not layout.sequence and layout.tensor > 1
+    split = job.partition and not job.sequence and job.tensor > 1
     # One in use and one on its way back, both of one stage.
     buffers = min(2, max(_blocks(parts, shape.layers) for parts in stages.values()))
-    whole = buffers * kept_by_block(shape, micro, "full") if split or layout.offload else 0
-    if layout.offload:
+    whole = buffers * kept_by_block(shape, micro, "full") if split or job.offload else 0
+    if job.offload:
         return {"host_inputs": slots * each, "inputs": whole}
     return {"inputs": slots * each + whole}
 
 
-def _activations(layout: Layout, rank: int, stages: dict[int, range], live: Liveness, fused: bool) -> tuple[int, str]:
+def _activations(job: Job, rank: int, stages: dict[int, range], live: Liveness, fused: bool) -> tuple[int, str]:
     """Return the most bytes over the backwards of a step, and their cause."""
-    walks = {stage: _Walk(layout, parts, fused) for stage, parts in stages.items()}
+    walks = {stage: _Walk(job, parts, fused) for stage, parts in stages.items()}
     most = (0, "")
     for moment in live.moments:
         walk = walks[moment.stage]
@@ -81,39 +81,39 @@ def _activations(layout: Layout, rank: int, stages: dict[int, range], live: Live
         size += sum(count * walks[stage].kept for stage, count in moment.kept) - walk.kept
         size += sum(count * walks[stage].noted for stage, count in moment.noted)
         most = max(most, (size, cause))
-    return most[0] + _messages(layout, rank), most[1]
+    return most[0] + _messages(job, rank), most[1]
 
 
-def _messages(layout: Layout, rank: int) -> int:
+def _messages(job: Job, rank: int) -> int:
     """Return the bytes of one message awaited and one on its way; the last rank of the pipeline has only one."""
-    if layout.pipeline == 1:
+    if job.pipeline == 1:
         return 0
-    return kept_by_block(layout.shape, micro_of(layout), "full") * (1 if rank == layout.pipeline - 1 else 2)
+    return kept_by_block(job.shape, micro_of(job), "full") * (1 if rank == job.pipeline - 1 else 2)
 
 
 @dataclass(frozen=True)
 class _Walk:
     """The bytes that a micro-batch takes on one stage."""
 
-    layout: Layout
+    job: Job
     parts: range
     fused: bool
 
     @property
     def _blocks(self) -> int:
-        return _blocks(self.parts, self.layout.shape.layers)
+        return _blocks(self.parts, self.job.shape.layers)
 
     @property
     def _head(self) -> bool:
-        return self.parts.stop == self.layout.shape.layers + 2
+        return self.parts.stop == self.job.shape.layers + 2
 
     @cached_property
     def kept(self) -> int:
         """Return the bytes kept between forward and backward."""
-        layout, micro = self.layout, micro_of(self.layout)
-        each = kept_by_block(layout.shape, micro, layout.recompute) if layout.recompute != "full" else 0
-        stream = kept_by_block(layout.shape, micro, "full")
-        head = 2 * stream + logits(layout.shape, micro) if self._head else 0
+        job, micro = self.job, micro_of(self.job)
+        each = kept_by_block(job.shape, micro, job.recompute) if job.recompute != "full" else 0
+        stream = kept_by_block(job.shape, micro, "full")
+        head = 2 * stream + logits(job.shape, micro) if self._head else 0
         return self._blocks * each + head
 
     @cached_property
@@ -128,12 +128,10 @@ class _Walk:
         It is in the block that comes first, beside what the head leaves for it, or in the one that comes last, beside
         what all others do.
         """
-        layout = self.layout
-        tokens = layout.shape.seq_len * layout.micro_batch * layout.bytes.parameter
-        still_there = (
-            tokens * layout.shape.ffn // layout.tensor
-        )  # what the last product was made from, and its gradient
-        still_there += tokens * layout.shape.hidden
+        job = self.job
+        tokens = job.shape.seq_len * job.micro_batch * job.bytes.parameter
+        still_there = tokens * job.shape.ffn // job.tensor  # what the last product was made from, and its gradient
+        still_there += tokens * job.shape.hidden
         first, last = self._peak(self._blocks, head=False), self._peak(1, head=False)
         others = self.noted - self._noted_by_block
         return max((self._noted_by_head + first[0] + still_there, first[1]), (others + last[0] + still_there, last[1]))
@@ -147,43 +145,43 @@ class _Walk:
     def _noted_by_head(self) -> int:
         if not self._head:
             return 0
-        shape, micro = self.layout.shape, micro_of(self.layout)
+        shape, micro = self.job.shape, micro_of(self.job)
         return kept_by_block(shape, replace(micro, sequence=False), "full") + logits(shape, micro)
 
     @property
     def _noted_by_block(self) -> int:
-        shape, layout = self.layout.shape, self.layout
-        widths = 4 * layout.tensor * shape.hidden  # of what is whole: inputs of two products, gradients of two
+        shape, job = self.job.shape, self.job
+        widths = 4 * job.tensor * shape.hidden  # of what is whole: inputs of two products, gradients of two
         widths += 2 * shape.hidden + 2 * shape.kv_width + (1 + shape.num_mlp_inputs) * shape.ffn
-        return shape.seq_len * layout.micro_batch * layout.bytes.parameter * widths // layout.tensor
+        return shape.seq_len * job.micro_batch * job.bytes.parameter * widths // job.tensor
 
     def _peak(self, blocks: int, *, head: bool) -> tuple[int, str]:
-        layout = self.layout
+        job = self.job
         return peak(
-            layout.shape,
-            micro_of(layout),
+            job.shape,
+            micro_of(job),
             blocks,
-            layout.recompute,
+            job.recompute,
             head=head,
             fused=self.fused,
-            widened=layout.bytes.gradient > layout.bytes.parameter,
+            widened=job.bytes.gradient > job.bytes.parameter,
         )
 
 
-def _offloaded(layout: Layout, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
-    found, item = dict(held), layout.bytes
-    share = sum(unit.padded(layout.shard) for unit in sizes) // layout.shard
+def _offloaded(job: Job, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
+    found, item = dict(held), job.bytes
+    share = sum(unit.padded(job.shard) for unit in sizes) // job.shard
     # Parameters that are their own masters are so only where both rest in one place.
-    if item.master == item.parameter and layout.offload_optimizer != layout.offload_parameters:
+    if item.master == item.parameter and job.offload_optimizer != job.offload_parameters:
         found["optimizer"] += item.master * share
-    if layout.offload_parameters:
+    if job.offload_parameters:
         found["host_parameters"] = found.pop("parameters")
-    if layout.offload_optimizer:
+    if job.offload_optimizer:
         found["host_optimizer"] = found.pop("optimizer")
         found["host_gradients"] = item.gradient * share
-        if layout.stage >= 2:
+        if job.shards_gradients:
             del found["gradients"]
-        if item.master != item.parameter and not layout.offload_parameters:
+        if item.master != item.parameter and not job.offload_parameters:
             found["host_parameters"] = item.parameter * share  # rounded, on their way to the device
     return {category: size for category, size in found.items() if size}
 
@@ -192,8 +190,6 @@ def _blocks(parts: range, layers: int) -> int:
     return sum(1 <= part <= layers for part in parts)
 
 
-def micro_of(layout: Layout) -> Micro:
-    """Return one micro-batch of a layout."""
-    return Micro(
-        layout.micro_batch, layout.tensor, layout.sequence, layout.bytes.parameter, layout.dropout, layout.documents
-    )
+def micro_of(job: Job) -> Micro:
+    """Return one micro-batch of a job."""
+    return Micro(job.micro_batch, job.tensor, job.sequence, job.bytes.parameter, job.dropout, job.documents)

@@ -15,41 +15,42 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.states import UnitSize, units
 
 StageUnits = Sequence[UnitSize]
 
 
-def pool(layout: Layout, stages: Iterable[range]) -> int:
+def pool(job: Job, stages: Iterable[range]) -> int:
     """Return the bytes of both pools on a rank of the pipeline axis.
 
     Args:
         stages: of this rank, each as its parts of the model's path.
     """
-    stage, shard, item = layout.stage, layout.shard, layout.bytes
-    paths = [_path(layout, parts) for parts in stages]
+    shard, item = job.shard, job.bytes
+    paths = [_path(job, parts) for parts in stages]
     ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
     whole, gradients = Counter[int](), Counter[int]()
-    if stage == 3 and (shard > 1 or layout.offload_parameters):
+    if job.shards_parameters and (shard > 1 or job.offload_parameters):
         for there in (moment for path in paths for moment in _gathered(path)):
             whole |= Counter(unit.padded(shard) for unit in there)
-    if stage >= 2 and (shard > 1 or layout.offload_optimizer):
-        shards = shard > 1 and layout.offload_optimizer
+    if job.shards_gradients and (shard > 1 or job.offload_optimizer):
+        shards = shard > 1 and job.offload_optimizer
         for there, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
             of_shards = Counter(unit.padded(shard) // shard for unit in on_their_way if shards)
             gradients |= of_shards + Counter(unit.padded(shard) for unit in there)
-    if stage == 1 and layout.offload_optimizer and layout.pipeline > 1 and len(ties) == 1:
+    one_tie = job.pipeline > 1 and len(ties) == 1
+    if job.shards_optimizer and not job.shards_gradients and job.offload_optimizer and one_tie:
         gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
     return item.parameter * _elements(whole) + item.gradient * _elements(gradients)
 
 
-def _path(layout: Layout, parts: range) -> list[StageUnits]:
+def _path(job: Job, parts: range) -> list[StageUnits]:
     """Return the units of each part; the first two of the blocks stand for any number of them."""
-    ends = (0, layout.shape.layers + 1)
+    ends = (0, job.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
     kept = [i for i in parts if i in ends or i in blocks[:2]]
-    return [units(layout.shape, layout.tensor, [range(i, i + 1)]) for i in kept]
+    return [units(job.shape, job.tensor, [range(i, i + 1)]) for i in kept]
 
 
 def _gathered(path: Sequence[StageUnits]) -> Iterator[set[UnitSize]]:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, memory
+from megazero.plan.placements import stages_that_shard
 from megazero.plan.time import StepTime, regular, step_time
 
 # What a job on a device cannot have: the driver's and the communication libraries' own memory, and holes.
@@ -38,7 +39,7 @@ OFFLOAD: tuple[dict[str, object], ...] = (
 class Found:
     """A layout with its time and the memory of its fullest rank."""
 
-    layout: Layout
+    job: Job
     time: StepTime
     fullest: RankMemory
 
@@ -66,14 +67,14 @@ def usable(machine: Machine) -> float:
     return machine.memory_bytes * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
-def everywhere(layout: Layout) -> Iterator[RankMemory]:
+def everywhere(layout: Job) -> Iterator[RankMemory]:
     """Yield the memory of every rank of a pipeline; first those that are likely to have most."""
     likely = dict.fromkeys((0, layout.pipeline - 1, layout.pipeline // 2))
     for rank in (*likely, *(rank for rank in range(layout.pipeline) if rank not in likely)):
         yield memory(layout, rank)
 
 
-def fullest(layout: Layout) -> RankMemory:
+def fullest(layout: Job) -> RankMemory:
     """Return the memory of the rank with most on its device."""
     return max(everywhere(layout), key=lambda found: found.peak)
 
@@ -82,7 +83,7 @@ def fits(found: RankMemory, machine: Machine) -> bool:
     return found.peak <= usable(machine) and found.host <= machine.host_memory_bytes
 
 
-def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout], bool], count: int = 10) -> Search:
+def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool], count: int = 10) -> Search:
     """Search the fastest layouts of a job's model and global batch on some ranks.
 
     Args:
@@ -94,7 +95,7 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
     """
     best: list[Found] = []
     excluded: list[Found] = []
-    layouts: list[Layout] = []
+    layouts: list[Job] = []
     for widest in dict.fromkeys((min(machine.devices_per_node, ranks), ranks)):
         layouts = [one for one in spreads(job, ranks, widest, machine.devices_per_node) if not _hopeless(one, machine)]
         best, excluded = _fastest(layouts, machine, allowed, count)
@@ -111,7 +112,7 @@ def search(job: Layout, ranks: int, machine: Machine, allowed: Callable[[Layout]
 
 
 def _fastest(
-    layouts: list[Layout], machine: Machine, allowed: Callable[[Layout], bool], count: int
+    layouts: list[Job], machine: Machine, allowed: Callable[[Job], bool], count: int
 ) -> tuple[list[Found], list[Found]]:
     """Return the fastest that fit, and those that would be faster than all of these.
 
@@ -120,14 +121,14 @@ def _fastest(
     """
     bounds = [(step_time(layout, machine), layout) for layout in layouts]
     best: list[Found] = []
-    excluded: dict[object, tuple[int, StepTime, Layout]] = {}
+    excluded: dict[object, tuple[int, StepTime, Job]] = {}
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
         plain, *others = savings(layout)
         found = _least(plain, machine, allowed)
         ways = [] if found is None else [found]
-        if found is None or found.layout != layout:
+        if found is None or found.job != layout:
             for options in others:  # to offload more is worth it only where it is faster
                 one = _least(options, machine, allowed)
                 if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
@@ -148,7 +149,7 @@ def _lack(found: RankMemory, machine: Machine) -> float:
     return max(found.peak / usable(machine), found.host / machine.host_memory_bytes)
 
 
-def _least(options: list[Layout], machine: Machine, allowed: Callable[[Layout], bool]) -> Found | None:
+def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool]) -> Found | None:
     """Return the first that fits, or None."""
     room = usable(machine)
     for candidate in options:
@@ -167,10 +168,10 @@ def _until(ranks: Iterator[RankMemory], stop: Callable[[RankMemory], bool]) -> I
             return
 
 
-def spreads(job: Layout, ranks: int, widest: int, node: int) -> Iterator[Layout]:
+def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
     """Yield every way to spread a job over the ranks, before anything is done about memory."""
-    layers, shape = job.shape.layers, job.shape
-    job = Layout(shape, job.bytes, global_batch=job.global_batch, dropout=job.dropout, documents=job.documents)
+    layers, shape, job = job.shape.layers, job.shape, job.alone
+    sharded = stages_that_shard("optimizer")
     for tensor in (t for t in _divisors(ranks) if t <= widest and not shape.kv_heads % t and not shape.ffn % t):
         for pipeline in (p for p in _divisors(ranks // tensor) if p <= layers):
             data = ranks // (tensor * pipeline)
@@ -183,7 +184,7 @@ def spreads(job: Layout, ranks: int, widest: int, node: int) -> Iterator[Layout]
                     cut = replace(job, **sizes, schedule=schedule, chunks=chunks, micro_batch=micro)
                     if not regular(cut):
                         continue
-                    stages = product((1, 2, 3), _shard_ranks(data, node // tensor)) if data > 1 else [(0, None)]
+                    stages = product(sharded, _shard_ranks(data, node // tensor)) if data > 1 else [(0, None)]
                     for (stage, shard_ranks), sequence in product(stages, sequences):
                         yield replace(cut, stage=stage, shard_ranks=shard_ranks, sequence=sequence)
 
@@ -195,10 +196,11 @@ def _shard_ranks(data: int, in_node: int) -> Iterator[int | None]:
         yield in_node
 
 
-def savings(layout: Layout) -> Iterator[list[Layout]]:
+def savings(layout: Job) -> Iterator[list[Job]]:
     """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
     for offload in OFFLOAD:
-        stage = max(layout.stage, 3 if "offload_parameters" in offload else 1 if offload else 0)
+        rests = "parameters" if "offload_parameters" in offload else "optimizer"
+        stage = max(layout.stage, min(stages_that_shard(rests))) if offload else layout.stage
         if layout.data > 1 and stage != layout.stage:
             continue  # that stage is tried by itself
         yield [
@@ -219,11 +221,11 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, most or number) + 1) if not number % n]
 
 
-def _hopeless(layout: Layout, machine: Machine) -> bool:
+def _hopeless(layout: Job, machine: Machine) -> bool:
     """Return whether even half of an even share of the model states is more than device and host together have."""
     sizes = layout.bytes
-    shard = layout.shard if layout.stage == 3 else 1
-    each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.stage >= 2 else 1)
-    each += sizes.optimizer / (layout.shard if layout.stage else 1)
+    shard = layout.shard if layout.shards_parameters else 1
+    each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.shards_gradients else 1)
+    each += sizes.optimizer / (layout.shard if layout.shards_optimizer else 1)
     held = layout.shape.parameters() / (layout.tensor * layout.pipeline) * each
     return held / 2 > usable(machine) + machine.host_memory_bytes

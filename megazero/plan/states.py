@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.plan.model import ModelShape
+from megazero.plan.placements import STAGES, Placement
 
 ALIGNMENT = 16
 
@@ -79,11 +80,11 @@ def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) 
 def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
     """Return the bytes that a rank holds between steps, by category, with nothing on the host."""
     whole = sum(unit.padded(shard) for unit in sizes)
-    share = whole // shard
+    share, rests = whole // shard, STAGES[stage]
     return {
-        "parameters": bytes_.parameter * (share if stage == 3 else whole),
-        "gradients": bytes_.gradient * (share if stage >= 2 else whole),
-        "optimizer": bytes_.optimizer * (share if stage >= 1 else whole),
+        "parameters": bytes_.parameter * (share if rests.parameters is Placement.SHARD else whole),
+        "gradients": bytes_.gradient * (share if rests.gradients is Placement.SHARD else whole),
+        "optimizer": bytes_.optimizer * (share if rests.optimizer is Placement.SHARD else whole),
     }
 
 

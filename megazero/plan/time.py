@@ -25,7 +25,7 @@ waited for, and one unit's part always, because it has nothing to run beside. Sy
 from dataclasses import dataclass
 
 from megazero.plan.compute import OURS, Compute, PassTimes, Software
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.traffic import Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
 from megazero.schedules.catalogue import make
@@ -60,14 +60,14 @@ class StepTime:
 class Links:
     """The seconds that operations between ranks take."""
 
-    def __init__(self, layout: Layout, machine: Machine):
-        self.layout, self.machine = layout, machine
+    def __init__(self, job: Job, machine: Machine):
+        self.job, self.machine = job, machine
 
     def bandwidth(self, axis: str) -> float:
         """Return the bytes a second that a ring moves through each rank."""
         reached, together = self.machine.reached, self._together(axis)
         node = self.machine.in_node_bandwidth * reached.in_node
-        if together == axis_size(self.layout, axis):
+        if together == axis_size(self.job, axis):
             return node
         cross = self.machine.cross_node_bandwidth * reached.cross_node * together
         return min(node, cross)
@@ -76,7 +76,7 @@ class Links:
         """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
         if not size:
             return 0.0
-        return size / self.bandwidth(axis) + ops * (axis_size(self.layout, axis) - 1) * self._latency(axis)
+        return size / self.bandwidth(axis) + ops * (axis_size(self.job, axis) - 1) * self._latency(axis)
 
     def message(self, size: float) -> float:
         """Return the seconds of a message to the next rank of the pipeline."""
@@ -85,46 +85,46 @@ class Links:
         return size / self.bandwidth("pipeline") + self._latency("pipeline")
 
     def _together(self, axis: str) -> int:
-        return ranks_in_node(self.layout, axis, self.machine.devices_per_node)
+        return ranks_in_node(self.job, axis, self.machine.devices_per_node)
 
     def _latency(self, axis: str) -> float:
         """Return the mean latency of a ring's steps, in seconds."""
         together = self._together(axis)
-        if together == axis_size(self.layout, axis):
+        if together == axis_size(self.job, axis):
             return self.machine.in_node_latency
         return self.machine.in_node_latency * (1 - 1 / together) + self.machine.cross_node_latency / together
 
 
-def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> StepTime:
+def step_time(job: Job, machine: Machine, software: Software = OURS) -> StepTime:
     """Return the time of a step.
 
     Raises:
-        ValueError: the machine has no peak for the layout's precision.
+        ValueError: the machine has no peak for the job's precision.
     """
-    compute, links = Compute(layout, machine, software), Links(layout, machine)
+    compute, links = Compute(job, machine, software), Links(job, machine)
     block = compute.block()
-    sums = _sums(layout, links, compute, block, software)
-    first, last = _blocks(layout)
-    busy, work = _busiest(layout, compute, block, sums, first, last)
-    mean = _mean(layout, compute, block, sums)
-    m = layout.micro_batches
-    bubble = _waits(layout, mean)
-    share = Share(first, True, layout.pipeline == 1, 0, 0)
-    own = list(flows(layout, share))
-    data, hidden = _data(links, own, gathers(layout, share), share.blocks, busy, software)
-    update, offload = _update(machine, compute, own, updated(layout, share), busy)
+    sums = _sums(job, links, compute, block, software)
+    first, last = _blocks(job)
+    busy, work = _busiest(job, compute, block, sums, first, last)
+    mean = _mean(job, compute, block, sums)
+    m = job.micro_batches
+    bubble = _waits(job, mean)
+    share = Share(first, True, job.pipeline == 1, 0, 0)
+    own = list(flows(job, share))
+    data, hidden = _data(links, own, gathers(job, share), share.blocks, busy, software)
+    update, offload = _update(machine, compute, own, updated(job, share), busy)
     parts = {
         "compute": m * work,
         "recompute": m * busy.again,
         "tensor traffic": m * (busy.forward + busy.backward - busy.again - work),
-        "pipeline traffic": _messages(layout, links, software),
+        "pipeline traffic": _messages(job, links, software),
         "bubble": bubble,
         "data traffic": data,
         "update": update,
         "offload": offload,
     }
     step = sum(parts.values())
-    tokens = layout.global_batch * layout.shape.seq_len / layout.ranks
+    tokens = job.global_batch * job.shape.seq_len / job.ranks
     model, done = compute.flops()
     rate = tokens / step
     return StepTime(
@@ -140,30 +140,30 @@ def step_time(layout: Layout, machine: Machine, software: Software = OURS) -> St
     )
 
 
-def _sums(layout: Layout, links: Links, compute: Compute, block: PassTimes, software: Software) -> PassTimes:
+def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, software: Software) -> PassTimes:
     """Return the seconds that a block waits on the tensor axis."""
-    t = layout.tensor
+    t = job.tensor
     if t == 1:
         return PassTimes(0.0, 0.0, 0.0)
-    each = compute.tokens * layout.shape.hidden * compute.item * (t - 1) / t
+    each = compute.tokens * job.shape.hidden * compute.item * (t - 1) / t
     one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
     columns = block.columns
-    if layout.sequence:
+    if job.sequence:
         backward = one + sum(max(0.0, one - column) for column in columns)  # gathers again, and sums, beside products
     else:
         backward = sum(max(0.0, one - column) for column in columns)
     again = 0.0
-    if layout.recompute == "full":
-        again = one * (2 if software.replays_all else 1.5 if layout.sequence else 1)
+    if job.recompute == "full":
+        again = one * (2 if software.replays_all else 1.5 if job.sequence else 1)
     return PassTimes(2 * one, backward, 0.0, again)
 
 
-def _blocks(layout: Layout) -> tuple[int, int]:
+def _blocks(job: Job) -> tuple[int, int]:
     """Return the blocks of the busiest rank without the head, and of the rank with it (`schedules/layers.py`)."""
-    p, blocks = layout.pipeline, layout.shape.layers
+    p, blocks = job.pipeline, job.shape.layers
     if p == 1:
         return blocks, blocks
-    cost = layout.shape.head_in_blocks()
+    cost = job.shape.head_in_blocks()
     ideal = (blocks - (p - 1) * cost) / p
     last = min(
         {max(1, int(ideal)), max(1, int(ideal) + 1)},
@@ -173,52 +173,52 @@ def _blocks(layout: Layout) -> tuple[int, int]:
 
 
 def _busiest(
-    layout: Layout, compute: Compute, block: PassTimes, sums: PassTimes, first: int, last: int
+    job: Job, compute: Compute, block: PassTimes, sums: PassTimes, first: int, last: int
 ) -> tuple[PassTimes, float]:
     """Return the times of one micro-batch on the busiest rank, and the seconds that it computes once."""
     each = block.plus(sums)
     begin, end = each.times(first), each.times(last).plus(compute.head())
     begin = begin.plus(compute.embedding())
-    if layout.pipeline == 1:
+    if job.pipeline == 1:
         end = end.plus(compute.embedding())
-    at_end = layout.pipeline == 1 or end.forward + end.backward > begin.forward + begin.backward
+    at_end = job.pipeline == 1 or end.forward + end.backward > begin.forward + begin.backward
     busy, count = (end, last) if at_end else (begin, first)
     waits = sums.times(count)
     return busy, busy.forward + busy.backward - busy.again - waits.forward - waits.input
 
 
-def _mean(layout: Layout, compute: Compute, block: PassTimes, sums: PassTimes) -> PassTimes:
+def _mean(job: Job, compute: Compute, block: PassTimes, sums: PassTimes) -> PassTimes:
     """Return the times of one micro-batch on a pipeline rank, the mean over all ranks."""
-    whole = block.plus(sums).times(layout.shape.layers).plus(compute.head()).plus(compute.embedding())
-    return whole.times(1 / layout.pipeline)
+    whole = block.plus(sums).times(job.shape.layers).plus(compute.head()).plus(compute.embedding())
+    return whole.times(1 / job.pipeline)
 
 
-def regular(layout: Layout) -> bool:
+def regular(job: Job) -> bool:
     """Return whether the closed form of the schedule's bubble is exact: enough micro-batches, and equal chunks."""
-    m, p, stages = layout.micro_batches, layout.pipeline, layout.pipeline * layout.chunks
-    equal = layout.shape.layers % stages == 0
+    m, p, stages = job.micro_batches, job.pipeline, job.pipeline * job.chunks
+    equal = job.shape.layers % stages == 0
     return {
         "gpipe": True,
         "1f1b": True,
         "interleaved": m % p == 0 and equal,
         "zb-h1": m >= p,
         "zb-v": m >= 2 * p - 1 and equal,
-    }[layout.schedule]
+    }[job.schedule]
 
 
-def _waits(layout: Layout, mean: PassTimes) -> float:
+def _waits(job: Job, mean: PassTimes) -> float:
     """Return the seconds that the busiest rank waits for others.
 
     In closed form, or where that is not exact by simulation, of no more micro-batches than fill the pipeline a few
     times.
     """
-    p, m = layout.pipeline, layout.micro_batches
-    if p == 1 or regular(layout) or layout.shape.layers < p * layout.chunks:  # the last only in published figures
-        return bubble_of(layout.schedule, p, layout.chunks, mean)
+    p, m = job.pipeline, job.micro_batches
+    if p == 1 or regular(job) or job.shape.layers < p * job.chunks:  # the last only in published figures
+        return bubble_of(job.schedule, p, job.chunks, mean)
     shown = m if m <= 4 * p else 4 * p + m % p
-    schedule = make(layout.schedule, p, shown, layout.chunks)
-    blocks = [sum(1 <= part <= layout.shape.layers for part in parts) for parts in layout.layers.parts]
-    shares = [count * p / layout.shape.layers for count in blocks]
+    schedule = make(job.schedule, p, shown, job.chunks)
+    blocks = [sum(1 <= part <= job.shape.layers for part in parts) for parts in job.layers.parts]
+    shares = [count * p / job.shape.layers for count in blocks]
     costs = [Costs(s * mean.forward, s * (mean.input + mean.again), s * mean.weight) for s in shares]
     timeline = simulate(schedule, costs)
     return timeline.makespan - max(timeline.work)
@@ -243,39 +243,39 @@ def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> floa
     return (ranks - 1) * each[schedule]
 
 
-def _messages(layout: Layout, links: Links, software: Software) -> float:
-    p, m, v = layout.pipeline, layout.micro_batches, layout.chunks
+def _messages(job: Job, links: Links, software: Software) -> float:
+    p, m, v = job.pipeline, job.micro_batches, job.chunks
     if p == 1:
         return 0.0
-    split = layout.tensor if layout.sequence or software.splits_messages else 1
-    size = layout.shape.seq_len * layout.micro_batch * layout.shape.hidden * layout.bytes.parameter / split
+    split = job.tensor if job.sequence or software.splits_messages else 1
+    size = job.shape.seq_len * job.micro_batch * job.shape.hidden * job.bytes.parameter / split
     counts = {"gpipe": 2 * (p - 1), "1f1b": 2 * m, "interleaved": 2 * (p * v - 1), "zb-h1": 4 * (p - 1), "zb-v": 4 * p}
-    return counts[layout.schedule] * links.message(size)
+    return counts[job.schedule] * links.message(size)
 
 
 def _data(
     links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: PassTimes, software: Software
 ) -> tuple[float, float]:
     """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not."""
-    layout = links.layout
-    m = layout.micro_batches
+    job = links.job
+    m = job.micro_batches
 
     def total(axis: str, purpose: str) -> float:
         found = [flow for flow in own if (flow.axis, flow.purpose) == (axis, purpose)]
         return sum(links.seconds(axis, flow.bytes, flow.ops) for flow in found)
 
-    share_of_rate = software.scattered if layout.stage == 3 else 1.0
-    axis, replicas = layout.shard_axis, total("replica", "gradients")
+    share_of_rate = software.scattered if job.shards_parameters else 1.0
+    axis, replicas = job.shard_axis, total("replica", "gradients")
     reduces, parameters = (total(axis, what) / share_of_rate for what in ("gradients", "parameters"))
     ends = total("ends", "tied")
-    if layout.data == 1:
+    if job.data == 1:
         return ends, 0.0
     if not software.overlaps:
         return reduces + replicas + parameters + ends, 0.0
     waited = 0.0
-    times = m if layout.stage >= 2 else 1
-    forward, backward = (part / max(1, sum(gathered)) for part in gathered) if layout.stage == 3 else (1.0, 0.0)
-    times_gathered = m if layout.stage == 3 else 1
+    times = m if job.shards_gradients else 1
+    forward, backward = (part / max(1, sum(gathered)) for part in gathered) if job.shards_parameters else (1.0, 0.0)
+    times_gathered = m if job.shards_parameters else 1
     beside_forward, beside_backward = parameters * forward / times_gathered, reduces / times
     in_backward = parameters * backward / times_gathered
     free = links.machine.reached.beside
@@ -293,8 +293,8 @@ def _rest(traffic: float, computation: float, units: int) -> float:
 
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
     """Return the seconds of the update on the device, and those waited for what is offloaded to the host."""
-    layout = compute.layout
-    m = layout.micro_batches
+    job = compute.job
+    m = job.micro_batches
     moved: dict[str, float] = {}
     for flow in own:
         if flow.axis == "host":
@@ -302,13 +302,13 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
     out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
     offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)
     back = moved.get("parameters back", 0.0)
-    if layout.offload_parameters:  # gathered from the host beside the passes
+    if job.offload_parameters:  # gathered from the host beside the passes
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
-    if not layout.offload_optimizer:
+    if not job.offload_optimizer:
         return compute.update(elements), offload
-    update = elements * layout.bytes.moved_by_update / machine.host_memory_bandwidth
-    if layout.delayed:  # the rest of it is waited for when the next step ends
+    update = elements * job.bytes.moved_by_update / machine.host_memory_bandwidth
+    if job.delayed:  # the rest of it is waited for when the next step ends
         update = max(0.0, update - m * (busy.forward + busy.backward))
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
     return 0.0, offload + gradients + max(update, back)

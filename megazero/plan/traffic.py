@@ -32,7 +32,7 @@ and the head's are still there.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.states import ALIGNMENT, UnitSize, units
 
 WIDE = 8  # bytes of a scalar that ranks sum
@@ -84,9 +84,9 @@ class _Unit:
     count: int
 
 
-def share_of(layout: Layout, rank: int) -> Share:
+def share_of(job: Job, rank: int) -> Share:
     """Return the share of one rank of the pipeline axis."""
-    layers, last = layout.layers, layout.shape.layers + 1
+    layers, last = job.layers, job.shape.layers + 1
     stages = layers.of_rank(rank)
     own = [i for parts in stages.values() for i in parts]
     remote = [stage for stage in stages if stage + 1 < len(layers.parts) and layers.rank_of[stage + 1] != rank]
@@ -94,7 +94,7 @@ def share_of(layout: Layout, rank: int) -> Share:
     return Share(sum(0 < i < last for i in own), 0 in own, last in own, len(remote), len(back))
 
 
-def traffic(layout: Layout, rank: int = 0, shard_rank: int | None = None) -> dict[str, dict[str, int]]:
+def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str, dict[str, int]]:
     """Return the bytes that a rank sends in a step: `[axis][purpose]`, with `host` for copies to and from its memory.
 
     Args:
@@ -102,7 +102,7 @@ def traffic(layout: Layout, rank: int = 0, shard_rank: int | None = None) -> dic
         shard_rank: its number on the shard axis; None: the last, whose shards have most of the tails: none sends more.
     """
     found: dict[str, dict[str, int]] = {}
-    for flow in flows(layout, share_of(layout, rank), shard_rank):
+    for flow in flows(job, share_of(job, rank), shard_rank):
         if flow.bytes:
             purposes = found.setdefault(flow.axis, {})
             purposes[flow.purpose] = purposes.get(flow.purpose, 0) + flow.bytes
@@ -114,12 +114,12 @@ def sent(found: dict[str, dict[str, int]]) -> int:
     return sum(size for axis, purposes in found.items() if axis != "host" for size in purposes.values())
 
 
-def fullest(layout: Layout) -> int:
+def fullest(job: Job) -> int:
     """Return the pipeline rank that sends most."""
-    return max(range(layout.pipeline), key=lambda rank: sent(traffic(layout, rank)))
+    return max(range(job.pipeline), key=lambda rank: sent(traffic(job, rank)))
 
 
-def split_by_node(layout: Layout, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
+def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
     """Return the `in_node` and `cross_node` bytes of each axis.
 
     A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
@@ -132,48 +132,48 @@ def split_by_node(layout: Layout, found: dict[str, dict[str, int]], devices: int
     for axis, purposes in found.items():
         if axis == "host":
             continue
-        together = ranks_in_node(layout, axis, devices)
+        together = ranks_in_node(job, axis, devices)
         size = sum(purposes.values())
-        cross = 0 if together >= axis_size(layout, axis) else size // together
+        cross = 0 if together >= axis_size(job, axis) else size // together
         result[axis] = {"in_node": size - cross, "cross_node": cross}
     return result
 
 
-def axis_size(layout: Layout, axis: str) -> int:
-    sizes = {"tensor": layout.tensor, "shard": layout.shard, "replica": layout.replicas, "data": layout.data}
-    return {**sizes, "pipeline": layout.pipeline, "ends": 2}[axis]
+def axis_size(job: Job, axis: str) -> int:
+    sizes = {"tensor": job.tensor, "shard": job.shard, "replica": job.replicas, "data": job.data}
+    return {**sizes, "pipeline": job.pipeline, "ends": 2}[axis]
 
 
-def ranks_in_node(layout: Layout, axis: str, devices: int) -> int:
+def ranks_in_node(job: Job, axis: str, devices: int) -> int:
     """Return how many ranks of one axis lie in one node of so many devices.
 
     Where groups straddle nodes, about half of the worst group.
     """
-    if layout.ranks <= devices:
-        return axis_size(layout, axis)
-    across = layout.tensor * layout.data
-    strides = {"tensor": 1, "shard": layout.tensor, "data": layout.tensor, "replica": layout.tensor * layout.shard}
-    stride = {**strides, "pipeline": across, "ends": across * (layout.pipeline - 1)}[axis]
-    size, together = axis_size(layout, axis), max(1, devices // stride)
+    if job.ranks <= devices:
+        return axis_size(job, axis)
+    across = job.tensor * job.data
+    strides = {"tensor": 1, "shard": job.tensor, "data": job.tensor, "replica": job.tensor * job.shard}
+    stride = {**strides, "pipeline": across, "ends": across * (job.pipeline - 1)}[axis]
+    size, together = axis_size(job, axis), max(1, devices // stride)
     if together >= size and devices % (size * stride):
         return max(1, size // 2)
     return min(size, together)
 
 
-def flows(layout: Layout, share: Share, shard_rank: int | None = None) -> Iterator[Flow]:
+def flows(job: Job, share: Share, shard_rank: int | None = None) -> Iterator[Flow]:
     """Yield everything that a rank with this share of the model sends in a step, and receives from its host."""
-    own = _units(layout, share)
-    yield from _data(layout, own)
-    yield from _tensor(layout, share)
-    yield from _tails(layout, own, layout.shard - 1 if shard_rank is None else shard_rank)
-    yield from _pipeline(layout, share)
-    yield from _scalars(layout, share, own)
-    yield from _host(layout, share, own)
+    own = _units(job, share)
+    yield from _data(job, own)
+    yield from _tensor(job, share)
+    yield from _tails(job, own, job.shard - 1 if shard_rank is None else shard_rank)
+    yield from _pipeline(job, share)
+    yield from _scalars(job, share, own)
+    yield from _host(job, share, own)
 
 
-def gathers(layout: Layout, share: Share) -> tuple[int, int]:
+def gathers(job: Job, share: Share) -> tuple[int, int]:
     """Return the elements that stage 3 gathers for the forward, and for the backward, of one micro-batch."""
-    own = {unit.name: unit for unit in _units(layout, share)}
+    own = {unit.name: unit for unit in _units(job, share)}
     blocks = own["blocks"].padded * own["blocks"].count if "blocks" in own else 0
     tied = own["tied"].padded if "tied" in own else 0
     ends = tied * (share.embedding + share.head) + sum(
@@ -182,60 +182,60 @@ def gathers(layout: Layout, share: Share) -> tuple[int, int]:
     return blocks + ends, blocks
 
 
-def updated(layout: Layout, share: Share) -> int:
+def updated(job: Job, share: Share) -> int:
     """Return the elements that the rank updates, padding included."""
-    return sum(_shard(layout, unit) * unit.count for unit in _units(layout, share))
+    return sum(_shard(job, unit) * unit.count for unit in _units(job, share))
 
 
-def _units(layout: Layout, share: Share) -> list[_Unit]:
-    shape, last = layout.shape, layout.shape.layers + 1
+def _units(job: Job, share: Share) -> list[_Unit]:
+    shape, last = job.shape, job.shape.layers + 1
     parts = [range(1)] * share.embedding + [range(last, last + 1)] * share.head
-    found = [_unit(layout, unit, unit.name, 1) for unit in units(shape, layout.tensor, parts)] if parts else []
+    found = [_unit(job, unit, unit.name, 1) for unit in units(shape, job.tensor, parts)] if parts else []
     if share.blocks:
-        (block,) = units(shape, layout.tensor, [range(1, 2)])
-        found.append(_unit(layout, block, "blocks", share.blocks))
+        (block,) = units(shape, job.tensor, [range(1, 2)])
+        found.append(_unit(job, block, "blocks", share.blocks))
     return found
 
 
-def _unit(layout: Layout, unit: UnitSize, name: str, count: int) -> _Unit:
-    shape, split = layout.shape, 0
+def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
+    shape, split = job.shape, 0
     if name == "blocks" and shape.layernorm:
-        split = (shape.hidden + 2 * shape.kv_width + shape.num_mlp_inputs * shape.ffn) // layout.tensor
+        split = (shape.hidden + 2 * shape.kv_width + shape.num_mlp_inputs * shape.ffn) // job.tensor
     tail = -(-unit.decayed // ALIGNMENT) * ALIGNMENT + split if unit.rest else unit.decayed
-    return _Unit(name, unit.padded(layout.shard), tail, count)
+    return _Unit(name, unit.padded(job.shard), tail, count)
 
 
-def _data(layout: Layout, own: list[_Unit]) -> Iterator[Flow]:
-    n, m, axis = layout.shard, layout.micro_batches, layout.shard_axis
+def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
+    n, m, axis = job.shard, job.micro_batches, job.shard_axis
     numbers, elements = sum(unit.count for unit in own), sum(unit.padded * unit.count for unit in own)
     each = elements // n * (n - 1)
-    times = {0: 2, 1: 1, 2: m, 3: m}[layout.stage]
+    times = m if job.shards_gradients else 1 if job.shards_optimizer else 2
     if n > 1:
-        ops = numbers * (m if layout.stage >= 2 else 1)
-        yield Flow(axis, "gradients", ops, times * each * layout.bytes.gradient)
-    if n > 1 and layout.stage in (1, 2):
-        yield Flow(axis, "parameters", numbers, each * layout.bytes.parameter)
-    if layout.replicas > 1:
-        elements = sum(unit.count * -(-_shard(layout, unit) // layout.replicas) for unit in own)
-        yield Flow("replica", "gradients", numbers, 2 * (layout.replicas - 1) * elements * layout.bytes.gradient)
+        ops = numbers * (m if job.shards_gradients else 1)
+        yield Flow(axis, "gradients", ops, times * each * job.bytes.gradient)
+    if n > 1 and job.shards_optimizer and not job.shards_parameters:
+        yield Flow(axis, "parameters", numbers, each * job.bytes.parameter)
+    if job.replicas > 1:
+        elements = sum(unit.count * -(-_shard(job, unit) // job.replicas) for unit in own)
+        yield Flow("replica", "gradients", numbers, 2 * (job.replicas - 1) * elements * job.bytes.gradient)
 
 
-def _stage_3(layout: Layout, share: Share) -> tuple[int, int]:
+def _gathered(job: Job, share: Share) -> tuple[int, int]:
     """Return the gathers of stage 3 in a step: operations, and elements of the units."""
-    if layout.stage != 3:
+    if not job.shards_parameters:
         return 0, 0
-    forward, backward = gathers(layout, share)
+    forward, backward = gathers(job, share)
     ends = 2 * (share.embedding + share.head)
-    return layout.micro_batches * (2 * share.blocks + ends), layout.micro_batches * (forward + backward)
+    return job.micro_batches * (2 * share.blocks + ends), job.micro_batches * (forward + backward)
 
 
-def _tensor(layout: Layout, share: Share) -> Iterator[Flow]:
-    t, m, item = layout.tensor, layout.micro_batches, layout.bytes.parameter
+def _tensor(job: Job, share: Share) -> Iterator[Flow]:
+    t, m, item = job.tensor, job.micro_batches, job.bytes.parameter
     if t == 1:
         return
-    rows = layout.shape.seq_len * layout.micro_batch
-    n = -(-rows * layout.shape.hidden // t) * (t - 1) * item  # of an all-gather; an all-reduce sends twice that
-    blocks, full, sequence = share.blocks * m, layout.recompute == "full", layout.sequence
+    rows = job.shape.seq_len * job.micro_batch
+    n = -(-rows * job.shape.hidden // t) * (t - 1) * item  # of an all-gather; an all-reduce sends twice that
+    blocks, full, sequence = share.blocks * m, job.recompute == "full", job.sequence
 
     def flow(purpose: str, ops: int) -> Flow:
         return Flow("tensor", purpose, ops, ops * n * (1 if sequence or purpose == "inputs" else 2))
@@ -252,92 +252,92 @@ def _tensor(layout: Layout, share: Share) -> Iterator[Flow]:
         yield flow("head again", m * sequence)
         yield flow("head backward", m)
         yield Flow("tensor", "loss", m, m * 3 * rows * (t - 1) * max(item, 4))
-    if layout.partition and full and not sequence:
+    if job.partition and full and not sequence:
         yield flow("inputs", blocks)
 
 
-def _tails(layout: Layout, own: list[_Unit], shard_rank: int) -> Iterator[Flow]:
+def _tails(job: Job, own: list[_Unit], shard_rank: int) -> Iterator[Flow]:
     """Yield what is summed over the tensor axis once a step under sequence parallelism."""
-    if not layout.sequence:
+    if not job.sequence:
         return
-    t, item = layout.tensor, layout.bytes.gradient
+    t, item = job.tensor, job.bytes.gradient
     for unit in own:
-        length = _tail(layout, unit, shard_rank)
+        length = _tail(job, unit, shard_rank)
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
-        if layout.offload_optimizer:
+        if job.offload_optimizer:
             yield Flow("host", "gradients back", unit.count, unit.count * length * item)
             yield Flow("host", "gradients out", unit.count, unit.count * length * item)
 
 
-def _tail(layout: Layout, unit: _Unit, shard_rank: int) -> int:
+def _tail(job: Job, unit: _Unit, shard_rank: int) -> int:
     """Return the elements of a rank's shard that lie in the unit's tail."""
-    shard = _shard(layout, unit)
-    start = shard_rank * shard if layout.stage >= 1 else 0
+    shard = _shard(job, unit)
+    start = shard_rank * shard if job.shards_optimizer else 0
     return max(0, shard - max(0, unit.tail - start))
 
 
-def _shard(layout: Layout, unit: _Unit) -> int:
+def _shard(job: Job, unit: _Unit) -> int:
     """Return the elements of a unit that a rank updates."""
-    return unit.padded // layout.shard if layout.stage >= 1 else unit.padded
+    return unit.padded // job.shard if job.shards_optimizer else unit.padded
 
 
-def _pipeline(layout: Layout, share: Share) -> Iterator[Flow]:
-    rows = layout.shape.seq_len // (layout.tensor if layout.sequence else 1) * layout.micro_batch
-    size, m = rows * layout.shape.hidden * layout.bytes.parameter, layout.micro_batches
+def _pipeline(job: Job, share: Share) -> Iterator[Flow]:
+    rows = job.shape.seq_len // (job.tensor if job.sequence else 1) * job.micro_batch
+    size, m = rows * job.shape.hidden * job.bytes.parameter, job.micro_batches
     yield Flow("pipeline", "activations", m * share.sends, m * share.sends * size)
     yield Flow("pipeline", "gradients", m * share.returns, m * share.returns * size)
 
 
-def _tied(layout: Layout, share: Share, own: list[_Unit]) -> list[_Unit]:
+def _tied(job: Job, share: Share, own: list[_Unit]) -> list[_Unit]:
     """Return the tied unit where another rank has it too, else nothing."""
     both = share.embedding and share.head
-    return [unit for unit in own if unit.name == "tied" and layout.pipeline > 1 and not both]
+    return [unit for unit in own if unit.name == "tied" and job.pipeline > 1 and not both]
 
 
-def _scalars(layout: Layout, share: Share, own: list[_Unit]) -> Iterator[Flow]:
+def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     """Yield the sums of the tied weight's gradient, the norm and the loss."""
-    tied = _tied(layout, share, own)
+    tied = _tied(job, share, own)
     for unit in tied:
-        yield Flow("ends", "tied", 1, _shard(layout, unit) * layout.bytes.gradient)
+        yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.gradient)
     copies = len(tied) if share.head else 0
     counted = sum(unit.count for unit in own) - copies
-    everywhere = layout.shape.layers + layout.shape.tied + _ends(layout)
+    everywhere = job.shape.layers + job.shape.tied + _ends(job)
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("data", "loss", 2), ("pipeline", "loss", 2)]
-    if layout.stage >= 1:
-        sums.append((layout.shard_axis, "norm", counted))
+    if job.shards_optimizer:
+        sums.append((job.shard_axis, "norm", counted))
     for axis, purpose, numbers in sums:
-        size = axis_size(layout, axis)
+        size = axis_size(job, axis)
         yield Flow(axis, purpose, int(size > 1), 2 * (size - 1) * -(-numbers // size) * WIDE)
 
 
-def _ends(layout: Layout) -> int:
+def _ends(job: Job) -> int:
     """Return the number of units of embedding and head beside a tied one."""
-    return 2 if layout.shape.learned_positions or not layout.shape.tied else 1
+    return 2 if job.shape.learned_positions or not job.shape.tied else 1
 
 
-def _host(layout: Layout, share: Share, own: list[_Unit]) -> Iterator[Flow]:
-    m, g, p = layout.micro_batches, layout.bytes.gradient, layout.bytes.parameter
-    numbers, shard = sum(unit.count for unit in own), sum(_shard(layout, unit) * unit.count for unit in own)
-    if layout.offload_optimizer:
-        times = m if layout.stage >= 2 else 1
+def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
+    m, g, p = job.micro_batches, job.bytes.gradient, job.bytes.parameter
+    numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
+    if job.offload_optimizer:
+        times = m if job.shards_gradients else 1
         yield Flow("host", "gradients out", times * numbers, times * shard * g)
         yield Flow("host", "gradients back", (times - 1) * numbers, (times - 1) * shard * g)
-        for unit in _tied(layout, share, own):
-            yield Flow("host", "gradients back", 1, _shard(layout, unit) * g)
-            yield Flow("host", "gradients out", 1, _shard(layout, unit) * g)
-        if not layout.offload_parameters:
+        for unit in _tied(job, share, own):
+            yield Flow("host", "gradients back", 1, _shard(job, unit) * g)
+            yield Flow("host", "gradients out", 1, _shard(job, unit) * g)
+        if not job.offload_parameters:
             yield Flow("host", "parameters back", numbers, shard * p)
-    ops, gathered = _stage_3(layout, share)
-    if layout.shard > 1:
-        sent = gathered // layout.shard * (layout.shard - 1) * p
-        yield Flow(layout.shard_axis, "parameters", ops, sent)
-    if layout.offload_parameters:
-        yield Flow("host", "parameters back", ops, gathered // layout.shard * p)
-        if not layout.offload_optimizer:
+    ops, gathered = _gathered(job, share)
+    if job.shard > 1:
+        sent = gathered // job.shard * (job.shard - 1) * p
+        yield Flow(job.shard_axis, "parameters", ops, sent)
+    if job.offload_parameters:
+        yield Flow("host", "parameters back", ops, gathered // job.shard * p)
+        if not job.offload_optimizer:
             yield Flow("host", "parameters out", numbers, shard * p)
-    if layout.offload and layout.recompute == "full":
-        split = layout.tensor if layout.sequence or layout.partition else 1
-        size = layout.shape.seq_len * layout.micro_batch * layout.shape.hidden // split * p
+    if job.offload and job.recompute == "full":
+        split = job.tensor if job.sequence or job.partition else 1
+        size = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * p
         yield Flow("host", "inputs out", m * share.blocks, m * share.blocks * size)
         yield Flow("host", "inputs back", m * share.blocks, m * share.blocks * size)

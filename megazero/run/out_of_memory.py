@@ -9,11 +9,12 @@ from dataclasses import replace
 import torch
 
 from megazero.base.errors import UserError
-from megazero.build.pipeline import layout_of
+from megazero.build.job import job_of
 from megazero.comm.grid import Grid
 from megazero.config.schema import Config
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.memory import memory
+from megazero.plan.placements import stages_that_shard
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
@@ -53,27 +54,28 @@ def _is_it(error: Exception) -> bool:
 
 def _spare(config: Config, grid: Grid, device: torch.device) -> Iterator[tuple[float, str]]:
     """Yield (bytes that this rank's plan would save, option) for each option that the config leaves unused."""
-    layout, rank = layout_of(config, grid["world"].size, apart=device.type != "cpu"), grid["pipeline"].rank
-    now = memory(layout, rank).peak
-    for option, changed in _changes(layout, apart=device.type != "cpu"):
+    job, rank = job_of(config, grid["world"].size, apart=device.type != "cpu"), grid["pipeline"].rank
+    now = memory(job, rank).peak
+    for option, changed in _changes(job, apart=device.type != "cpu"):
         if (less := now - memory(changed, rank).peak) > 0:
             yield less, option
 
 
-def _changes(layout: Layout, *, apart: bool) -> Iterator[tuple[str, Layout]]:
-    if layout.recompute != "full":
-        yield "memory.recompute=full", replace(layout, recompute="full")
-    elif not layout.partition and not layout.sequence and layout.tensor > 1:
-        yield "memory.partition=true", replace(layout, partition=True)
-    if layout.tensor > 1 and not layout.sequence and layout.shape.seq_len % layout.tensor == 0:
-        yield "parallel.sequence=true", replace(layout, sequence=True)
-    if layout.data > 1 and layout.stage < 3:
-        yield "zero.stage=3", replace(layout, stage=3)
-    if apart and layout.stage and not layout.offload_optimizer:
-        yield "zero.offload.optimizer=cpu", replace(layout, offload_optimizer=True)
-    if layout.micro_batch > 1 and layout.micro_batch % 2 == 0:
-        half = layout.micro_batch // 2
-        yield f"batch.micro={half}", replace(layout, micro_batch=half)
+def _changes(job: Job, *, apart: bool) -> Iterator[tuple[str, Job]]:
+    if job.recompute != "full":
+        yield "memory.recompute=full", replace(job, recompute="full")
+    elif not job.partition and not job.sequence and job.tensor > 1:
+        yield "memory.partition=true", replace(job, partition=True)
+    if job.tensor > 1 and not job.sequence and job.shape.seq_len % job.tensor == 0:
+        yield "parallel.sequence=true", replace(job, sequence=True)
+    if job.data > 1 and not job.shards_parameters:
+        stage = min(stages_that_shard("parameters"))
+        yield f"zero.stage={stage}", replace(job, stage=stage)
+    if apart and job.shards_optimizer and not job.offload_optimizer:
+        yield "zero.offload.optimizer=cpu", replace(job, offload_optimizer=True)
+    if job.micro_batch > 1 and job.micro_batch % 2 == 0:
+        half = job.micro_batch // 2
+        yield f"batch.micro={half}", replace(job, micro_batch=half)
 
 
 def _mb(size: float) -> str:

@@ -9,14 +9,14 @@ import torch
 
 from megazero.base.files import replace_file
 from megazero.base.heartbeat import HEART
-from megazero.build.pipeline import layout_of
+from megazero.build.job import job_of
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Config
 from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.observe.sinks import warn
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.memory import RankMemory, memory
 from megazero.plan.traffic import traffic
 
@@ -35,14 +35,14 @@ class Expectation:
     """
 
     def __init__(self, config: Config, grid: Grid, device: torch.device, ops: Operations):
-        self._layout = layout_of(config, grid["world"].size, apart=device.type != "cpu")
+        self._job = job_of(config, grid["world"].size, apart=device.type != "cpu")
         self._grid, self._ledger, self._ops = grid, grid.comm.ledger, ops
 
     def write(self, path: Path) -> None:
         """Write plan.json: memory and traffic of each rank of a pipeline; warn where it cannot be written."""
         ranks = [
-            {"memory": asdict(self._of(rank)), "traffic": traffic(self._layout, rank)}
-            for rank in range(self._layout.pipeline)
+            {"memory": asdict(self._of(rank)), "traffic": traffic(self._job, rank)}
+            for rank in range(self._job.pipeline)
         ]
         try:
             replace_file(path, json.dumps({"pipeline_ranks": ranks}, indent=1).encode() + b"\n")
@@ -70,12 +70,12 @@ class Expectation:
                 print(line, flush=True)
 
     def _of(self, rank: int) -> RankMemory:
-        return expected(self._layout, rank, self._ops)
+        return expected(self._job, rank, self._ops)
 
 
-def expected(layout: Layout, rank: int, ops: Operations) -> RankMemory:
+def expected(job: Job, rank: int, ops: Operations) -> RankMemory:
     """Return what a pipeline rank holds with these kernels."""
-    return memory(layout, rank, fused=ops.swiglu is not reference.swiglu)
+    return memory(job, rank, fused=ops.swiglu is not reference.swiglu)
 
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:

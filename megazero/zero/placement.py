@@ -1,17 +1,9 @@
 """Where flat buffers rest, and the one function that moves them: a ZeRO stage is a row of a table, a communication is a
 change of placement.
 
-Along the axis over which a unit is sharded:
-
-    | stage | parameters | gradients                 | optimizer state |
-    |-------|------------|---------------------------|-----------------|
-    | 0     | Replicate  | Partial -> all-reduce     | Replicate       |
-    | 1     | Replicate  | Partial -> reduce-scatter | Shard           |
-    | 2     | Replicate  | Shard                     | Shard           |
-    | 3     | Shard      | Shard                     | Shard           |
-
-Along the axis of its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: what a rank
-holds, those of the other shard groups hold too, and the reduced gradients of a shard are summed over them once a step.
+The table is in `plan/placements.py`; its rows are those along the axis over which a unit is sharded. Along the axis of
+its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: what a rank holds, those of the
+other shard groups hold too, and the reduced gradients of a shard are summed over them once a step.
 
 Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: the sum
 over the ranks is meant). Partial gradients are accumulated over the micro-batches of a step and change their placement
@@ -22,7 +14,6 @@ one of `size` equal intervals of a unit's flat buffer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 
 import torch
@@ -38,31 +29,8 @@ from megazero.comm.collectives import (
 from megazero.comm.grid import Axis
 from megazero.comm.host import Host
 from megazero.comm.pool import same_place
+from megazero.plan.placements import STAGES, Placement, ZeroStage
 
-
-class Placement(Enum):
-    """What the ranks of an axis hold of a flat buffer."""
-
-    REPLICATE = "every rank holds all of it"
-    PARTIAL = "the sum over all ranks is meant"
-    SHARD = "each rank holds its own interval"
-
-
-@dataclass(frozen=True)
-class ZeroStage:
-    """Where parameters, gradients and optimizer state rest between their uses, along one axis."""
-
-    parameters: Placement
-    gradients: Placement
-    optimizer: Placement
-
-
-STAGES = {
-    0: ZeroStage(Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
-    1: ZeroStage(Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
-    2: ZeroStage(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
-    3: ZeroStage(Placement.SHARD, Placement.SHARD, Placement.SHARD),
-}
 REPLICAS = STAGES[0]  # along the axis of replicas, in every stage
 
 

@@ -4,18 +4,22 @@ Everything between the settings and the numbers is what a run of train.py uses; 
 left out, so that a machine without it can be checked too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megazero.build.assemble import build, feeds_of
+from megazero.build.job import options_of
+from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.data.loader import MicroBatch
 from megazero.data.sampler import index_of, sample_id
 from megazero.kernels.operations import REFERENCE
+from megazero.plan.job import Job
+from megazero.plan.states import Bytes
 from megazero.tools.certify.rank import Results, record
 
 if TYPE_CHECKING:
@@ -43,28 +47,20 @@ MODEL = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The layout of the model, in the words of a config.
+class Case:
+    """A way to train the model.
 
     Attributes:
-        micro: sequences in a micro-batch.
-        memory, offload: options of activations, and of optimizer state and parameters.
+        how: the fields of its `Job` that are others than those of one process in stage 0.
     """
 
     name: str
+    how: dict[str, Any] = field(default_factory=dict)
     dtype: str = "fp32"
-    stage: int = 0
-    tensor: int = 1
-    data: int = 1
-    pipeline: int = 1
-    sequence: bool = False
-    micro: int = GLOBAL_BATCH
-    memory: dict[str, str | bool] = field(default_factory=dict)
-    offload: dict[str, str] = field(default_factory=dict)
 
     @property
-    def size(self) -> int:
-        return self.tensor * self.data * self.pipeline
+    def job(self) -> Job:
+        return replace(_ALONE, **self.how)
 
     @property
     def folder(self) -> str:
@@ -72,51 +68,62 @@ class Layout:
         return f"{self.name}, {self.dtype}"
 
 
-def config_of(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> "Config":
+def _named(values: Any) -> Any:
+    """Return dictionaries as objects with attributes."""
+    if not isinstance(values, dict):
+        return values
+    return SimpleNamespace(**{name: _named(value) for name, value in values.items()})
+
+
+_ALONE = Job(
+    model_shape(_named({"model": MODEL})), Bytes(4, 4, 4), stage=0, micro_batch=GLOBAL_BATCH, global_batch=GLOBAL_BATCH
+)
+
+
+def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> "Config":
     """Return the same as `settings`, in the form of a checked config."""
-    return _named(settings(layout, model, batch))
+    return _named(settings(case, model, batch))
 
 
-def settings(layout: Layout, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> dict[str, dict[str, Any]]:
+def settings(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> dict[str, dict[str, Any]]:
     """Return the options that decide what is computed, by section.
 
     Args:
         batch: sequences in a step.
     """
-    return {
+    found: dict[str, dict[str, Any]] = {
         "run": {"seed": 0},
         "model": model,
-        "parallel": {"tensor": layout.tensor, "pipeline": layout.pipeline, "sequence": layout.sequence},
-        "zero": {
-            "stage": layout.stage,
-            "grad_dtype": "fp32",
-            "offload": {"optimizer": "none", "parameters": "none", "delayed": False} | layout.offload,
-        },
-        "memory": {"recompute": "none", "partition": False, "offload": False} | layout.memory,
-        "pipeline": {"schedule": "1f1b", "chunks": 1},
-        "precision": {"dtype": layout.dtype, "kernels": "reference"},
+        "zero": {"grad_dtype": "fp32"},
+        "precision": {"dtype": case.dtype, "kernels": "reference"},
         "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": CLIP},
-        "batch": {"global_": batch, "micro": layout.micro},
+        "batch": {"global_": batch},
     }
+    for option, value in options_of(case.job).items():
+        *sections, name = option.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return found
 
 
-def train(layout: Layout, grid: Grid, device: torch.device) -> Results:
+def train(case: Case, grid: Grid, device: torch.device) -> Results:
     """Train one rank's part of `STEPS` steps; the host is apart from the device, also where both are the CPU."""
     host = Host(device, grid.comm.ledger, apart=True)
-    built = build(config_of(layout), grid, device, REFERENCE, host)
-    feed_of = feeds_of(grid["tensor"], device, layout.sequence)
-    micro_batches = GLOBAL_BATCH // (layout.micro * layout.data)
+    built = build(config_of(case), grid, device, REFERENCE, host)
+    feed_of = feeds_of(grid["tensor"], device, case.job.sequence)
 
     def passes(step: int) -> None:
-        batches = [_batch(step, m, grid["data"].rank, layout) for m in range(micro_batches)]
+        batches = [_batch(step, m, grid["data"].rank, case.job) for m in range(case.job.micro_batches)]
         built.pipeline.train(batches, lambda batch: feed_of(batch, step, True))
 
     return record(built, passes, STEPS, LR, CLIP)
 
 
-def _batch(step: int, micro_batch: int, data_rank: int, layout: Layout) -> MicroBatch:
+def _batch(step: int, micro_batch: int, data_rank: int, job: Job) -> MicroBatch:
     """Return tokens and uneven valid targets of samples, each a function of its number."""
-    indices = [index_of(data_rank, micro_batch, row, layout.data, layout.micro) for row in range(layout.micro)]
+    indices = [index_of(data_rank, micro_batch, row, job.data, job.micro_batch) for row in range(job.micro_batch)]
     samples = [sample_id(step, index, GLOBAL_BATCH) for index in indices]
     windows, valids = [], []
     for sample in samples:
@@ -125,10 +132,3 @@ def _batch(step: int, micro_batch: int, data_rank: int, layout: Layout) -> Micro
         valids.append(torch.rand(MODEL["seq_len"], generator=generator) < 0.25 * (1 + sample % 4))
     window, valid_SB = torch.stack(windows, dim=1), torch.stack(valids, dim=1)
     return MicroBatch(window[:-1].clone(), window[1:].clone(), valid_SB, None, None, torch.tensor(samples))
-
-
-def _named(values: Any) -> Any:
-    """Return dictionaries as objects with attributes."""
-    if not isinstance(values, dict):
-        return values
-    return SimpleNamespace(**{name: _named(value) for name, value in values.items()})

@@ -19,7 +19,7 @@ from megazero.comm.transport.host_staging import staging_pool
 from megazero.launch.environment import RankContext, World
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.tools.certify.rank import write_results
-from scripts.gpu_check.layouts import Layout, train
+from scripts.gpu_check.layouts import Case, train
 
 TIMEOUT = timedelta(seconds=60)  # a step takes a moment, but the first one on a GPU loads its kernels
 
@@ -27,7 +27,7 @@ TIMEOUT = timedelta(seconds=60)  # a step takes a moment, but the first one on a
 def main() -> int:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     job = json.loads((folder / "job.json").read_text())
-    size, layouts = job["size"], [Layout(**layout) for layout in job["layouts"]]
+    size, layouts = job["size"], [Case(**layout) for layout in job["layouts"]]
     exact(job["device"])
     world = World(rank, size, rank, "local", shares_gpus=True)
     if world.device.type != job["device"]:
@@ -40,7 +40,7 @@ def main() -> int:
     for layout in layouts:
         grid = single(comm)
         if size > 1:
-            grid = make_grid(tensor=layout.tensor, pipeline=layout.pipeline, comm=comm, device_type="cpu")
+            grid = make_grid(tensor=layout.job.tensor, pipeline=layout.job.pipeline, comm=comm, device_type="cpu")
         out = folder / layout.folder
         out.mkdir(exist_ok=True)
         write_results(train(layout, grid, world.device), out, rank)

@@ -24,31 +24,33 @@ from megazero.launch.scratch import scratch_folder
 from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
-from scripts.gpu_check.layouts import HEADS, Layout, train
+from scripts.gpu_check.layouts import HEADS, Case, train
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120  # for the processes of one size
 DTYPES = ("fp32", "bf16")
 SAVED = {"recompute": "full", "partition": True, "offload": True}
 TWO = (
-    Layout("stage 1, data 2", stage=1, data=2, micro=2),
-    Layout("stage 2, data 2", stage=2, data=2, micro=2),
-    Layout("stage 3, data 2, recompute", stage=3, data=2, micro=4, memory={"recompute": "full"}),
-    Layout("stage 3, data 2, offload", stage=3, data=2, micro=2, memory=SAVED, offload={"parameters": "cpu"}),
-    Layout("tensor 2", tensor=2),
-    Layout("tensor 2, sequence", tensor=2, sequence=True),
-    Layout("pipeline 2", pipeline=2, micro=2),
+    Case("stage 1, data 2", {"stage": 1, "data": 2, "micro_batch": 2}),
+    Case("stage 2, data 2", {"stage": 2, "data": 2, "micro_batch": 2}),
+    Case("stage 3, data 2, recompute", {"stage": 3, "data": 2, "micro_batch": 4, "recompute": "full"}),
+    Case("stage 3, data 2, offload", {"stage": 3, "data": 2, "micro_batch": 2, "offload_parameters": True} | SAVED),
+    Case("tensor 2", {"tensor": 2}),
+    Case("tensor 2, sequence", {"tensor": 2, "sequence": True}),
+    Case("pipeline 2", {"pipeline": 2, "micro_batch": 2}),
 )
-FOUR = (Layout("stage 2, data 2, pipeline 2", stage=2, data=2, pipeline=2, micro=2),)
+FOUR = (Case("stage 2, data 2, pipeline 2", {"stage": 2, "data": 2, "pipeline": 2, "micro_batch": 2}),)
 SHARED = (TWO, FOUR)
-PLAIN = Layout("stage 0")
+PLAIN = Case("stage 0")
 ALONE = (
     PLAIN,
-    Layout("stage 0 again"),
-    Layout("stage 3", stage=3),
-    Layout("stage 3, recompute, inputs on the host", stage=3, memory=SAVED),
-    Layout("the same, parameters on the host", stage=3, memory=SAVED, offload={"parameters": "cpu"}),
-    Layout("the same, optimizer on the host", stage=3, memory=SAVED, offload={"parameters": "cpu", "optimizer": "cpu"}),
+    Case("stage 0 again"),
+    Case("stage 3", {"stage": 3}),
+    Case("stage 3, recompute, inputs on the host", {"stage": 3} | SAVED),
+    Case("the same, parameters on the host", {"stage": 3, "offload_parameters": True} | SAVED),
+    Case(
+        "the same, optimizer on the host", {"stage": 3, "offload_parameters": True, "offload_optimizer": True} | SAVED
+    ),
 )
 
 
@@ -95,7 +97,7 @@ def engine(device: torch.device) -> Iterator[Trained]:
         if isinstance(beside, str):  # it says why in its own row
             yield _row("engine", layout, beside, None, exact=True)
         elif layout.name != PLAIN.name:
-            yield _row("engine", layout, ranks, beside[0], exact=layout.offload.get("optimizer") != "cpu")
+            yield _row("engine", layout, ranks, beside[0], exact=not layout.job.offload_optimizer)
 
 
 def table(rows: Sequence[Trained]) -> str:
@@ -113,20 +115,20 @@ def table(rows: Sequence[Trained]) -> str:
     return "\n".join(lines)
 
 
-def _row(part: str, layout: Layout, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Trained:
+def _row(part: str, layout: Case, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Trained:
     tolerance = tolerance_of(layout.dtype)
     if isinstance(ranks, str) or alone is None:
         found = Compared(fault=str(ranks))
     else:
         found = compare(ranks, alone, HEADS, HEADS, tolerance)
-    return Trained(part, layout.name, layout.dtype, layout.size, exact, found, tolerance)
+    return Trained(part, layout.name, layout.dtype, layout.job.ranks, exact, found, tolerance)
 
 
-def _trained(device: torch.device, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, list[Results] | str]]:
+def _trained(device: torch.device, layouts: Sequence[Case]) -> Iterator[tuple[Case, list[Results] | str]]:
     """Yield what each rank of each layout, all of one size, computed in each dtype; or why it did not."""
     each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
     with scratch_folder("check") as folder:
-        size = layouts[0].size
+        size = layouts[0].job.ranks
         job = {"size": size, "device": device.type, "layouts": [asdict(layout) for layout in each]}
         (folder / "job.json").write_text(json.dumps(job))
         fault = _run(folder, size, device)

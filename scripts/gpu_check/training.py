@@ -19,7 +19,7 @@ from megazero.comm.grid import single
 from megazero.data.loader import MicroBatch
 from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
-from scripts.gpu_check.layouts import MODEL, Layout, config_of
+from scripts.gpu_check.layouts import MODEL, Case, config_of
 
 TINY = MODEL | {"layers": 2, "dropout": 0.0}
 LARGE = TINY | {
@@ -74,9 +74,9 @@ def flops_per_token(model: dict[str, Any]) -> float:
 
 def _stepper(kernels: str, device: torch.device, model: dict[str, Any], batch: int) -> Callable[[int], float]:
     """Return a function that trains a step, of random tokens, and returns its loss."""
-    layout = Layout("training", dtype="bf16", micro=batch)
+    case = Case("training", {"micro_batch": batch}, dtype="bf16")
     ops = choose(kernels, device, torch.bfloat16)
-    built = build(config_of(layout, model, batch), single(), device, ops)
+    built = build(config_of(case, model, batch), single(), device, ops)
     feed = feeds_of(single()["tensor"], device, False)
     generator = torch.Generator().manual_seed(0)
 

@@ -17,6 +17,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
 from megazero.launch.signals import Signals
+from megazero.plan.job import Job
 from megazero.run.checkpointing import (
     CheckpointMetadata,
     Identity,
@@ -30,7 +31,7 @@ from megazero.run.loading import check_same
 from megazero.run.lock import RunLock
 from megazero.run.resume import ResumePoint
 from megazero.zero.placement import Precision
-from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Layout, Rank
+from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Rank, config_of
 
 IDENTITY = Identity("some data", None)
 
@@ -41,7 +42,7 @@ class Saving:
     def __init__(self, rank: Rank, folder: Path, precision: Precision, *, keep: int | None = None, background: bool):
         self.rank, self.grid = rank, rank.grid
         options = {"keep": keep, "async": background}
-        config = rank.layout.config(rank.shape, precision)
+        config = config_of(rank.job, rank.shape, precision)
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_validate(options)})
         self.folder = RunFolder(folder)
         lock = RunLock(self.folder.lock)
@@ -73,7 +74,7 @@ class Saving:
             self.lock.release()
 
 
-def save_after(grid: Grid, layout: Layout, flavour: str, precision: Precision, folder: Path, steps: int) -> float:
+def save_after(grid: Grid, layout: Job, flavour: str, precision: Precision, folder: Path, steps: int) -> float:
     """Trains some steps, saves, and trains one more: its loss."""
     rank = Rank(grid, layout, SHAPES[flavour], precision)
     saving = Saving(rank, folder, precision, background=False)
@@ -98,7 +99,7 @@ class Loaded:
 
 
 def load_all(
-    grid: Grid, layout: Layout, flavour: str, precision: Precision, folders: dict[str, Path], again: Path
+    grid: Grid, layout: Job, flavour: str, precision: Precision, folders: dict[str, Path], again: Path
 ) -> dict[str, Loaded]:
     """Loads the newest step of each folder, saves it again, and trains one more step."""
     rank = Rank(grid, layout, SHAPES[flavour], precision)
@@ -126,10 +127,10 @@ def load_all(
             store.path(step), manifest, holdings, rank=rank.grid["world"].rank, size=rank.grid["world"].size
         )
         ids = [
-            sample_id(later, index_of(rank.data.rank, m, row, rank.data.size, layout.micro), GLOBAL_BATCH)
+            sample_id(later, index_of(rank.data.rank, m, row, rank.data.size, layout.micro_batch), GLOBAL_BATCH)
             for later in range(step, step + AHEAD)
-            for m in range(layout.accumulation)
-            for row in range(layout.micro)
+            for m in range(layout.micro_batches)
+            for row in range(layout.micro_batch)
         ]
         found[name] = Loaded(manifest.digest, read, ids, float(rank.step(step).loss))
     return found
@@ -149,5 +150,5 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
     return manifest, flat
 
 
-def options(layout: Layout) -> dict[str, Any]:
-    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard}
+def options(layout: Job) -> dict[str, Any]:
+    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard_ranks}

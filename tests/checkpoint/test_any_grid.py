@@ -8,30 +8,30 @@ import torch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import AHEAD, Loaded, load_all, logical_state, options, save_after
-from tests.layouts import GLOBAL_BATCH, Layout
+from tests.layouts import GLOBAL_BATCH, job_on
 from tests.ranks import run_ranks
 
 FP32 = Precision()
 STEPS = 2
 LAYOUTS = {
-    "one": Layout(accumulation=4),
-    "dp2-stage1": Layout(data=2, accumulation=2, stage=1),
-    "dp4-stage0": Layout(data=4, accumulation=2, stage=0),
-    "dp8-stage3": Layout(data=8, accumulation=1, stage=3),
-    "dp2-stage2": Layout(data=2, accumulation=4, stage=2),
-    "tp2": Layout(tensor=2, accumulation=4, stage=1),
-    "tp4-sequence": Layout(tensor=4, sequence=True, accumulation=2, stage=1),
-    "tp2-dp2-stage3": Layout(tensor=2, data=2, accumulation=2, stage=3),
-    "pp2": Layout(pipeline=2, accumulation=4, stage=1),
-    "pp2-interleaved-dp2-stage2": Layout(pipeline=2, schedule="interleaved", chunks=2, data=2, accumulation=4, stage=2),
-    "pp4-zb-h1-dp2-stage3": Layout(pipeline=4, schedule="zb-h1", data=2, accumulation=4, stage=3),
-    "tp2-pp2-zb-v-dp2-stage1": Layout(
+    "one": job_on(accumulation=4),
+    "dp2-stage1": job_on(data=2, accumulation=2, stage=1),
+    "dp4-stage0": job_on(data=4, accumulation=2, stage=0),
+    "dp8-stage3": job_on(data=8, accumulation=1, stage=3),
+    "dp2-stage2": job_on(data=2, accumulation=4, stage=2),
+    "tp2": job_on(tensor=2, accumulation=4, stage=1),
+    "tp4-sequence": job_on(tensor=4, sequence=True, accumulation=2, stage=1),
+    "tp2-dp2-stage3": job_on(tensor=2, data=2, accumulation=2, stage=3),
+    "pp2": job_on(pipeline=2, accumulation=4, stage=1),
+    "pp2-interleaved-dp2-stage2": job_on(pipeline=2, schedule="interleaved", chunks=2, data=2, accumulation=4, stage=2),
+    "pp4-zb-h1-dp2-stage3": job_on(pipeline=4, schedule="zb-h1", data=2, accumulation=4, stage=3),
+    "tp2-pp2-zb-v-dp2-stage1": job_on(
         tensor=2, sequence=True, pipeline=2, schedule="zb-v", chunks=2, data=2, accumulation=4, stage=1
     ),
-    "dp4-shard2-stage3": Layout(data=4, accumulation=2, stage=3, shard=2),
-    "tp2-dp4-shard2-stage1": Layout(tensor=2, data=4, accumulation=2, stage=1, shard=2),
-    "dp2-stage2-offload": Layout(data=2, accumulation=4, stage=2, offload_optimizer=True),
-    "tp2-dp2-stage3-offload": Layout(
+    "dp4-shard2-stage3": job_on(data=4, accumulation=2, stage=3, shard_ranks=2),
+    "tp2-dp4-shard2-stage1": job_on(tensor=2, data=4, accumulation=2, stage=1, shard_ranks=2),
+    "dp2-stage2-offload": job_on(data=2, accumulation=4, stage=2, offload_optimizer=True),
+    "tp2-dp2-stage3-offload": job_on(
         tensor=2, data=2, accumulation=2, stage=3, offload_optimizer=True, offload_parameters=True
     ),
 }
@@ -44,7 +44,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     losses = {}
     for name, layout in LAYOUTS.items():
         arguments = (layout, flavour, FP32, folder / name, STEPS)
-        losses[name] = run_ranks(layout.size, save_after, *arguments, **options(layout))[0]
+        losses[name] = run_ranks(layout.ranks, save_after, *arguments, **options(layout))[0]
     return flavour, folder, losses
 
 
@@ -58,7 +58,7 @@ def test_every_grid_reads_every_grid(written, name: str, tmp_path: Path) -> None
     layout = LAYOUTS[name]
     folders = {other: folder / other for other in LAYOUTS}
     ranks: list[dict[str, Loaded]] = run_ranks(
-        layout.size, load_all, layout, flavour, FP32, folders, tmp_path, **options(layout)
+        layout.ranks, load_all, layout, flavour, FP32, folders, tmp_path, **options(layout)
     )
     for other in LAYOUTS:
         before, theirs = logical_state(folder / other)

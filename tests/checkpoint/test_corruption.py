@@ -19,16 +19,17 @@ from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
+from megazero.plan.job import Job
 from megazero.run.checkpointing import holdings_to_load
 from megazero.run.folder import RunFolder
 from megazero.run.session import launch
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import logical_state, save_after
-from tests.layouts import CPU, SHAPES, Layout, Rank
+from tests.layouts import CPU, SHAPES, Rank, job_on
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
 
-FOUR = Layout(tensor=2, data=2, accumulation=2, stage=1)
+FOUR = job_on(tensor=2, data=2, accumulation=2, stage=1)
 BLOCK = 4096
 
 
@@ -90,7 +91,7 @@ def test_a_hundred_random_corruptions(written, tmp_path: Path, monkeypatch: pyte
     """In the full matrix a thousand: every one is found, and the file is named."""
     small_blocks(monkeypatch)
     chance, (one, other) = random.Random(seed), written
-    rank = Rank(single_grid(), Layout(accumulation=4), SHAPES["deep"], Precision())
+    rank = Rank(single_grid(), job_on(accumulation=4), SHAPES["deep"], Precision())
     holdings = holdings_to_load(rank.built, rank.grid)
     load_tensors(one, read_manifest(one), holdings, rank=0, size=1)
     for number in range(100):
@@ -110,7 +111,7 @@ def single_grid() -> Grid:
     return single()
 
 
-def try_all(grid: Grid, layout: Layout, folders: list[Path]) -> list[str]:
+def try_all(grid: Grid, layout: Job, folders: list[Path]) -> list[str]:
     """What every rank is told of each folder; "" where it was loaded."""
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
     holdings = holdings_to_load(rank.built, rank.grid)
@@ -134,10 +135,10 @@ def try_all(grid: Grid, layout: Layout, folders: list[Path]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "layout", [FOUR, Layout(data=2, accumulation=4, stage=3), Layout(pipeline=4, accumulation=4, stage=1)]
+    "layout", [FOUR, job_on(data=2, accumulation=4, stage=3), job_on(pipeline=4, accumulation=4, stage=1)]
 )
 def test_together_the_ranks_see_every_byte(
-    written, tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    written, tmp_path: Path, layout: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None reads everything, and yet a flip anywhere, a header too, is found by one and told to all."""
     small_blocks(monkeypatch)
@@ -153,14 +154,14 @@ def test_together_the_ranks_see_every_byte(
             path.write_bytes(raw)
             folders.append(folder)
     whole = Path(shutil.copytree(one, tmp_path / "whole" / "step_00000002"))
-    ranks = run_ranks(layout.size, try_all, layout, [*folders, whole], tensor=layout.tensor, pipeline=layout.pipeline)
+    ranks = run_ranks(layout.ranks, try_all, layout, [*folders, whole], tensor=layout.tensor, pipeline=layout.pipeline)
     assert all(rank == ranks[0] for rank in ranks)
     for folder, fault in zip(folders, ranks[0], strict=False):
         assert f"shard_0000{folder.parent.name[0]}.safetensors: block " in fault
     assert ranks[0][-1] == ""
 
 
-def bytes_read(grid: Grid, layout: Layout, folder: Path) -> int:
+def bytes_read(grid: Grid, layout: Job, folder: Path) -> int:
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
     holdings = holdings_to_load(rank.built, rank.grid)
     return load_tensors(folder, read_manifest(folder), holdings, rank=grid["world"].rank, size=grid["world"].size)
@@ -172,7 +173,7 @@ def test_each_rank_reads_what_it_needs(written, monkeypatch: pytest.MonkeyPatch)
     small_blocks(monkeypatch)
     one, _ = written
     total = sum(file.size for file in read_manifest(one).files)
-    layout = Layout(tensor=2, data=4, accumulation=2, stage=3)
+    layout = job_on(tensor=2, data=4, accumulation=2, stage=3)
     read = run_ranks(8, bytes_read, layout, one, tensor=2)
     assert max(read) < 0.45 * total and sum(read) < 2.2 * total  # blocks of 4 KB beside pieces of some hundred bytes
 

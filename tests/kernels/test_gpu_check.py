@@ -174,7 +174,7 @@ def test_without_a_gpu_or_a_compiler(
 
 
 @pytest.mark.parametrize("layout", [*ranks.TWO, *ranks.FOUR, *ranks.ALONE], ids=lambda layout: layout.name)
-def test_its_settings_are_those_of_a_checked_config(layout: ranks.Layout) -> None:
+def test_its_settings_are_those_of_a_checked_config(layout: ranks.Case) -> None:
     values = settings(layout)
     batch = {"global": values["batch"]["global_"], "micro": values["batch"]["micro"]}
     config = resolved(Config.model_validate(values | {"batch": batch}))
@@ -187,7 +187,7 @@ def test_its_settings_are_those_of_a_checked_config(layout: ranks.Layout) -> Non
 
 
 def test_a_wrong_weight_is_a_failure_and_so_is_a_wrong_bit() -> None:
-    layout = replace(ranks.PLAIN, micro=4)
+    layout = replace(ranks.PLAIN, how={"micro_batch": 4})
     alone = train(layout, single(), torch.device("cpu"))
     for apart, exact, fault in ((0.0, True, None), (1e-7, False, None), (1e-7, True, "bit"), (0.1, False, "weight")):
         name = "weight/2/blocks.0.mlp.up.weight"

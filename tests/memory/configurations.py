@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from megazero.build.assemble import build
-from megazero.build.pipeline import layout_of
+from megazero.build.job import job_of
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.kernels.operations import REFERENCE
 from megazero.observe.allocations import Allocations
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from scripts.bench.ours import feeder
 from tests.ranks import run_ranks
@@ -69,21 +69,21 @@ def measured() -> Iterator[str]:
         for name in NAMES:
             config = small(name, tensor)
             found = run_ranks(2 * tensor, held, config, tensor=tensor)[0]
-            predicted = memory(layout_of(config, 2 * tensor), 0, fused=False)
+            predicted = memory(job_of(config, 2 * tensor), 0, fused=False)
             cells = [f"{found.get(category, 0) / 1e6:.2f}" for category in CATEGORIES]
             device = sum(found.get(category, 0) for category in CATEGORIES if not category.startswith("host_"))
             last = f"{device / 1e6:.2f} | {predicted.peak / 1e6:.2f}"
             yield f"| {tensor} x 2 | {name.upper()} | {' | '.join(cells)} | {last} |"
 
 
-def of_paper(name: str, sizes: tuple[int, int, int, int]) -> Layout:
+def of_paper(name: str, sizes: tuple[int, int, int, int]) -> Job:
     """400 GPUs, 16 tensor ranks, in fp16."""
     layers, hidden, heads, micro = sizes
     config = load("gpt170b", [f"{name}.yaml"])
     model = config.model.model_copy(update={"layers": layers, "hidden": hidden, "heads": heads, "ffn": 4 * hidden})
     model = model.model_copy(update={"kv_heads": heads, "dropout": 0.1})
     batch = config.batch.model_copy(update={"micro": micro, "global_": micro * 25})
-    return layout_of(config.model_copy(update={"model": model, "batch": batch}), 400)
+    return job_of(config.model_copy(update={"model": model, "batch": batch}), 400)
 
 
 def published() -> Iterator[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.build.pipeline import layout_of
+from megazero.build.job import job_of
 from megazero.plan.memory import memory
 from tests.memory.configurations import (
     CATEGORIES,
@@ -37,7 +37,7 @@ TOLERANCE = 0.01  # numbers for each token of the loss are not in the formula
 def test_a_configuration_takes_what_the_formula_says(name: str, tensor: int) -> None:
     config = small(name, tensor)
     found = run_ranks(2 * tensor, held, config, tensor=tensor)[0]
-    predicted = memory(layout_of(config, 2 * tensor), 0, fused=False).held
+    predicted = memory(job_of(config, 2 * tensor), 0, fused=False).held
     for category in CATEGORIES:
         assert predicted.get(category, 0) == pytest.approx(found.get(category, 0), rel=TOLERANCE), category
 

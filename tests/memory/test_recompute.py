@@ -14,8 +14,9 @@ from megazero.memory.activation_store import Arena
 from megazero.memory.recompute import PlainStore, Recomputed
 from megazero.model.dropout import Dropout
 from megazero.observe.allocations import Allocations
+from megazero.plan.job import Job
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, Trained, equal, ids, pairwise, train
+from tests.layouts import SHAPES, Rank, Trained, equal, ids, job_on, pairwise, train
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -48,7 +49,7 @@ COVER = pairwise([case for case in CASES if case[2] * case[5] * (1 if case[4] ==
 
 
 @cache
-def without(flavour: str, dtype: str, layout: Layout) -> Trained:
+def without(flavour: str, dtype: str, layout: Job) -> Trained:
     return train(layout, flavour, DTYPES[dtype])
 
 
@@ -57,7 +58,7 @@ def check(
 ) -> None:
     schedule, chunks = SCHEDULES[pipeline]
     ranks = 1 if pipeline == "none" else 2
-    layout = Layout(tensor, data, sequence, 4, stage, pipeline=ranks, schedule=schedule, chunks=chunks)
+    layout = job_on(tensor, data, sequence, 4, stage, pipeline=ranks, schedule=schedule, chunks=chunks)
     equal(train(replace(layout, **MODES[mode]), flavour, DTYPES[dtype]), without(flavour, dtype, layout))
 
 
@@ -89,7 +90,7 @@ def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.
     monkeypatch.setattr(
         Dropout, "site", lambda self, x, step: honest(self, x, replace(step, step=step.step + step.recomputing))
     )
-    layout = Layout(2, 1, accumulation=2)
+    layout = job_on(2, 1, accumulation=2)
     found, expected = (train(each, "deep", DTYPES["fp64"]) for each in (replace(layout, **MODES[mode]), layout))
     same = all(torch.equal(value, expected.gradients[name]) for name, value in found.gradients.items())
     assert found.losses[0] == expected.losses[0] and same == (mode == "selective")
@@ -97,7 +98,7 @@ def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.
 
 def test_a_slot_that_is_taken_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena that hands out what somebody keeps makes wrong gradients, and this sees it."""
-    layout, put = replace(Layout(accumulation=4, schedule="gpipe"), **MODES["full"]), Arena.put
+    layout, put = replace(job_on(accumulation=4, schedule="gpipe"), **MODES["full"]), Arena.put
 
     def careless(self: Arena, flat: Tensor) -> Tensor:
         slot = put(self, flat)
@@ -114,7 +115,7 @@ def test_a_slot_that_is_taken_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 WIDE = replace(SHAPES["deep"], hidden=128, heads=4, kv_heads=4, ffn=512, seq_len=64, vocab=64)
 
 
-def tell(grid: Grid, layout: Layout) -> dict[str, int]:
+def tell(grid: Grid, layout: Job) -> dict[str, int]:
     """What a rank keeps, in bytes, and sends in its second step, in elements; the most that step allocates."""
     rank = Rank(grid, layout, WIDE, DTYPES["fp32"])
     rank.step(0)
@@ -132,9 +133,9 @@ def tell(grid: Grid, layout: Layout) -> dict[str, int]:
     return told | held | {"activations": counted.peak}
 
 
-def elements_of(layout: Layout) -> int:
+def elements_of(layout: Job) -> int:
     """Of a block's input."""
-    return WIDE.seq_len * layout.micro * WIDE.hidden
+    return WIDE.seq_len * layout.micro_batch * WIDE.hidden
 
 
 @pytest.mark.parametrize("mode", ["full", "Pa", "Pa+cpu"])
@@ -143,7 +144,7 @@ def test_kept_inputs_are_the_formula(tensor: int, mode: str) -> None:
     """4 bytes x s b h x blocks / (tensor ranks with Pa), wherever they lie, and two whole ones where they are put
     together again.
     """
-    layout = replace(Layout(tensor, accumulation=2), **MODES[mode])
+    layout = replace(job_on(tensor, accumulation=2), **MODES[mode])
     n, blocks = elements_of(layout), WIDE.layers
     for told in run_ranks(tensor, tell, layout, tensor=tensor):
         kept = 4 * n * blocks // (1 if mode == "full" else tensor)
@@ -156,17 +157,17 @@ def test_kept_inputs_are_the_formula(tensor: int, mode: str) -> None:
 
 def test_sequence_parallelism_has_split_them_already(caplog: pytest.LogCaptureFixture) -> None:
     """Never a double split: Pa changes nothing there, and says so."""
-    layout = replace(Layout(2, sequence=True, accumulation=2), **MODES["full"])
+    layout = replace(job_on(2, sequence=True, accumulation=2), **MODES["full"])
     plain, split = (run_ranks(2, tell, each, tensor=2) for each in (layout, replace(layout, partition=True)))
     assert plain == split and plain[0]["inputs"] == 4 * elements_of(layout) * WIDE.layers // 2
     for asked, why in (
         (replace(layout, partition=True), "parallel.sequence has split"),
-        (replace(Layout(), **MODES["Pa"]), "has one rank"),
+        (replace(job_on(), **MODES["Pa"]), "has one rank"),
     ):
         assert any(why in line for line in run_ranks(asked.tensor, said, asked, tensor=asked.tensor)[0])
 
 
-def said(grid: Grid, layout: Layout) -> list[str]:
+def said(grid: Grid, layout: Job) -> list[str]:
     """What building a layout says."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -185,8 +186,8 @@ def test_traffic_of_a_block(tensor: int, mode: str, recomputed: int) -> None:
     backward: 12. The last sum of a replay is left out, so here it is 10, and Pa's gather of 1 is a tenth of that; of
     the paper's 12 it is 1/12 (section 8).
     """
-    layout = replace(Layout(tensor, accumulation=2), **MODES.get(mode, {}))
-    unit = elements_of(layout) * (tensor - 1) // tensor * WIDE.layers * layout.accumulation
+    layout = replace(job_on(tensor, accumulation=2), **MODES.get(mode, {}))
+    unit = elements_of(layout) * (tensor - 1) // tensor * WIDE.layers * layout.micro_batches
     for told in run_ranks(tensor, tell, layout, tensor=tensor):
         assert told["tensor block forward"] == (2 + recomputed) * 2 * unit
         assert told["tensor block backward"] == 2 * 2 * unit
@@ -206,14 +207,14 @@ def test_activations_shrink() -> None:
 
 
 def tell_deep(mode: str, layers: int) -> int:
-    def peak(grid: Grid, layout: Layout) -> int:
+    def peak(grid: Grid, layout: Job) -> int:
         rank = Rank(grid, layout, replace(WIDE, layers=layers), DTYPES["fp32"])
         rank.step(0)
         with Allocations() as counted:
             rank.step(1)
         return counted.peak
 
-    return run_ranks(1, peak, replace(Layout(accumulation=2), **MODES.get(mode, {})))[0]
+    return run_ranks(1, peak, replace(job_on(accumulation=2), **MODES.get(mode, {})))[0]
 
 
 def test_an_arena_that_is_too_small_says_so() -> None:

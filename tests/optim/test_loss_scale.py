@@ -3,8 +3,9 @@
 import torch
 
 from megazero.optim.loss_scale import GROWTH_INTERVAL, INITIAL, SMALLEST, LossScale
+from megazero.plan.job import Job
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank
+from tests.layouts import SHAPES, Rank, job_on
 from tests.ranks import run_ranks
 
 GOOD, BAD = torch.tensor(True), torch.tensor(False)
@@ -38,7 +39,7 @@ def test_without_fp16_there_is_no_scale() -> None:
     assert scale.scale == 1.0
 
 
-def overflow(grid, layout: Layout) -> tuple[list[float], list[bool], list[float], bool]:
+def overflow(grid, layout: Job) -> tuple[list[float], list[bool], list[float], bool]:
     """fp16 with a scale that is too large by some powers of two: it falls until a step succeeds."""
     rank = Rank(grid, layout, SHAPES["gpt"], Precision(torch.float16, torch.float32))
     rank.engine.loss_scale.scale.fill_(2.0**28)
@@ -55,7 +56,7 @@ def overflow(grid, layout: Layout) -> tuple[list[float], list[bool], list[float]
 
 
 def test_overflowing_steps_are_skipped_on_all_ranks_until_the_scale_fits() -> None:
-    for layout in (Layout(1, 2, stage=1), Layout(2, 2, True, stage=3)):
+    for layout in (job_on(1, 2, stage=1), job_on(2, 2, True, stage=3)):
         results = run_ranks(layout.tensor * layout.data, overflow, layout, tensor=layout.tensor)
         scales, skipped, steps, same = results[0]
         assert all(result == results[0] for result in results)

@@ -4,14 +4,14 @@ Dropout is on, valid tokens are uneven, clipping acts. The whole product of layo
 (tests/tools/certify/test_certify.py).
 """
 
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from megazero.build.assemble import StageInputs
 from megazero.comm.grid import Grid
+from megazero.plan.job import Job
 from megazero.schedules.catalogue import make
 from megazero.tools.certify.tolerances import (
     GRADIENT_FP64,
@@ -23,7 +23,7 @@ from megazero.tools.certify.tolerances import (
     weight_differences,
 )
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, Trained, equal, record, samples, train
+from tests.layouts import SHAPES, Rank, Trained, Wires, equal, job_on, record, samples, train, train_rank
 from tests.ranks import run_ranks
 
 FP32, FP64 = Precision(), Precision(torch.float64, torch.float64)
@@ -34,12 +34,12 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 
 @cache
 def alone(flavour: str, precision: Precision, micro_batches: int) -> Trained:
-    return train(Layout(accumulation=micro_batches), flavour, precision)
+    return train(job_on(accumulation=micro_batches), flavour, precision)
 
 
-def check(layout: Layout, flavour: str) -> None:
+def check(layout: Job, flavour: str) -> None:
     """In fp64, against one process and as many samples in a micro-batch."""
-    expected, found = alone(flavour, FP64, layout.accumulation * layout.data), train(layout, flavour, FP64)
+    expected, found = alone(flavour, FP64, layout.micro_batches * layout.data), train(layout, flavour, FP64)
     assert all(torch.equal(found.initial[name], value) for name, value in expected.initial.items())
     assert difference(found.losses, expected.losses) <= LOSS_FP64
     assert difference(found.norms[:1], expected.norms[:1]) <= GRADIENT_FP64
@@ -55,25 +55,25 @@ def check(layout: Layout, flavour: str) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_2_and_3_with_a_tied_weight(stage: int, schedule: str) -> None:
     """The shared weight is on two ranks, or on one (zb-v)."""
-    check(Layout(1, 2, False, 4, stage, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule]), "deep")
+    check(job_on(1, 2, False, 4, stage, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule]), "deep")
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_zero_bubble_with_zero_1(stage: int, schedule: str) -> None:
-    check(Layout(1, 2, False, 4, stage, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule]), "deep-untied")
+    check(job_on(1, 2, False, 4, stage, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule]), "deep-untied")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sequence_parallelism_in_every_schedule(schedule: str) -> None:
-    check(Layout(2, 1, True, 4, 1, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule]), "deep")
+    check(job_on(2, 1, True, 4, 1, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule]), "deep")
 
 
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 1), ("zb-h1", 3), ("interleaved", 2), ("zb-v", 0)])
 def test_16_bits_are_the_same_bits_as_without_a_pipeline(schedule: str, stage: int, precision: Precision) -> None:
     """And as near to fp32 as they let it."""
-    layout = Layout(1, 1, False, 4, stage, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])
+    layout = job_on(1, 1, False, 4, stage, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])
     found = train(layout, "deep-untied", precision)
     equal(found, alone("deep-untied", precision, 4))
     assert difference(found.losses, alone("deep-untied", FP32, 4).losses) <= LOSS_16_BITS
@@ -83,7 +83,7 @@ def test_16_bits_are_the_same_bits_as_without_a_pipeline(schedule: str, stage: i
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_rank_is_the_same_code(schedule: str) -> None:
     """Several stages, or backward in two parts, on one process: the same bits. Tied, the sum has another order."""
-    layout = Layout(accumulation=4, schedule=schedule, chunks=SCHEDULES[schedule])
+    layout = job_on(accumulation=4, schedule=schedule, chunks=SCHEDULES[schedule])
     equal(train(layout, "deep-untied", FP32), alone("deep-untied", FP32, 4))
     check(layout, "deep")
 
@@ -91,17 +91,17 @@ def test_one_rank_is_the_same_code(schedule: str) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_need_not_fill_the_pipeline(schedule: str, accumulation: int) -> None:
-    layout = Layout(1, 1, False, accumulation, 1, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])
+    layout = job_on(1, 1, False, accumulation, 1, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])
     equal(train(layout, "deep-untied", FP32), alone("deep-untied", FP32, accumulation))
 
 
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared", "sockets"])
 def test_the_way_of_the_messages_changes_nothing(sockets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 256 bytes, far more than there are slots; or gloo's sockets."""
-    layout = Layout(2, 1, True, 4, 1, pipeline=2, schedule="interleaved", chunks=2)
+    layout = job_on(2, 1, True, 4, 1, pipeline=2, schedule="interleaved", chunks=2)
     whole = train(layout, "deep", FP32)
     monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 256)
-    equal(train(replace(layout, sockets=sockets), "deep", FP32), whole)
+    equal(train(layout, "deep", FP32, partial(train_rank, wires=Wires(sockets=sockets))), whole)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -112,11 +112,11 @@ def test_messages_of_more_pieces_than_slots_do_not_stand_in_each_other_s_way(
     monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 64)
     for pipeline, chunks in ((2, SCHEDULES[schedule]), (4, 1)):
         if pipeline * SCHEDULES[schedule] <= 4:
-            layout = Layout(1, 1, False, 8, 1, pipeline=pipeline, schedule=schedule, chunks=chunks)
+            layout = job_on(1, 1, False, 8, 1, pipeline=pipeline, schedule=schedule, chunks=chunks)
             equal(train(layout, "deep-untied", FP32), alone("deep-untied", FP32, 8))
 
 
-def overflow(grid: Grid, layout: Layout) -> tuple[list[bool], list[float], bool]:
+def overflow(grid: Grid, layout: Job) -> tuple[list[bool], list[float], bool]:
     """fp16 with a scale that is too large: only the last stage sees the loss, every rank skips."""
     rank = Rank(grid, layout, SHAPES["deep"], FP16)
     rank.engine.loss_scale.scale.fill_(2.0**28)
@@ -132,14 +132,14 @@ def overflow(grid: Grid, layout: Layout) -> tuple[list[bool], list[float], bool]
 
 
 def test_overflowing_steps_are_skipped_on_all_stages() -> None:
-    found = run_ranks(4, overflow, Layout(1, 2, False, 2, 2, pipeline=2), pipeline=2)
+    found = run_ranks(4, overflow, job_on(1, 2, False, 2, 2, pipeline=2), pipeline=2)
     assert all(result == found[0] for result in found)
     skipped, scales, same = found[0]
     assert same and skipped[:2] == [True, True] and not skipped[-1]
     assert scales == [2.0 ** (28 - min(step, sum(skipped))) for step in range(10)]
 
 
-def live(grid: Grid, layout: Layout) -> list[int]:
+def live(grid: Grid, layout: Job) -> list[int]:
     """Of each stage of this rank the most micro-batches that it kept something of."""
     rank = Rank(grid, layout, SHAPES["deep-untied"], FP32)
     peaks = dict.fromkeys(rank.pipeline.stages, 0)
@@ -162,11 +162,11 @@ def live(grid: Grid, layout: Layout) -> list[int]:
 def test_as_many_micro_batches_are_live_as_the_simulator_says(schedule: str) -> None:
     from megazero.schedules.simulate import peak_live
 
-    layout = Layout(1, 1, False, 8, 1, pipeline=2, schedule=schedule)
+    layout = job_on(1, 1, False, 8, 1, pipeline=2, schedule=schedule)
     assert [sum(each) for each in run_ranks(2, live, layout, pipeline=2)] == peak_live(make(schedule, 2, 8, 1))
 
 
-def scores(grid: Grid, layout: Layout) -> list[torch.Tensor]:
+def scores(grid: Grid, layout: Job) -> list[torch.Tensor]:
     """Of two micro-batches of two rows, and of a last one of one row, as a validation's may be."""
     rank = Rank(grid, layout, SHAPES["deep"], FP64)
     feeds = [rank.feed(0, 0), rank.feed(0, 1), StageInputs(*samples([7], 0, SHAPES["deep"]))]
@@ -175,9 +175,9 @@ def scores(grid: Grid, layout: Layout) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_evaluation_computes_losses_where_the_last_stage_is(schedule: str) -> None:
-    layout = Layout(accumulation=8, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])
+    layout = job_on(accumulation=8, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])
     found = run_ranks(2, scores, layout, pipeline=2)
     last = 0 if schedule == "zb-v" else 1
-    (expected,) = run_ranks(1, scores, Layout(accumulation=8))
+    (expected,) = run_ranks(1, scores, job_on(accumulation=8))
     assert found[1 - last] == [] and len(found[last]) == 6
     assert all(torch.equal(a, b) for a, b in zip(found[last], expected, strict=True))

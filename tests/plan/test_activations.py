@@ -12,10 +12,11 @@ from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.pipeline.executor import BACKWARDS
 from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.job import Job
 from megazero.plan.model import ModelShape
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, pairwise
+from tests.layouts import SHAPES, Rank, config_of, job_on, pairwise
 from tests.ranks import run_ranks
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "seq_len": 32, "vocab": 64}
@@ -37,7 +38,7 @@ def plain(feed: StageInputs) -> StageInputs:
     return replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
 
 
-def after_forward(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> int:
+def after_forward(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> int:
     """Bytes that are there between a forward and its backward."""
     rank = Rank(grid, layout, shape, precision)
     feed = plain(rank.feed(0, 0))
@@ -70,14 +71,14 @@ COVER = pairwise(CASES)
 def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, recompute: str) -> None:
     """The difference that two blocks more make. Kept inputs of full recompute lie in the arena, and do not count."""
     shape, precision, (tensor, sequence) = FLAVOURS[flavour], DTYPES[dtype], grid
-    layout = Layout(tensor, 1, sequence, 1, recompute=recompute)
+    layout = job_on(tensor, 1, sequence, 1, recompute=recompute)
     few, many = (
         run_ranks(tensor, after_forward, layout, replace(shape, layers=layers), precision, tensor=tensor)[0]
         for layers in (2, 4)
     )
-    micro = Micro(layout.micro, tensor, sequence, precision.parameters.itemsize, shape.dropout > 0)
+    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize, shape.dropout > 0)
     expected = (
-        0 if recompute == "full" else kept_by_block(model_shape(layout.config(shape, precision)), micro, recompute)
+        0 if recompute == "full" else kept_by_block(model_shape(config_of(layout, shape, precision)), micro, recompute)
     )
     assert many - few == 2 * expected
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.build.pipeline import layout_of
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
+from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, ids, pairwise
+from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.plan.test_activations import DTYPES, plain
 from tests.ranks import run_ranks
 
@@ -43,14 +43,14 @@ SAMPLE = [*COVER, *CASES[:: len(CASES) // 60]]  # the first dozen of a cover hol
 EXACT = ("parameters", "gradients", "optimizer", "inputs", "host_inputs")
 
 
-def held(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> tuple[int, dict[str, int]]:
+def held(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> tuple[int, dict[str, int]]:
     """The pipeline rank, and bytes by category after two steps; activations as the most that the second allocates
     before its update.
     """
     rank = Rank(grid, layout, shape, precision)
     rank.step(0)
     rank.engine.begin_step()
-    feeds = [plain(rank.feed(1, m)) for m in range(layout.accumulation)]
+    feeds = [plain(rank.feed(1, m)) for m in range(layout.micro_batches)]
     with Allocations() as counted:
         rank.pipeline.train(feeds, lambda feed: feed)
     found = {category: size.now for category, size in grid.comm.ledger.bytes.items() if category != "staging"}
@@ -65,11 +65,11 @@ def held(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> tupl
 def test_what_a_rank_holds(case: tuple) -> None:
     flavour, (tensor, pipeline, data), (schedule, chunks), stage, sequence, mode, dtype = case
     shape, precision = FLAVOURS[flavour], DTYPES[dtype]
-    layout = Layout(
+    layout = job_on(
         tensor, data, sequence, 4, stage, pipeline=pipeline, schedule=schedule, chunks=chunks, **MODES[mode]
     )
-    ranks = run_ranks(layout.size, held, layout, shape, precision, tensor=tensor, pipeline=pipeline)
-    size = layout_of(layout.config(shape, precision), layout.size)
+    ranks = run_ranks(layout.ranks, held, layout, shape, precision, tensor=tensor, pipeline=pipeline)
+    size = planned(layout, shape, precision)
     for rank, measured in ranks:
         predicted = memory(size, rank, fused=False)
         for category in EXACT:
@@ -96,10 +96,10 @@ def test_what_is_on_the_host(case: tuple) -> None:
     """Every category but working memory to the byte, on the device and on the host."""
     stage, (tensor, pipeline, data), dtype, (optimizer, parameters) = case
     shape, precision = FLAVOURS["gpt"], DTYPES[dtype]
-    layout = Layout(tensor, data, False, 4, stage, pipeline=pipeline)
+    layout = job_on(tensor, data, False, 4, stage, pipeline=pipeline)
     layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
-    size = layout_of(layout.config(shape, precision), layout.size)
-    for rank, measured in run_ranks(layout.size, held, layout, shape, precision, tensor=tensor, pipeline=pipeline):
+    size = planned(layout, shape, precision)
+    for rank, measured in run_ranks(layout.ranks, held, layout, shape, precision, tensor=tensor, pipeline=pipeline):
         predicted = memory(size, rank, fused=False).held
         for category in (predicted.keys() | measured.keys()) - {"activations", "host_staging"}:
             assert predicted.get(category, 0) == measured.get(category, 0), (rank, category)

@@ -12,9 +12,10 @@ from megazero.kernels.select import choose
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.plan.activations import Micro
+from megazero.plan.job import Job
 from megazero.plan.peak import moments, peak
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, ids, pairwise
+from tests.layouts import SHAPES, Rank, config_of, ids, job_on, pairwise
 from tests.plan.test_activations import DTYPES, plain
 from tests.ranks import run_ranks
 
@@ -36,7 +37,7 @@ CASES = [
 COVER = pairwise(CASES)
 
 
-def most(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> int:
+def most(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> int:
     """Bytes that the second step allocates at most."""
     rank = Rank(grid, layout, shape, precision)
     rank.step(0)
@@ -69,10 +70,10 @@ def test_the_most_with_fused_kernels_is_the_formula_too(case: tuple, monkeypatch
 def check(case: tuple, *, fused: bool) -> None:
     flavour, dropout, vocab, (tensor, sequence), dtype, recompute = case
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
-    layout = Layout(tensor, sequence=sequence, recompute=recompute)
+    layout = job_on(tensor, sequence=sequence, recompute=recompute)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
-    micro = Micro(layout.micro, tensor, sequence, precision.parameters.itemsize, dropout > 0)
-    size = model_shape(layout.config(shape, precision))
+    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize, dropout > 0)
+    size = model_shape(config_of(layout, shape, precision))
     predicted, _ = peak(size, micro, shape.layers, recompute, head=True, fused=fused, widened=dtype == "bf16")
     assert predicted == pytest.approx(measured, rel=0.01)
 
@@ -81,7 +82,7 @@ def test_every_moment_is_the_most_somewhere() -> None:
     """None is there for nothing."""
     found, names = set(), set()
     for flavour, dropout, vocab, (tensor, sequence), dtype, recompute in CASES:
-        config = Layout().config(replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), Precision())
+        config = config_of(job_on(), replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), Precision())
         item = DTYPES[dtype].parameters.itemsize
         for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
             size = replace(model_shape(config), ffn=config.model.ffn // narrow)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megazero.build.pipeline import layout_of
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
+from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.states import units
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, ids
+from tests.layouts import SHAPES, Rank, ids, job_on, planned
 from tests.plan.test_activations import DTYPES
 from tests.ranks import run_ranks
 
@@ -66,7 +66,7 @@ FEW = [
 ]
 
 
-def pooled(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> tuple[int, int]:
+def pooled(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> tuple[int, int]:
     """The pipeline rank, and the bytes of its pools after two steps."""
     rank = Rank(grid, layout, shape, precision)
     for step in range(2):
@@ -88,8 +88,8 @@ def same_size(shape: Shape, layout: Any) -> set[str]:
 def test_pools_hold_what_is_in_use_at_once(case: tuple) -> None:
     name, (pipeline, schedule, chunks), stage, offload = case
     shape, expected = COINCIDENCES[name]
-    layout = Layout(1, 2, False, 4, stage, pipeline=pipeline, schedule=schedule, chunks=chunks, **OFFLOADS[offload])
-    size = layout_of(layout.config(shape, DTYPES["bf16"]), layout.size)
+    layout = job_on(1, 2, False, 4, stage, pipeline=pipeline, schedule=schedule, chunks=chunks, **OFFLOADS[offload])
+    size = planned(layout, shape, DTYPES["bf16"])
     assert same_size(shape, size) == expected
-    for rank, measured in run_ranks(layout.size, pooled, layout, shape, DTYPES["bf16"], pipeline=pipeline):
+    for rank, measured in run_ranks(layout.ranks, pooled, layout, shape, DTYPES["bf16"], pipeline=pipeline):
         assert memory(size, rank).held.get("pool", 0) == measured, rank

@@ -79,11 +79,11 @@ def test_activations_of_a_block() -> None:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.table == "SC21 Table 1"], ids=lambda row: row.name)
 def test_parameters_and_flops_of_sc21(row: Row) -> None:
     """P as printed; F = 96 B s l h^2 (1 + s / 6 h + V / 16 l h): Narayanan et al. 2021, eq. 2 and 3."""
-    shape = row.layout.shape
+    shape = row.job.shape
     assert shape.parameters() / 1e9 == pytest.approx(float(row.name[:-1]), rel=0.005, abs=0.05)
     L, h, s, V = shape.layers, shape.hidden, shape.seq_len, shape.vocab
     paper = 96 * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
-    done = Compute(row.layout, MACHINES[row.machine], row.software).flops()[1]
+    done = Compute(row.job, MACHINES[row.machine], row.software).flops()[1]
     assert done == pytest.approx(paper, rel=0.005)
 
 

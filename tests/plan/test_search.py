@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import memory
 from megazero.plan.model import ModelShape
@@ -28,7 +28,7 @@ def tight(gigabytes: float) -> Machine:
 @pytest.mark.parametrize("shape", [SMALL, GATED], ids=["gelu", "gated"])
 @pytest.mark.parametrize("gigabytes", [1.8, 80.0])
 def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: float) -> None:
-    job, machine = Layout(shape, HALF, global_batch=16, dropout=True), tight(gigabytes)
+    job, machine = Job(shape, HALF, global_batch=16, dropout=True), tight(gigabytes)
     every = []
     bare = {replace(layout, stage=0) for layout in spreads(job, 4, 8, 8)}
     for layout, stage, offload, recompute in product(bare, range(4), OFFLOAD, RECOMPUTE):
@@ -39,18 +39,18 @@ def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: 
             every.append(step_time(candidate, machine).step_s)
     found = search(job, 4, machine, lambda layout: True)
     assert [one.time.step_s for one in found.best[:1]] == pytest.approx(sorted(every)[:1])
-    assert all(fits(rank, machine) for one in found.best for rank in everywhere(one.layout))
+    assert all(fits(rank, machine) for one in found.best for rank in everywhere(one.job))
     assert not any(fits(one.fullest, machine) for one in found.excluded)
     limit = found.best[0].time.step_s if found.best else float("inf")
     assert all(one.time.step_s < limit for one in found.excluded)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> Job:
     tensor, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))
     schedule, chunks = draw(st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]))
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
-    return Layout(
+    return Job(
         draw(st.sampled_from([SMALL, GATED])),
         draw(st.sampled_from([HALF, Bytes(2, 2, 4), Bytes(4, 4, 4)])),
         tensor,
@@ -68,13 +68,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def peaks(layout: Layout) -> list[int]:
+def peaks(layout: Job) -> list[int]:
     return [memory(layout, rank).peak for rank in range(layout.pipeline)]
 
 
 @settings(max_examples=60, derandomize=True)
 @given(layouts())
-def test_more_ranks_never_need_more(layout: Layout) -> None:
+def test_more_ranks_never_need_more(layout: Job) -> None:
     """Data ranks at the same micro-batches: nothing grows but padding, and from one to two the pool."""
     more = replace(layout, data=2 * layout.data, global_batch=2 * layout.global_batch)
     padding = 16 * 16 * 2 * layout.data * layout.shape.layers
@@ -85,7 +85,7 @@ def test_more_ranks_never_need_more(layout: Layout) -> None:
 
 @settings(max_examples=60, derandomize=True)
 @given(layouts())
-def test_what_rests_shrinks_with_the_stage(layout: Layout) -> None:
+def test_what_rests_shrinks_with_the_stage(layout: Job) -> None:
     """And with recompute, and with Pa, and with sequence parallelism: each step needs no more than the one before."""
     states = []
     for stage in range(4):
@@ -113,8 +113,8 @@ def test_what_the_paper_could_not_hold() -> None:
     def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
         return ModelShape(layers, hidden, heads, heads, 4 * hidden, 50257, 1024, True, True, False, True)
 
-    def job(shape: ModelShape, micro: int, stage: int, recompute: str = "full") -> Layout:
-        return Layout(
+    def job(shape: ModelShape, micro: int, stage: int, recompute: str = "full") -> Job:
+        return Job(
             shape,
             Bytes(2, 2, 4),
             data=128,

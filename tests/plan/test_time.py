@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.plan.compute import OURS, Compute, PassTimes, Software
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
@@ -35,7 +35,7 @@ def test_the_bubble_is_the_simulator_s(schedule: str, chunks: int, costs: tuple[
 
 
 layouts = st.builds(
-    lambda shape, tensor, pipeline, data, stage, micro, more, recompute, sequence: Layout(
+    lambda shape, tensor, pipeline, data, stage, micro, more, recompute, sequence: Job(
         shape,
         MIXED,
         tensor=tensor,
@@ -63,7 +63,7 @@ machines = st.sampled_from(list(MACHINES.values()))
 
 @settings(max_examples=60)
 @given(layouts, machines)
-def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Layout, machine: Machine) -> None:
+def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Job, machine: Machine) -> None:
     found = step_time(layout, machine)
     assert found.step_s == pytest.approx(sum(found.parts.values())) and min(found.parts.values()) >= 0
     assert min(found.hidden.values()) >= -1e-12
@@ -76,14 +76,14 @@ def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Layout, machine: Ma
 
 @settings(max_examples=40)
 @given(layouts, machines, st.sampled_from(["memory_bandwidth", "in_node_bandwidth", "cross_node_bandwidth"]))
-def test_a_faster_machine_is_never_slower(layout: Layout, machine: Machine, what: str) -> None:
+def test_a_faster_machine_is_never_slower(layout: Job, machine: Machine, what: str) -> None:
     faster = replace(machine, **{what: 2 * getattr(machine, what)})
     assert step_time(layout, faster).step_s <= step_time(layout, machine).step_s * (1 + 1e-12)
 
 
 @settings(max_examples=40)
 @given(layouts, machines)
-def test_more_is_computed_again_for_more_recompute(layout: Layout, machine: Machine) -> None:
+def test_more_is_computed_again_for_more_recompute(layout: Job, machine: Machine) -> None:
     times = [
         step_time(replace(layout, recompute=how), machine).parts["recompute"] for how in ("none", "selective", "full")
     ]
@@ -96,7 +96,7 @@ def test_hardware_flops_are_the_papers() -> None:
     selective, all 12 s h of attention once more; what is computed again is its forward, a third of that.
     """
     L, h, s, V = GPT3.layers, GPT3.hidden, GPT3.seq_len, GPT3.vocab
-    layout = Layout(GPT3, MIXED, recompute="selective")
+    layout = Job(GPT3, MIXED, recompute="selective")
     assert Compute(layout, A100).flops()[1] == pytest.approx(
         72 * L * h**2 * (1 + 4 / 3 * s / (6 * h) + V / (12 * h * L))
     )
@@ -114,7 +114,7 @@ def test_rings_are_as_fast_as_their_slowest_link() -> None:
     node = A100.in_node_bandwidth * reached.in_node
 
     def rate(axis: str, **sizes: int) -> float:
-        return Links(Layout(GPT3, MIXED, **sizes), A100).bandwidth(axis)
+        return Links(Job(GPT3, MIXED, **sizes), A100).bandwidth(axis)
 
     assert rate("tensor", tensor=8) == node
     assert rate("tensor", tensor=16) == min(node, 8 * card * reached.cross_node)
@@ -125,7 +125,7 @@ def test_rings_are_as_fast_as_their_slowest_link() -> None:
 
 def test_traffic_hides_behind_computation() -> None:
     """In stage 3, until there is more of it: SC21's second table, where devices double and micro-batches halve."""
-    layout = Layout(GPT3, MIXED, data=384, stage=3, micro_batch=4, global_batch=1536, recompute="full")
+    layout = Job(GPT3, MIXED, data=384, stage=3, micro_batch=4, global_batch=1536, recompute="full")
     slow = replace(A100, cross_node_bandwidth=A100.cross_node_bandwidth / 4)
     waited = [
         step_time(replace(layout, data=ranks, micro_batch=micro), slow).parts["data traffic"]
@@ -139,7 +139,7 @@ def test_traffic_hides_behind_computation() -> None:
 
 
 def test_what_rests_on_the_host_is_updated_there() -> None:
-    layout = Layout(LLAMA, MIXED, data=8, stage=2, global_batch=8)
+    layout = Job(LLAMA, MIXED, data=8, stage=2, global_batch=8)
     there = step_time(replace(layout, offload_optimizer=True), A100)
     here = step_time(layout, A100)
     assert here.parts["offload"] == there.parts["update"] == 0 < here.parts["update"] < there.parts["offload"]
@@ -148,7 +148,7 @@ def test_what_rests_on_the_host_is_updated_there() -> None:
 
 
 def test_a_delayed_update_has_the_next_step_beside_it() -> None:
-    layout = Layout(LLAMA, MIXED, data=8, stage=2, global_batch=8, offload_optimizer=True)
+    layout = Job(LLAMA, MIXED, data=8, stage=2, global_batch=8, offload_optimizer=True)
     slow = replace(A100, host_memory_bandwidth=A100.host_memory_bandwidth / 100)
     at_once, delayed = (step_time(replace(layout, delayed=delayed), slow) for delayed in (False, True))
     spared = at_once.parts["offload"] - delayed.parts["offload"]
@@ -160,4 +160,4 @@ def test_a_delayed_update_has_the_next_step_beside_it() -> None:
 def test_an_unknown_peak_is_said() -> None:
     blind = replace(A100, peaks={"fp32": 1e13})
     with pytest.raises(ValueError, match="a100-80gb has no peak for matrix products of 2 bytes"):
-        step_time(Layout(GPT3, MIXED), blind)
+        step_time(Job(GPT3, MIXED), blind)

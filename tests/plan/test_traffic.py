@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
-from megazero.plan.layout import Layout as Planned
+from megazero.plan.job import Job
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
 from megazero.plan.traffic import fullest, ranks_in_node, sent, split_by_node, traffic
 from megazero.zero.placement import Precision
-from tests.layouts import GLOBAL_BATCH, SHAPES, Layout, Rank, ids, pairwise
+from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -59,29 +58,7 @@ COVER = [case for case in MOST if ranks_of(case) <= 2][:10] + [case for case in 
 REST = [case for case in (*MOST, *CASES[::499]) if case not in COVER]
 
 
-def planned(layout: Layout, shape: Shape, precision: Precision) -> Planned:
-    """The same layout, as the closed formulas see it."""
-    bytes_ = Bytes(*(d.itemsize for d in (precision.parameters, precision.gradients, precision.masters)))
-    names = (
-        "tensor",
-        "pipeline",
-        "data",
-        "sequence",
-        "schedule",
-        "chunks",
-        "stage",
-        "recompute",
-        "partition",
-        "offload",
-    )
-    same = {name: getattr(layout, name) for name in (*names, "offload_optimizer", "offload_parameters")}
-    same["shard_ranks"] = layout.shard
-    model = model_shape(layout.config(shape, precision))
-    batch = {"micro_batch": layout.micro, "global_batch": GLOBAL_BATCH}
-    return Planned(model, bytes_, dropout=shape.dropout > 0, **same, **batch)
-
-
-def one_step(grid: Grid, layout: Layout, shape: Shape, precision: Precision) -> dict[str, dict[str, int]]:
+def one_step(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> dict[str, dict[str, int]]:
     """Bytes by axis and purpose."""
     rank = Rank(grid, layout, shape, precision)
     rank.step(0)
@@ -102,10 +79,10 @@ def check(
     what: str,
 ) -> None:
     ranks, schedule, chunks = SCHEDULES[pipeline]
-    layout = Layout(tensor, data, sequence, accumulation, stage, pipeline=ranks, schedule=schedule, chunks=chunks)
+    layout = job_on(tensor, data, sequence, accumulation, stage, pipeline=ranks, schedule=schedule, chunks=chunks)
     layout = replace(layout, **MODES[mode], **WHAT[what])
     axes = {"tensor": tensor, "pipeline": ranks}
-    ledgers = run_ranks(layout.size, one_step, layout, SHAPES[flavour], DTYPES[dtype], **axes)
+    ledgers = run_ranks(layout.ranks, one_step, layout, SHAPES[flavour], DTYPES[dtype], **axes)
     plan = planned(layout, SHAPES[flavour], DTYPES[dtype])
     for number, ledger in enumerate(ledgers):
         assert traffic(plan, number // (tensor * data), number // tensor % data) == ledger, f"rank {number}"
@@ -133,7 +110,7 @@ def test_the_paper_s_2_2_3(stage: int, times: int) -> None:
     """Volume in units of 2 bytes a parameter x (N - 1) / N: the ZeRO paper, section 7. In stage 3 the tied weight is
     gathered at both ends of the forward and not for the backward."""
     ranks = 64
-    found = traffic(Planned(GPT3, MIXED, data=ranks, stage=stage, global_batch=ranks))["data"]
+    found = traffic(Job(GPT3, MIXED, data=ranks, stage=stage, global_batch=ranks))["data"]
     unit = 2 * GPT3.parameters() * (ranks - 1) / ranks
     assert (found["gradients"] + found.get("parameters", 0)) / unit == pytest.approx(times, rel=0.005)
 
@@ -141,7 +118,7 @@ def test_the_paper_s_2_2_3(stage: int, times: int) -> None:
 def test_the_paper_s_12_of_a_block_and_pa_s_1_12() -> None:
     """With the last sum of a replay, that is left out here, a block sums 12 b s h; Pa gathers 1: section 8."""
     t = 16
-    found = traffic(Planned(GPT3, MIXED, tensor=t, recompute="full", partition=True))["tensor"]
+    found = traffic(Job(GPT3, MIXED, tensor=t, recompute="full", partition=True))["tensor"]
     unit = 2 * GPT3.seq_len * GPT3.hidden * GPT3.layers * (t - 1) / t
     assert (found["block forward"] + found["block backward"]) / unit == 10
     assert found["inputs"] / unit == 1
@@ -150,7 +127,7 @@ def test_the_paper_s_12_of_a_block_and_pa_s_1_12() -> None:
 
 def test_pipeline_messages_are_b_s_h_over_t_with_sequence_parallelism() -> None:
     """Narayanan et al. 2021, section 4.1: b s h, and b s h / t where what is sent is not sent t times."""
-    layout = Planned(GPT3, MIXED, tensor=8, pipeline=8, global_batch=64)
+    layout = Job(GPT3, MIXED, tensor=8, pipeline=8, global_batch=64)
     bsh = 2 * GPT3.seq_len * GPT3.hidden * 64
     assert traffic(layout, 1)["pipeline"]["activations"] == bsh
     assert traffic(replace(layout, sequence=True), 1)["pipeline"]["gradients"] == bsh // 8
@@ -158,7 +135,7 @@ def test_pipeline_messages_are_b_s_h_over_t_with_sequence_parallelism() -> None:
 
 def test_nodes() -> None:
     """8 devices a node, tensor 4, data 4: rings over data cross, 2 of their ranks in each node; all is split once."""
-    layout = Planned(GPT3, MIXED, tensor=4, data=4, pipeline=2, global_batch=4)
+    layout = Job(GPT3, MIXED, tensor=4, data=4, pipeline=2, global_batch=4)
     assert [ranks_in_node(layout, axis, 8) for axis in ("tensor", "data", "pipeline", "ends")] == [4, 2, 1, 1]
     found = traffic(layout)
     parts = split_by_node(layout, found, 8)

@@ -22,11 +22,12 @@ from megazero.config.file import dump, load
 from megazero.data.tokenizer import Tokenizer
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
+from megazero.plan.job import Job
 from megazero.run.folder import RunFolder
 from megazero.tools.generate import load_newest_weights
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import save_after
-from tests.layouts import SHAPES, Layout
+from tests.layouts import SHAPES, config_of, job_on
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
 
@@ -104,15 +105,15 @@ def test_in_and_out_again(tmp_path: Path, name: str, shards: str, capsys) -> Non
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(accumulation=4), Layout(tensor=2, pipeline=2, data=2, accumulation=4, stage=3)]
+    "layout", [job_on(accumulation=4), job_on(tensor=2, pipeline=2, data=2, accumulation=4, stage=3)]
 )
 @pytest.mark.parametrize("flavour", ["deep", "deep-untied"])
-def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Layout, capsys) -> None:
+def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Job, capsys) -> None:
     """Trained weights, from one rank or eight."""
     run = RunFolder(tmp_path / "run")
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
-    run_ranks(layout.size, save_after, layout, flavour, Precision(), run.path, 2, **axes)
-    dump(layout.config(SHAPES[flavour], Precision()), run.config)
+    run_ranks(layout.ranks, save_after, layout, flavour, Precision(), run.path, 2, **axes)
+    dump(config_of(layout, SHAPES[flavour], Precision()), run.config)
     assert main(["export", "--to", "hf", "--run", str(run.path), "--out", str(tmp_path / "out")]) == 0
     tokens_BS = TOKENS_BS[:, : SHAPES[flavour].seq_len] % SHAPES[flavour].vocab
     assert (theirs(tmp_path / "out", tokens_BS) - ours(run, tokens_BS)).abs().max() <= LOGITS

@@ -22,12 +22,13 @@ from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import choose
 from megazero.launch.signals import Signals
 from megazero.observe.allocations import Allocations
+from megazero.plan.job import Job
 from megazero.run.session import launch
 from megazero.tools.dry_run.dry_run import Simulated, ToldLedger, simulate, two_steps
 from megazero.tools.dry_run.report import as_planned
 from megazero.train.stopping import Stopping
 from megazero.zero.placement import Precision
-from tests.layouts import CPU, SHAPES, Layout, ids, pairwise, rewired
+from tests.layouts import CPU, SHAPES, Wires, config_of, ids, job_on, pairwise, rewired
 from tests.ranks import run_ranks
 from tests.tiny_run import ROOT, TinyData
 
@@ -42,15 +43,15 @@ KERNELS = {"fp32": choose("auto", CPU, torch.float32), "bf16": choose("auto", CP
 Counted = dict[str, Any]
 
 
-def real(grid: Grid, layout: Layout, flavour: str, dtype: str) -> Counted:
+def real(grid: Grid, layout: Job, wires: Wires, flavour: str, dtype: str) -> Counted:
     """What a rank counts in two steps among the others."""
-    grid, config, shape = rewired(grid, layout), layout.config(SHAPES[flavour], DTYPES[dtype]), SHAPES[flavour]
+    grid, config, shape = rewired(grid, wires), config_of(layout, SHAPES[flavour], DTYPES[dtype]), SHAPES[flavour]
     ledger = grid.comm.ledger
     built = build(config, grid, CPU, KERNELS.get(dtype, REFERENCE), Host(CPU, ledger, apart=True))
     feed = feeds_of(grid["tensor"], CPU, layout.sequence)
     stopping = Stopping(grid["world"], CPU, Signals(), Path("nowhere"), None)
     for number in range(2):
-        batches = [zeros(shape.seq_len, layout.micro) for _ in range(layout.accumulation)]
+        batches = [zeros(shape.seq_len, layout.micro_batch) for _ in range(layout.micro_batches)]
         with Allocations() as counted:
             built.engine.begin_step()
             built.pipeline.train(batches, lambda batch, number=number: feed(batch, number, True))
@@ -66,15 +67,15 @@ def zeros(length: int, micro: int) -> MicroBatch:
     return MicroBatch(tokens, targets, torch.ones_like(tokens, dtype=torch.bool), None, None, torch.arange(micro))
 
 
-def simulated(rank: int, layout: Layout, flavour: str, dtype: str) -> Counted:
+def simulated(rank: int, layout: Job, wires: Wires, flavour: str, dtype: str) -> Counted:
     """The same of the rank alone."""
     ops: Operations = KERNELS.get(dtype, REFERENCE)
     with FakeTensorMode():
-        axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": layout.bucket}
-        axes["shard_ranks"] = layout.shard
-        grid = rewired(alone(rank, layout.size, backend="gloo", ledger=ToldLedger(), **axes), layout)
+        axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": wires.bucket}
+        axes["shard_ranks"] = layout.shard_ranks
+        grid = rewired(alone(rank, layout.ranks, backend="gloo", ledger=ToldLedger(), **axes), wires)
         host = IdleHost(CPU, grid.comm.ledger, apart=True)
-        found = two_steps(layout.config(SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
+        found = two_steps(config_of(layout, SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
     held = found.ledger.bytes_as_dict()
     activations = held.pop("activations")["peak"]
     assert activations == found.steady.activations
@@ -129,11 +130,12 @@ FEW = 4  # of them, which have most pairs of values
 def check(grid: tuple, stage: int, schedule: str, recompute: str, elsewhere: str, flavour: str, dtype: str) -> None:
     """Over sockets where there is a pipeline: in shared memory what comes early is kept, or not, by chance."""
     tensor, data, pipeline, sequence = grid
-    ways = {"pipeline": pipeline, "schedule": schedule, "chunks": SCHEDULES[schedule], "sockets": pipeline > 1}
-    layout = Layout(tensor, data, sequence, 2, stage, recompute=recompute, **ways, **ELSEWHERE[elsewhere])
-    ranks = run_ranks(layout.size, real, layout, flavour, dtype, tensor=tensor, pipeline=pipeline)
+    ways = {"pipeline": pipeline, "schedule": schedule, "chunks": SCHEDULES[schedule]}
+    layout = job_on(tensor, data, sequence, 2, stage, recompute=recompute, **ways, **ELSEWHERE[elsewhere])
+    wires = Wires(sockets=pipeline > 1)
+    ranks = run_ranks(layout.ranks, real, layout, wires, flavour, dtype, tensor=tensor, pipeline=pipeline)
     for rank, counted in enumerate(ranks):
-        assert simulated(rank, layout, flavour, dtype) == counted, f"rank {rank}"
+        assert simulated(rank, layout, wires, flavour, dtype) == counted, f"rank {rank}"
 
 
 @pytest.mark.parametrize("case", COVER[:FEW], ids=ids(COVER[:FEW]))

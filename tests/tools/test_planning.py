@@ -8,12 +8,12 @@ import pytest
 
 from megazero.__main__ import main
 from megazero.base.errors import UserError
-from megazero.build.pipeline import layout_of
-from megazero.config.file import load
+from megazero.build.job import job_of, options_of
+from megazero.config.file import load, spelt
 from megazero.plan.machines import MACHINES
 from megazero.plan.time import step_time
 from megazero.tools.doctor.hardware import Hardware, Link
-from megazero.tools.planning.job import find, options, plan
+from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
 from tests.tiny_run import ROOT, TinyData, command
 
@@ -62,9 +62,9 @@ def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
     """Every layout is a config that validation takes, and its plan is the one that was found."""
     config = load(name, ["batch.micro=1", "batch.global=400"])
     for found in find(config, gpus, MACHINES["v100-32gb"] if gpus == 400 else MACHINES["a100-80gb"]).best:
-        given = [f"{option}={str(value).lower()}" for option, value in options(found.layout)]
+        given = [f"{option}={spelt(value)}" for option, value in options_of(found.job).items()]
         again = plan(load(name, ["batch.global=400", *given]), gpus, MACHINES["a100-80gb"])
-        assert again.layout == found.layout and again.fullest.peak >= found.fullest.peak
+        assert again.job == found.job and again.fullest.peak >= found.fullest.peak
 
 
 FAULTS = [
@@ -104,8 +104,8 @@ def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
     assert len(found.best) == 10
     times = [round(one.time.step_s, 9) for one in found.best]
     twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
-    assert not any(one.layout.offload_optimizer or one.layout.offload_parameters for one in twins)
-    ways = [(one.layout.tensor, one.layout.pipeline, one.layout.schedule, one.layout.chunks) for one in found.excluded]
+    assert not any(one.job.offload_optimizer or one.job.offload_parameters for one in twins)
+    ways = [(one.job.tensor, one.job.pipeline, one.job.schedule, one.job.chunks) for one in found.excluded]
     assert len(set(ways)) == len(ways) > 1
 
 
@@ -114,7 +114,7 @@ def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: P
     path = tmp_path / "measured.yaml"
     text = (ROOT / "docs/planning.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     path.write_text(text[: text.index("reached:")])
-    layout = layout_of(load("llama8b"), 8)
+    layout = job_of(load("llama8b"), 8)
     layout = replace(layout, shape=replace(layout.shape, seq_len=65_536), recompute="full")
     assert step_time(layout, machine_of(str(path))).hfu < 1
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +12,18 @@ import pytest
 from megazero.__main__ import main
 from megazero.build.schedule_report import report
 from megazero.comm.grid import Grid
+from megazero.plan.job import Job
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank
+from tests.layouts import SHAPES, Rank, config_of, job_on
 from tests.ranks import run_ranks
-from tests.tiny_run import TinyData
+from tests.tiny_run import ROOT, TinyData
 
 SHAPE = replace(SHAPES["gpt"], layers=4)
 UNTIED = replace(SHAPE, tie_embeddings=False)
 
 
-def one_step(grid: Grid, layout: Layout, shape) -> dict[str, dict[str, dict[str, int]]]:
+def one_step(grid: Grid, layout: Job, shape) -> dict[str, dict[str, dict[str, int]]]:
     rank = Rank(grid, layout, shape, Precision())
     rank.engine.begin_step()
     rank.passes(0)
@@ -30,22 +33,22 @@ def one_step(grid: Grid, layout: Layout, shape) -> dict[str, dict[str, dict[str,
 
 
 LAYOUTS = [
-    Layout(1, 2, False, 2, 0, pipeline=2),
-    Layout(1, 2, False, 4, 1, pipeline=2, schedule="zb-h1"),
-    Layout(2, 2, True, 4, 2, pipeline=2, schedule="gpipe"),
-    Layout(1, 2, False, 4, 3, pipeline=2),
-    Layout(1, 2, False, 4, 3, pipeline=2, schedule="gpipe"),
-    Layout(1, 2, False, 4, 3, pipeline=2, schedule="interleaved", chunks=2),
-    Layout(1, 2, False, 4, 2, pipeline=2, schedule="zb-v", chunks=2),
+    job_on(1, 2, False, 2, 0, pipeline=2),
+    job_on(1, 2, False, 4, 1, pipeline=2, schedule="zb-h1"),
+    job_on(2, 2, True, 4, 2, pipeline=2, schedule="gpipe"),
+    job_on(1, 2, False, 4, 3, pipeline=2),
+    job_on(1, 2, False, 4, 3, pipeline=2, schedule="gpipe"),
+    job_on(1, 2, False, 4, 3, pipeline=2, schedule="interleaved", chunks=2),
+    job_on(1, 2, False, 4, 2, pipeline=2, schedule="zb-v", chunks=2),
 ]
 
 
 @pytest.mark.parametrize("shape", [SHAPE, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.schedule}-tp{x.tensor}-zero{x.stage}")
-def test_the_bill_is_what_the_ledger_counts(layout: Layout, shape) -> None:
+def test_the_bill_is_what_the_ledger_counts(layout: Job, shape) -> None:
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
-    ledgers = run_ranks(layout.size, one_step, layout, shape, **axes)
-    found, _, _ = report(layout.config(shape, Precision()), layout.data)
+    ledgers = run_ranks(layout.ranks, one_step, layout, shape, **axes)
+    found, _, _ = report(config_of(layout, shape, Precision()), layout.data)
     per_stage = layout.tensor * layout.data
     for number, ledger in enumerate(ledgers):
         expected = found.ranks[number // per_stage].bytes
@@ -108,3 +111,10 @@ def test_what_actions_mean_comes_before_them_and_they_are_cut(
     assert main([*verb, "--all"]) == 0
     whole = capsys.readouterr().out
     assert len(max(whole.splitlines(), key=len)) > 1000 and "..." not in whole and "--all" not in whole
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys; from megazero.__main__ import main; "
+    code += "sys.exit(main(sys.argv[1:]) + ('torch' in sys.modules))"
+    line = [sys.executable, "-c", code, "schedule", "--config", "tiny", "--json"]
+    assert subprocess.run(line, cwd=ROOT, capture_output=True).returncode == 0

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.plan.layout import Layout as Job
+from megazero.plan.job import Job
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes, states, units
 from megazero.plan.traffic import split_by_node, traffic

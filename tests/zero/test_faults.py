@@ -14,11 +14,12 @@ from megazero.base.errors import UserError
 from megazero.build.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
+from megazero.plan.job import Job
 from megazero.schedules.actions import Kind
 from megazero.tools.certify.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
 from megazero.zero.gradients import DeliveryCounter, Phase
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, Trained, record, train
+from tests.layouts import SHAPES, Rank, Trained, job_on, record, train
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
 
@@ -62,7 +63,7 @@ def late(rank: Rank) -> None:
         rank.feed = lambda step, m: honest(max(step - 1, 0), m)
 
 
-def with_fault(grid: Grid, layout: Layout, shape, precision: Precision, plant: Callable[[Rank], None]) -> Trained:
+def with_fault(grid: Grid, layout: Job, shape, precision: Precision, plant: Callable[[Rank], None]) -> Trained:
     rank = Rank(grid, layout, shape, precision)
     plant(rank)
     return record(rank, Rank.step)
@@ -72,12 +73,12 @@ def with_fault(grid: Grid, layout: Layout, shape, precision: Precision, plant: C
 @pytest.mark.parametrize("stage", range(4))
 def test_planted_faults_are_found(stage: int, plant: Callable[[Rank], None]) -> None:
     """By the comparison with one process, well outside of its tolerance, or because replicas are no longer the same."""
-    layout = Layout(1, 2, stage=stage)
+    layout = job_on(1, 2, stage=stage)
 
     def fault(*arguments) -> Trained:
         return with_fault(*arguments, plant)
 
-    expected = train(Layout(), "gpt", FP64)
+    expected = train(job_on(), "gpt", FP64)
     try:
         found = train(layout, "gpt", FP64, fault)
     except AssertionError as error:
@@ -98,9 +99,7 @@ def everything(rank: Rank) -> list[torch.Tensor]:
     return [t.clone() for t in kept + [step for u in engine.units for step in engine.optimizer.steps(u)]]
 
 
-def poisoned(
-    grid: Grid, layout: Layout, precision: Precision, bad: int, what: str
-) -> tuple[bool, bool, bool, str | None]:
+def poisoned(grid: Grid, layout: Job, precision: Precision, bad: int, what: str) -> tuple[bool, bool, bool, str | None]:
     """A good step, one in which rank `bad` has something that is not finite, and another good one.
 
     Returns whether the second and the third were skipped, whether they changed nothing, and what this rank finds.
@@ -110,7 +109,7 @@ def poisoned(
     rank.engine.gather.unshard(rank.engine.units)
     rank.engine.gather.reshard(rank.engine.units)
     before, honest = everything(rank), rank.last.run
-    bad_feed = rank.feed(1, layout.accumulation - 1)
+    bad_feed = rank.feed(1, layout.micro_batches - 1)
 
     def run(x, feed: StageInputs):
         losses_SB = honest(x, feed)
@@ -142,9 +141,9 @@ def poisoned(
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("precision", [Precision(), Precision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "layout", [*(Layout(1, 2, False, 2, stage) for stage in range(4)), Layout(2, 2, True, 1, 3)], ids=str
+    "layout", [*(job_on(1, 2, False, 2, stage) for stage in range(4)), job_on(2, 2, True, 1, 3)], ids=str
 )
-def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(layout: Layout, precision: Precision, what: str) -> None:
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(layout: Job, precision: Precision, what: str) -> None:
     """And is found on that rank: of tensor ranks that share a sample, each sees it in its own part."""
     bad = layout.tensor * layout.data - 1
     found = run_ranks(layout.tensor * layout.data, poisoned, layout, precision, bad, what, tensor=layout.tensor)
@@ -180,7 +179,7 @@ def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
 
 def unreached(grid: Grid, stage: int) -> list[float]:
     """Every second loss of rank 1 depends on nothing: its backward reaches no unit. (Stage 3 could not gather.)"""
-    rank = Rank(grid, Layout(1, 2, False, 2, stage), SHAPES["gpt"], FP64)
+    rank = Rank(grid, job_on(1, 2, False, 2, stage), SHAPES["gpt"], FP64)
     honest, reaches = rank.last.run, cycle((True, False))
 
     def run(x: torch.Tensor | None, feed: Any) -> torch.Tensor:
@@ -229,7 +228,7 @@ def test_fp16_goes_on_for_50_steps_and_not_longer(tiny_data: TinyData, tmp_path:
 
 def silent(grid: Grid, stage: int) -> str:
     """One layer computes with a parameter, and delivers no gradient of it."""
-    rank = Rank(grid, Layout(1, grid["data"].size, False, 2, stage), SHAPES["gpt"], FP64)
+    rank = Rank(grid, job_on(1, grid["data"].size, False, 2, stage), SHAPES["gpt"], FP64)
     norm = rank.model.blocks[1].attention_norm
     norm.forward = lambda x: F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias)
     with pytest.raises(UserError) as error:

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from megazero.base.errors import UserError
-from megazero.build.pipeline import check_world, layout_of
+from megazero.build.pipeline import check_world
 from megazero.comm.grid import Grid
+from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, equal, ids, pairwise, train
+from tests.layouts import SHAPES, Rank, config_of, equal, ids, job_on, pairwise, planned, train
 from tests.plan.test_memory import EXACT, FLAVOURS, held
 from tests.ranks import run_ranks
 from tests.test_layouts import DTYPES, compare
@@ -48,11 +49,11 @@ def size_of(case: tuple) -> int:
 FEW = [case for case in COVER if size_of(case) == 4][:8]
 
 
-def layout_from(case: tuple) -> Layout:
+def layout_from(case: tuple) -> Job:
     _, _, (tensor, data, shard, pipeline), sequence, accumulation, stage, recompute, offload = case
     schedule, chunks = SCHEDULES[pipeline]
-    layout = Layout(tensor, data, sequence, accumulation, stage, pipeline=pipeline, schedule=schedule, chunks=chunks)
-    return replace(layout, shard=shard, recompute=recompute, **OFFLOADS[offload])
+    layout = job_on(tensor, data, sequence, accumulation, stage, pipeline=pipeline, schedule=schedule, chunks=chunks)
+    return replace(layout, shard_ranks=shard, recompute=recompute, **OFFLOADS[offload])
 
 
 @pytest.mark.parametrize(
@@ -66,11 +67,11 @@ def test_equals_one_process(case: tuple) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_group_of_all_ranks_is_plain_sharding(stage: int) -> None:
-    plain = Layout(1, 4, False, 2, stage)
-    equal(train(replace(plain, shard=4), "gpt", Precision()), train(plain, "gpt", Precision()))
+    plain = job_on(1, 4, False, 2, stage)
+    equal(train(replace(plain, shard_ranks=4), "gpt", Precision()), train(plain, "gpt", Precision()))
 
 
-def one_step(grid: Grid, layout: Layout, flavour: str, precision: Precision) -> dict[str, dict[str, int]]:
+def one_step(grid: Grid, layout: Job, flavour: str, precision: Precision) -> dict[str, dict[str, int]]:
     rank = Rank(grid, layout, SHAPES[flavour], precision)
     rank.step(0)
     counted = grid.comm.ledger.traffic_as_dict()
@@ -97,10 +98,9 @@ SHORT = pairwise(BYTES)[:5]
 def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
     """To the byte; between the groups a rank sends its shard of the gradients once a step: 2 P / N x (R - 1) / R."""
     shard, stage, accumulation, flavour, dtype, offload = case
-    layout = replace(Layout(1, 4, False, accumulation, stage, shard=shard), **OFFLOADS[offload])
+    layout = replace(job_on(1, 4, False, accumulation, stage, shard_ranks=shard), **OFFLOADS[offload])
     precision = BF16[dtype]
-    config = layout.config(SHAPES[flavour], precision)
-    plan = layout_of(config, 4)
+    plan = planned(layout, SHAPES[flavour], precision)
     ledgers = run_ranks(4, one_step, layout, flavour, precision, shard=shard)
     for rank, ledger in enumerate(ledgers):
         assert traffic(plan, 0, rank % shard) == ledger, f"rank {rank}"
@@ -108,7 +108,7 @@ def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
     parameters = plan.shape.parameters()
     assert each == pytest.approx(2 * parameters * item / shard * (1 - shard / 4), rel=0.02)
     shape = FLAVOURS["gpt"]
-    size = layout_of(layout.config(shape, precision), 4)
+    size = planned(layout, shape, precision)
     for _, measured in run_ranks(4, held, layout, shape, precision, shard=shard):
         predicted = memory(size, 0, fused=False).held
         for category in (*EXACT, "host_optimizer", "host_gradients", "host_parameters", "pool"):
@@ -119,12 +119,12 @@ def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
     ("stage", "offload"), [(1, "optimizer"), (3, "here"), pytest.param(2, "here", marks=pytest.mark.full)]
 )
 def test_a_simulated_rank_counts_what_a_real_one_does(stage: int, offload: str) -> None:
-    layout = replace(Layout(1, 4, False, 2, stage, shard=2), **OFFLOADS[offload])
+    layout = replace(job_on(1, 4, False, 2, stage, shard_ranks=2), **OFFLOADS[offload])
     for rank, counted in enumerate(run_ranks(4, real, layout, "deep", "fp32", shard=2)):
         assert simulated(rank, layout, "deep", "fp32") == counted, f"rank {rank}"
 
 
 def test_groups_that_do_not_divide_the_data_ranks_are_refused() -> None:
-    config = Layout(1, 4, False, 1, 1, shard=2).config(SHAPES["gpt"], Precision())
+    config = config_of(job_on(1, 4, False, 1, 1, shard_ranks=2), SHAPES["gpt"], Precision())
     with pytest.raises(UserError, match=r"MZ-106: expected data ranks % zero.shard_ranks == 0, got 3 % 2 = 1"):
         check_world(config, 3)

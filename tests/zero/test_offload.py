@@ -13,10 +13,11 @@ from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.kernels import cpu, reference
 from megazero.kernels.operations import REFERENCE
+from megazero.plan.job import Job
 from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision
 from megazero.zero.resting_table import resting_table
-from tests.layouts import CPU, SHAPES, STEPS, Layout, Rank, equal, ids, pairwise, train
+from tests.layouts import CPU, SHAPES, STEPS, Rank, config_of, equal, ids, job_on, pairwise, train
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -40,10 +41,10 @@ CASES = [
 COVER = pairwise(CASES)
 
 
-def layout_of(grid: str, accumulation: int, stage: int) -> Layout:
+def layout_of(grid: str, accumulation: int, stage: int) -> Job:
     words = grid.split()
     sizes = {word[:2]: int(word[2:]) for word in words if word[:2] in ("tp", "dp", "pp")}
-    layout = Layout(sizes.get("tp", 1), sizes.get("dp", 1), "sequence" in words, accumulation, stage)
+    layout = job_on(sizes.get("tp", 1), sizes.get("dp", 1), "sequence" in words, accumulation, stage)
     layout = replace(layout, pipeline=sizes.get("pp", 1))
     return replace(layout, schedule="zb-v", chunks=2) if "zb-v" in words else layout
 
@@ -74,7 +75,7 @@ def test_it_changes_no_bit_anywhere(case: tuple) -> None:
     check(*case)
 
 
-def tell(grid: Grid, layout: Layout, precision: Precision) -> tuple[dict[str, int], dict[str, int], int, str]:
+def tell(grid: Grid, layout: Job, precision: Precision) -> tuple[dict[str, int], dict[str, int], int, str]:
     """Bytes held; elements sent to and fro in the second step; elements of this rank's units; the table of a run."""
     rank = Rank(grid, layout, SHAPES["deep"], precision)
     ledger = grid.comm.ledger
@@ -96,7 +97,7 @@ def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, wh
     """
     optimizer, parameters = WHAT[what]
     accumulation, precision = 2, DTYPES[dtype]
-    layout = Layout(1, data, accumulation=accumulation, stage=stage)
+    layout = job_on(1, data, accumulation=accumulation, stage=stage)
     layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
     wide, narrow, gradient = 4, precision.parameters.itemsize, precision.gradients.itemsize
     for held, sent, numel, table in run_ranks(data, tell, layout, precision):
@@ -139,10 +140,10 @@ def test_gradients_are_gathered_with_the_device_s_kernels(monkeypatch: pytest.Mo
 
 
 def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    layout = replace(Layout(stage=3), offload_optimizer=True, offload_parameters=True)
+    layout = replace(job_on(stage=3), offload_optimizer=True, offload_parameters=True)
     grid = single()
     with caplog.at_level("INFO", logger="megazero"):
-        build(layout.config(SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
+        build(config_of(layout, SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
     assert "zero.offload changes nothing: on a CPU the host's memory is the device's" in caplog.text
     assert not any(category.startswith("host_") for category in grid.comm.ledger.bytes)
 
@@ -156,7 +157,7 @@ def test_one_pass_over_everything_changes_no_bit(
     stage: int, optimizer: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel that takes gradients as they are and publishes 16-bit parameters, against torch's and a copy."""
-    layout = replace(Layout(1, 2, accumulation=2, stage=stage), offload_optimizer=optimizer)
+    layout = replace(job_on(1, 2, accumulation=2, stage=stage), offload_optimizer=optimizer)
     plain = train(layout, "gpt", DTYPES[dtype])
     cpu.load()
     kernel = torch.ops.megazero.adamw_
@@ -167,7 +168,7 @@ def test_one_pass_over_everything_changes_no_bit(
     equal(replace(found, gradients={}), replace(plain, gradients={}))
 
 
-def delayed_by_hand(grid: Grid, layout: Layout, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
+def delayed_by_hand(grid: Grid, layout: Job, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of steps that each see the parameters of the update before the last."""
     rank = Rank(grid, layout, SHAPES["deep"], precision)
     engine, losses = rank.engine, list[float]()
@@ -190,7 +191,7 @@ def show(engine: Engine, values: list[Tensor]) -> None:
     engine.gather.unshard([unit for unit in engine.units if unit.parameters_rest_whole])
 
 
-def delayed(grid: Grid, layout: Layout, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
+def delayed(grid: Grid, layout: Job, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:
     rank = Rank(grid, layout, SHAPES["deep"], precision)
     losses = [rank.step(step).loss.item() for step in range(STEPS)]
     rank.engine.flush_delayed()
@@ -208,8 +209,8 @@ def test_a_delayed_update_is_one_step_late_and_nothing_else(
     layout = layout_of(grid, 4, stage)
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     late = replace(layout, offload_optimizer=True, offload_parameters=parameters, delayed=True)
-    by_hand = run_ranks(layout.size, delayed_by_hand, layout, DTYPES[dtype], **axes)
-    found = run_ranks(layout.size, delayed, late, DTYPES[dtype], **axes)
+    by_hand = run_ranks(layout.ranks, delayed_by_hand, layout, DTYPES[dtype], **axes)
+    found = run_ranks(layout.ranks, delayed, late, DTYPES[dtype], **axes)
     at_once = train(layout, "deep", DTYPES[dtype])
     for (losses, weights), (expected, same) in zip(found, by_hand, strict=True):
         assert losses == expected and losses != at_once.losses
@@ -236,7 +237,7 @@ class Lazy(Host):
         super().settle()
 
 
-def losses_of(grid: Grid, layout: Layout, kind: type[Host], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def losses_of(grid: Grid, layout: Job, kind: type[Host], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr("tests.layouts.Host", kind)
     rank, losses = Rank(grid, layout, SHAPES["deep"], Precision()), []
     for step in range(STEPS):
@@ -248,7 +249,7 @@ def losses_of(grid: Grid, layout: Layout, kind: type[Host], monkeypatch: pytest.
 
 
 def test_an_update_waits_for_what_is_published_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(stage=2, offload_optimizer=True, delayed=True)
+    layout = job_on(stage=2, offload_optimizer=True, delayed=True)
     at_once, late = (losses_of(single(), layout, kind, monkeypatch) for kind in (Host, Lazy))
     assert at_once == late
 
@@ -258,7 +259,7 @@ def test_a_skipped_first_step_leaves_the_parameters(delayed: bool, monkeypatch: 
     """The kernel that publishes leaves what it publishes alone then: it has to be there already."""
     kernel = replace(REFERENCE, adamw_=reference.adamw_)
     monkeypatch.setattr("megazero.build.assemble.for_host", lambda preference, dtype: kernel)
-    rank = Rank(single(), Layout(stage=2, offload_optimizer=True, delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
+    rank = Rank(single(), job_on(stage=2, offload_optimizer=True, delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
     before = rank.weights()
     rank.engine.loss_scale.scale.fill_(2.0**40)
     assert rank.step(0).skipped

@@ -11,8 +11,9 @@ import torch
 
 from megazero.comm.grid import Grid
 from megazero.observe.allocations import Allocations
+from megazero.plan.job import Job
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Layout, Rank, equal, train
+from tests.layouts import SHAPES, Rank, equal, job_on, train
 from tests.ranks import run_ranks
 from tests.tiny_run import ROOT
 from tests.zero.formula import BYTES, KINDS, RANKS, TABLES, agrees, per_parameter, table_1
@@ -27,7 +28,7 @@ MIXED = {
 
 def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[dict[str, int], int]:
     """Bytes held, and the padded parameters of this rank's part of the model."""
-    rank = Rank(grid, Layout(grid["tensor"].size, grid["data"].size, stage=stage), SHAPES[flavour], precision)
+    rank = Rank(grid, job_on(grid["tensor"].size, grid["data"].size, stage=stage), SHAPES[flavour], precision)
     held = grid.comm.ledger.bytes
     return {kind: held[kind].now for kind in KINDS}, sum(unit.numel for unit in rank.engine.units)
 
@@ -62,7 +63,7 @@ def whole_parameters(shape):
     return list(make(shape, torch.float32).parameters())
 
 
-def sent(grid: Grid, layout: Layout, flavour: str) -> tuple[dict[str, int], dict[str, int]]:
+def sent(grid: Grid, layout: Job, flavour: str) -> tuple[dict[str, int], dict[str, int]]:
     """Elements that this rank sends in one step, by purpose; and elements of each unit."""
     rank = Rank(grid, layout, SHAPES[flavour], FP32)
     traffic = grid.comm.ledger.traffic
@@ -84,7 +85,7 @@ def test_traffic_is_the_formula(tensor: int, data: int, stage: int, accumulation
     stage 3 for each micro-batch 2 of every block; 1 of the head, which is kept between forward and backward; 1 of an
     embedding, whose backward needs no parameters; 2 of a tied weight, used at both ends of forward. Paper: 2, 2, 2, 3.
     """
-    layout = Layout(tensor, data, tensor > 1, accumulation, stage)
+    layout = job_on(tensor, data, tensor > 1, accumulation, stage)
     for found, units in run_ranks(tensor * data, sent, layout, flavour, tensor=tensor):
         whole = sum(units.values())
         reduced = {0: 2, 1: 1, 2: accumulation, 3: accumulation}[stage] * whole
@@ -115,7 +116,7 @@ BILLION = replace(
 
 def born(grid: Grid) -> tuple[int, int, int, int]:
     """Parameters of the model; of this rank, bytes that it keeps, most bytes allocated on the way, resident bytes."""
-    layout = Layout(1, grid["data"].size, stage=3)
+    layout = job_on(1, grid["data"].size, stage=3)
     before = resident()
     with Allocations() as counted:
         rank = Rank(grid, layout, BILLION, FP32)
@@ -139,7 +140,7 @@ def many_steps(
     grid: Grid, stage: int, steps: int, memory_options: dict[str, Any]
 ) -> tuple[list[dict[str, int]], int, set[int], set[int]]:
     """Bytes held after step 3 and at the end, growth of resident bytes between, and the memory that zero/ uses."""
-    layout = Layout(grid["tensor"].size, grid["data"].size, False, 2, stage, **memory_options)
+    layout = job_on(grid["tensor"].size, grid["data"].size, False, 2, stage, **memory_options)
     rank = Rank(grid, layout, replace(SHAPES["gpt"], hidden=96, ffn=384), FP32)
     ledger = grid.comm.ledger
 
@@ -196,5 +197,5 @@ def test_nothing_is_allocated_after_the_third_step(stage: int, tensor: int, opti
 @pytest.mark.parametrize("stage", range(4))
 def test_micro_batches_may_be_in_flight_together(stage: int, flavour: str) -> None:
     """Forward of all micro-batches before the first backward: the same bits."""
-    layout = Layout(1, 2, False, 4, stage)
+    layout = job_on(1, 2, False, 4, stage)
     equal(train(replace(layout, schedule="gpipe"), flavour, FP32), train(layout, flavour, FP32))

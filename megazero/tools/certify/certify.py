@@ -10,117 +10,45 @@ Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what mu
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import doing
+from megazero.build.job import job_of, laid_out
 from megazero.build.pipeline import check_world
 from megazero.config.file import flatten
 from megazero.config.rules import broken_exclusions, broken_relations
-from megazero.config.schema import Config, Memory, Recompute
+from megazero.config.schema import Config
 from megazero.launch.interruption import Interruption
 from megazero.launch.scratch import scratch_folder
 from megazero.launch.spawn import run_local
+from megazero.plan.job import Job
+from megazero.plan.search import OFFLOAD, RECOMPUTE
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
 from megazero.tools.certify.tolerances import tolerance_of
 from megazero.tools.certify.training import Plant, nothing, settings, train_rank
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
-RECOMPUTES: tuple[tuple[Recompute, bool, bool], ...] = (
-    ("none", False, False),
-    ("selective", False, False),
-    ("full", False, False),
-    ("full", True, False),
-    ("full", True, True),
-)
-_PAIRED = (
-    "tensor",
-    "pipeline",
-    "data",
-    "stage",
-    "shard_ranks",
-    "sequence",
-    "schedule",
-    "recompute",
-    "offload",
-    "delayed",
-)
-Offloaded = Literal["none", "optimizer", "parameters", "both"]
-OFFLOADS: tuple[tuple[Offloaded, bool], ...] = (
-    ("none", False),
-    ("optimizer", False),
-    ("optimizer", True),
-    ("parameters", False),
-    ("both", False),
-    ("both", True),
-)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to lay a config out.
-
-    Attributes:
-        partition, inputs_away: kept block inputs are split over the tensor axis, and are on the host.
-        offload, delayed: what is on the host, and whether it updates a step late.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    stage: int = 1
-    shard_ranks: int | None = None
-    sequence: bool = False
-    schedule: str = "1f1b"
-    chunks: int = 1
-    recompute: Recompute = "none"
-    partition: bool = False
-    inputs_away: bool = False
-    offload: Offloaded = "none"
-    delayed: bool = False
-
-    @property
-    def size(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    def __str__(self) -> str:
-        words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
-        words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
-        words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
-        words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
-        words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
-        words += ["Pa+cpu" if self.inputs_away else "Pa"] * self.partition
-        words += [f"offload-{self.offload}"] * (self.offload != "none") + ["delayed"] * self.delayed
-        return " ".join(words) or "one process"
-
-    def of(self, config: Config) -> Config:
-        """Return the config in this layout."""
-        parallel = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
-        pipeline = {"schedule": self.schedule, "chunks": self.chunks}
-        there = {what: "cpu" if self.offload in (what, "both") else "none" for what in ("optimizer", "parameters")}
-        offload = config.zero.offload.model_copy(update={**there, "delayed": self.delayed})
-        return config.model_copy(
-            update={
-                "parallel": config.parallel.model_copy(update=parallel),
-                "pipeline": config.pipeline.model_copy(update=pipeline),
-                "zero": config.zero.model_copy(
-                    update={"stage": self.stage, "shard_ranks": self.shard_ranks, "offload": offload}
-                ),
-                "memory": Memory(recompute=self.recompute, partition=self.partition, offload=self.inputs_away),
-            }
-        )
+OFFLOADS = [
+    offload | {"delayed": delayed}
+    for offload in OFFLOAD
+    for delayed in ((False, True) if "offload_optimizer" in offload else (False,))
+]
+_SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "schedule")
+_SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
+_PAIRED = (*_SPREAD, "recompute", "offloaded", "delayed")  # in a sample every two values that go together occur
 
 
 @dataclass(frozen=True)
 class Row(Certified):
     """The comparison of one layout with one process."""
 
-    layout: Layout = field(kw_only=True)
+    layout: Job = field(kw_only=True)
 
     @property
     def summary(self) -> str:
@@ -128,27 +56,36 @@ class Row(Certified):
         return "bitwise equal" if self.bitwise else f"at most {times:.2g} of a tolerance ({worst})"
 
 
-def layouts_of(config: Config, max_ranks: int) -> list[Layout]:
-    """Return all layouts of 2 to `max_ranks` ranks that the config admits."""
+def layouts_of(config: Config, max_ranks: int) -> list[Job]:
+    """Return the config's job in all layouts of 2 to `max_ranks` ranks that the config admits."""
+    alone = alone_of(config)
     sizes = range(1, max_ranks + 1)
     grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
     found = []
     for tensor, pipeline, data in grids:
+        spread = replace(alone, tensor=tensor, pipeline=pipeline, data=data)
         groups = [None, *(n for n in range(2, data) if data % n == 0)]
         stages = list(product(range(4), groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
-        choices = product(stages, (False, True), SCHEDULES, RECOMPUTES, OFFLOADS)
+        choices = product(stages, (False, True), SCHEDULES, RECOMPUTE, OFFLOADS)
         for (stage, shard_ranks), sequence, (schedule, chunks), memory, offload in choices:
             if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
                 continue
-            if memory[1] and (tensor == 1 or sequence):  # it would change nothing
+            if "partition" in memory and (tensor == 1 or sequence):  # it would change nothing
                 continue
-            layout = Layout(tensor, pipeline, data, stage, shard_ranks, sequence, schedule, chunks, *memory, *offload)
-            if admits(layout.of(config), layout.size):
+            pipelined = {"schedule": schedule, "chunks": chunks}
+            sharded = {"stage": stage, "shard_ranks": shard_ranks, "sequence": sequence}
+            layout = replace(spread, **pipelined, **sharded, **memory, **offload)
+            if admits(config, layout):
                 found.append(layout)
     return found
 
 
-def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
+def alone_of(config: Config) -> Job:
+    """Return the config's job on one process."""
+    return job_of(config, config.parallel.tensor * config.parallel.pipeline).alone
+
+
+def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
     """Return at most about `number` of them: first a cover of every pair of values, then evenly spread over the rest.
 
     The cover alone may have more than `number`; of fewer layouts all are returned.
@@ -157,7 +94,7 @@ def sample_of(layouts: Sequence[Layout], number: int) -> list[Layout]:
         return list(layouts)
     pairs = {layout: _pairs(layout) for layout in layouts}
     missing = set().union(*pairs.values())
-    chosen: list[Layout] = []
+    chosen: list[Job] = []
     while missing:
         best = max(layouts, key=lambda layout: len(pairs[layout] & missing))
         chosen.append(best)
@@ -174,15 +111,19 @@ class Certificate:
     Args:
         steps: steps of training.
         interruption: lets a signal end the work.
+
+    Attributes:
+        alone: the config's job on one process, of which a layout is a variant.
     """
 
     def __init__(self, config: Config, steps: int, interruption: Interruption | None = None):
         self._config, self._steps = settings(config), steps
+        self.alone = alone_of(config)
         self._interruption = interruption or Interruption()
-        self._alone: dict[bool, Results] = {}
+        self._references: dict[bool, Results] = {}
         torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
 
-    def row(self, layout: Layout, plant: Plant = nothing) -> Row:
+    def row(self, layout: Job, plant: Plant = nothing) -> Row:
         """Compare what a layout computes with one process.
 
         Args:
@@ -203,33 +144,33 @@ class Certificate:
 
     def _reference(self, delayed: bool) -> Results:
         """Return the results of one process, which is delayed as the layouts are that are compared with it."""
-        if delayed not in self._alone:
-            layout = Layout(offload="optimizer", delayed=True) if delayed else Layout()
+        if delayed not in self._references:
+            layout = replace(self.alone, offload_optimizer=True, delayed=True) if delayed else self.alone
             ranks, fault = self._results(layout, nothing)
             if fault is not None:
                 raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
-            self._alone[delayed] = ranks[0]
-        return self._alone[delayed]
+            self._references[delayed] = ranks[0]
+        return self._references[delayed]
 
-    def _results(self, layout: Layout, plant: Plant) -> tuple[list[Results], str | None]:
+    def _results(self, layout: Job, plant: Plant) -> tuple[list[Results], str | None]:
         """Return what each rank computed; or why it did not."""
         lines: list[str] = []
         name = f"{self._config.precision.dtype} {layout}"
         with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
-            of_layout = layout.of(self._config)
+            config = laid_out(self._config, layout)
             code = run_local(
-                layout.size,
-                lambda place: train_rank(place, of_layout, self._steps, folder, plant),
+                layout.ranks,
+                lambda place: train_rank(place, config, self._steps, folder, plant),
                 lambda standings, line: lines.append(line),
                 signalled=self._interruption.end,
             )
             if code:
                 return [], lines[-1] if lines else f"exit code {code}"
-            return [load_results(folder, rank) for rank in range(layout.size)], None
+            return [load_results(folder, rank) for rank in range(layout.ranks)], None
 
 
 def certify(
-    config: Config, layouts: Sequence[Layout], steps: int, interruption: Interruption | None = None
+    config: Config, layouts: Sequence[Job], steps: int, interruption: Interruption | None = None
 ) -> Iterator[Row]:
     """Yield a row for each layout; raises what `Certificate.row` raises."""
     certificate = Certificate(config, steps, interruption)
@@ -252,7 +193,7 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
         values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update, row.size)
         numbers = " | ".join(_number(v) for v in values)
         bitwise = "yes" if row.bitwise else "no" if row.fault is None or row.loss else ""
-        lines.append(f"| {row.layout} | {row.layout.size} | {bitwise} | {numbers} | {row.fault or ''} |")
+        lines.append(f"| {row.layout} | {row.layout.ranks} | {bitwise} | {numbers} | {row.fault or ''} |")
     return "\n".join(lines)
 
 
@@ -274,7 +215,7 @@ def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
     for row in rows:
         values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update)
         bitwise = "yes" if row.bitwise else "no"
-        lines.append(f"{row.layout}, {row.layout.size} ranks")
+        lines.append(f"{row.layout}, {row.layout.ranks} ranks")
         lines.append(
             f"{bitwise:>8}"
             + "".join(f"{value:>7.0e}" if value else f"{0:>7}" for value in values)
@@ -286,26 +227,36 @@ def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
 
 def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     tolerance = asdict(tolerance_of(config.precision.dtype))
-    found = [asdict(row) | {"name": str(row.layout), "ranks": row.layout.size} for row in rows]
+    found = [
+        asdict(row) | {"layout": _options(row.layout), "name": str(row.layout), "ranks": row.layout.ranks}
+        for row in rows
+    ]
     for row in found:  # JSON has no infinity
         row["times"] = {measure: times if math.isfinite(times) else None for measure, times in row["times"].items()}
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
 
 
-def admits(config: Config, size: int) -> bool:
-    """Return whether a config can be trained on so many ranks."""
-    values = flatten(config)
+def admits(config: Config, layout: Job) -> bool:
+    """Return whether a config can be trained in a layout."""
+    changed = laid_out(config, layout)
+    values = flatten(changed)
     if broken_relations(values) or broken_exclusions(values):
         return False
     try:
-        check_world(config, size)
+        check_world(changed, layout.ranks)
     except UserError:
         return False
     return True
 
 
-def _pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-    values = {name: getattr(layout, name) for name in _PAIRED} | {"inputs": (layout.partition, layout.inputs_away)}
+def _options(layout: Job) -> dict[str, Any]:
+    """Return what a layout is made of."""
+    shown = {name: getattr(layout, name) for name in _SHOWN}
+    return shown | {"inputs_away": layout.offload, "offload": layout.offloaded, "delayed": layout.delayed}
+
+
+def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
+    values = {name: getattr(layout, name) for name in _PAIRED} | {"inputs": (layout.partition, layout.offload)}
     return set(combinations(values.items(), 2))
 
 

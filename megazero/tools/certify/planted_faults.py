@@ -6,6 +6,7 @@ the layout that it is planted into; that layout must pass without it.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megazero.build.assemble import StageInputs
@@ -14,17 +15,18 @@ from megazero.data.loader import MicroBatch
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
-from megazero.tools.certify.certify import Layout
+from megazero.plan.job import Job
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
 
-DATA = Layout(data=2, stage=1)
-SHARDED = Layout(data=2, stage=3)
-PIPELINE = Layout(pipeline=2)
-SEQUENCE = Layout(tensor=2, sequence=True)
-OFFLOADED = Layout(data=2, stage=2, offload="optimizer")
-DELAYED = Layout(data=2, stage=1, offload="optimizer", delayed=True)
+Variant = Callable[[Job], Job]  # of a job on one process
+DATA: Variant = partial(replace, data=2, stage=1)
+SHARDED: Variant = partial(replace, data=2, stage=3)
+PIPELINE: Variant = partial(replace, pipeline=2)
+SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
+OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
+DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Fault:
 
     name: str
     what: str
-    layout: Layout
+    layout: Variant
     plant: Plant
     least: float = 1.0
 

@@ -14,7 +14,8 @@ from typing import Any
 from megazero.base.errors import UserError
 from megazero.config.schema import Config
 from megazero.launch.interruption import Interruption
-from megazero.tools.certify.certify import Certificate, admits
+from megazero.plan.job import Job
+from megazero.tools.certify.certify import Certificate, admits, alone_of
 from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault, scaled
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
@@ -60,8 +61,8 @@ def plant(
     """
     config = _suited(config)
     faults = [fault for fault in FAULTS if fault.name in chosen]
-    for layout in {fault.layout: None for fault in FAULTS}:
-        if not admits(layout.of(config), layout.size):
+    for layout in _layouts(alone_of(config)):
+        if not admits(config, layout):
             what = f"the config cannot be trained as {layout}, into which faults are planted"
             raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
     for dtype in DTYPES:
@@ -84,34 +85,40 @@ def _suited(config: Config) -> Config:
     )
 
 
+def _layouts(alone: Job) -> list[Job]:
+    """Return each layout of a job that a fault is planted into."""
+    return [layout(alone) for layout in dict.fromkeys(fault.layout for fault in FAULTS)]
+
+
 def _nothing(certificate: Certificate, dtype: str) -> Planted:
     """Return the finding of the layouts as they are, which must be nothing."""
-    rows = [certificate.row(layout) for layout in dict.fromkeys(fault.layout for fault in FAULTS)]
+    rows = [certificate.row(layout) for layout in _layouts(certificate.alone)]
     measure, times = max((_most(row.times, row.fault) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
     return Planted(NOTHING, "the same layouts as they are", "all below", dtype, measure, times, right)
 
 
 def _found(certificate: Certificate, fault: Fault, dtype: str) -> Planted:
-    row = certificate.row(fault.layout, fault.plant)
+    layout = fault.layout(certificate.alone)
+    row = certificate.row(layout, fault.plant)
     measure, times = _most(row.times, row.fault)
     right = row.fault is not None and bool(row.times) and times >= fault.least
-    return Planted(fault.name, fault.what, str(fault.layout), dtype, measure, times, right)
+    return Planted(fault.name, fault.what, str(layout), dtype, measure, times, right)
 
 
 def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str) -> Planted:
     """Return the smallest scale that is found, by bisection over powers of two."""
     found, missed = 0, _SMALLEST + 1  # exponents; 1 + 1 is found if anything is
-    best = "", 0.0
+    best, layout = ("", 0.0), DATA(certificate.alone)
     while missed - found > 1:
         middle = (found + missed) // 2
-        row = certificate.row(DATA, scaled(1 + 2.0**-middle, everywhere=everywhere))
+        row = certificate.row(layout, scaled(1 + 2.0**-middle, everywhere=everywhere))
         if row.fault is None:
             missed = middle
         else:
             found, best = middle, _most(row.times, row.fault)
     scale = 2.0**-found if found else None
-    return Planted(name, _SCALED[everywhere], str(DATA), dtype, *best, scale is not None, scale)
+    return Planted(name, _SCALED[everywhere], str(layout), dtype, *best, scale is not None, scale)
 
 
 def _most(times: Any, fault: str | None) -> tuple[str, float]:

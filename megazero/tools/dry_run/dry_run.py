@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.base.heartbeat import Doing, doing
 from megazero.build.assemble import DTYPES, Built, StageInputs, assemble, bucket_of, feeds_of
-from megazero.build.pipeline import layout_of
+from megazero.build.job import job_of
 from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger, Sent
@@ -159,10 +159,8 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     first, steady = records
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
-    layout, rank = layout_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
-    return Simulated(
-        grid, first, steady, ledger, expected(layout, rank, ops), traffic(layout, rank, grid["shard"].rank)
-    )
+    job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
+    return Simulated(grid, first, steady, ledger, expected(job, rank, ops), traffic(job, rank, grid["shard"].rank))
 
 
 def _step(

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.build.pipeline import layout_of
+from megazero.build.job import job_of, options_of
 from megazero.config.file import flatten
 from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config
 from megazero.plan.activations import logits
-from megazero.plan.layout import Layout
+from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, memory, micro_of
 from megazero.plan.search import Found, Search, fits, fullest, savings, search, usable
@@ -38,7 +38,7 @@ class Plan:
         tokens: the budget.
     """
 
-    layout: Layout
+    job: Job
     machine: Machine
     parameters: int
     ranks: list[RankMemory]
@@ -59,17 +59,17 @@ class Plan:
     @property
     def logits(self) -> int:
         """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        return logits(self.layout.shape, micro_of(self.layout))
+        return logits(self.job.shape, micro_of(self.job))
 
     @property
     def days(self) -> float:
         """Return the days that the budget of tokens takes."""
-        return self.tokens / (self.time.tokens_per_second_per_device * self.layout.ranks) / _DAY
+        return self.tokens / (self.time.tokens_per_second_per_device * self.job.ranks) / _DAY
 
     @property
     def dollars(self) -> float | None:
         price = self.machine.price_per_hour
-        return None if price is None else self.days * 24 * self.layout.ranks * price
+        return None if price is None else self.days * 24 * self.job.ranks * price
 
 
 def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None) -> Plan:
@@ -82,19 +82,19 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         UserError: 118, the machine has no peak for the config's precision.
     """
     _check_peak(config, machine)
-    layout = layout_of(config, ranks)
-    found = [memory(layout, rank) for rank in range(layout.pipeline)]
-    sent = max((traffic(layout, rank) for rank in range(layout.pipeline)), key=_total)
+    job = job_of(config, ranks)
+    found = [memory(job, rank) for rank in range(job.pipeline)]
+    sent = max((traffic(job, rank) for rank in range(job.pipeline)), key=_total)
     whole = config.run.steps * config.batch.global_ * config.model.seq_len
     return Plan(
-        layout,
+        job,
         machine,
-        layout.shape.parameters(),
+        job.shape.parameters(),
         found,
-        list(_settings(layout)),
+        list(_settings(job)),
         sent,
-        split_by_node(layout, sent, machine.devices_per_node),
-        step_time(layout, machine),
+        split_by_node(job, sent, machine.devices_per_node),
+        step_time(job, machine),
         float(whole if tokens is None else tokens),
     )
 
@@ -106,11 +106,11 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
-    job = replace(layout_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False)
+    job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False)
     values = flatten(config)
 
-    def allowed(layout: Layout) -> bool:
-        changed = values | dict(options(layout))
+    def allowed(layout: Job) -> bool:
+        changed = values | options_of(layout)
         return not broken_relations(changed) and not broken_exclusions(changed)
 
     _check_peak(config, machine)
@@ -120,7 +120,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     return found
 
 
-def _shortage(found: Search, job: Layout, ranks: int, machine: Machine) -> tuple[str, str]:
+def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[str, str]:
     """Return what is lacking where nothing fits, and what to do."""
     shape, near = job.shape, found.nearest
     if near is None:
@@ -132,31 +132,13 @@ def _shortage(found: Search, job: Layout, ranks: int, machine: Machine) -> tuple
     return f"{what} {host}", "more devices, or larger ones"
 
 
-def options(layout: Layout) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value) that make a config of a layout."""
-    yield "parallel.tensor", layout.tensor
-    yield "parallel.pipeline", layout.pipeline
-    yield "parallel.sequence", layout.sequence
-    yield "pipeline.schedule", layout.schedule
-    yield "pipeline.chunks", layout.chunks
-    yield "zero.stage", layout.stage
-    yield "zero.shard_ranks", layout.shard_ranks
-    yield "batch.micro", layout.micro_batch
-    yield "memory.recompute", layout.recompute
-    yield "memory.partition", layout.partition
-    yield "memory.offload", layout.offload
-    yield "zero.offload.optimizer", "cpu" if layout.offload_optimizer else "none"
-    yield "zero.offload.parameters", "cpu" if layout.offload_parameters else "none"
-    yield "zero.offload.delayed", layout.delayed
-
-
 def as_json(found: Plan) -> dict[str, Any]:
     """Return the contract's object; bytes, seconds."""
     time = asdict(found.time)
     return {
         "parameters": found.parameters,
         "machine": found.machine.name,
-        "gpus": found.layout.ranks,
+        "gpus": found.job.ranks,
         "memory": _memory(found.fullest)
         | {
             "available_bytes": int(usable(found.machine)),
@@ -196,9 +178,9 @@ def why(found: Found, machine: Machine) -> str:
     return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
 
 
-def _settings(layout: Layout) -> Iterator[tuple[str, RankMemory]]:
+def _settings(job: Job) -> Iterator[tuple[str, RankMemory]]:
     """Yield every setting of recompute and Pa that changes something."""
-    for one in next(savings(replace(layout, recompute="none", partition=False, offload=False))):
+    for one in next(savings(replace(job, recompute="none", partition=False, offload=False))):
         words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
         yield words, fullest(one)
 
@@ -220,8 +202,8 @@ def _memory(rank: RankMemory) -> dict[str, Any]:
 
 def _row(found: Found) -> dict[str, Any]:
     return {
-        "options": dict(options(found.layout)),
-        "data": found.layout.data,
+        "options": options_of(found.job),
+        "data": found.job.data,
         "step_s": found.time.step_s,
         "tflops_per_device": found.time.tflops_per_device,
         "mfu": found.time.mfu,

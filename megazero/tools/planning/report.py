@@ -6,14 +6,15 @@ from pathlib import Path
 
 from megazero.base.files import replace_file
 from megazero.base.terminal import wrapped
-from megazero.plan.layout import Layout
+from megazero.build.job import options_of
+from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.search import Search, usable
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.draw import draw_on
 from megazero.schedules.simulate import Costs, Timeline, simulate
-from megazero.tools.planning.job import Plan, options, why
+from megazero.tools.planning.job import Plan, why
 
 _BESIDE = 4  # pipeline ranks beside each other in a table
 _COLOURS = {
@@ -49,18 +50,18 @@ def search_as_text(found: Search, machine: Machine, given: Mapping[str, object],
     lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
     for one in found.best:
         rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
-        lines += [f"{rate}  {one.layout.data:10}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
+        lines += [f"{rate}  {one.job.data:10}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
         overrides = " ".join(
-            f"{name}={_spelt(value)}" for name, value in options(one.layout) if given.get(name) != value
+            f"{name}={_spelt(value)}" for name, value in options_of(one.job).items() if given.get(name) != value
         )
         overrides = overrides or "as the config is"
         parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
         lines += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]  # as a shell joins them
     lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
     for one in found.excluded:
-        layout = one.layout
-        axes = f"tensor {layout.tensor}, pipeline {layout.pipeline} {layout.schedule}, data {layout.data}"
-        rest = f"stage {layout.stage}{_groups(layout)}, micro-batch {layout.micro_batch}"
+        job = one.job
+        axes = f"tensor {job.tensor}, pipeline {job.pipeline} {job.schedule}, data {job.data}"
+        rest = f"stage {job.stage}{_groups(job)}, micro-batch {job.micro_batch}"
         lines += wrapped(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}", columns, "    ")
     return "\n".join(lines)
 
@@ -74,7 +75,7 @@ def draw(plan: Plan, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    pipeline = plan.layout.pipeline
+    pipeline = plan.job.pipeline
     figure = Figure(figsize=(12, 5 if pipeline == 1 else 7 + 0.2 * pipeline), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
@@ -83,7 +84,7 @@ def draw(plan: Plan, path: Path) -> None:
         schedule, timeline = _timeline(plan)
         below_both = figure.add_subplot(cells[1, :])
         draw_on(below_both, schedule, timeline)
-        m = plan.layout.micro_batches
+        m = plan.job.micro_batches
         if schedule.micro_batches < m:
             words = f"the first {schedule.micro_batches} of {m} micro-batches; bubble of all {plan.time.bubble:.1%}"
             below_both.set_title(f"{schedule.name}: {words} of the work", fontsize=9, loc="left")
@@ -112,25 +113,25 @@ def draw(plan: Plan, path: Path) -> None:
     replace_file(path, picture.getvalue())
 
 
-def _groups(layout: Layout) -> str:
+def _groups(job: Job) -> str:
     """Return over how many ranks a layout shards, where these are not all data ranks."""
-    return f" over {layout.shard} ranks" if layout.replicas > 1 else ""
+    return f" over {job.shard} ranks" if job.replicas > 1 else ""
 
 
 def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
     """Return the first micro-batches of a step, in seconds."""
-    layout, passes = plan.layout, plan.time.micro.times(1 / plan.layout.chunks)
-    shown = min(layout.micro_batches, 2 * layout.pipeline)
-    schedule = make(layout.schedule, layout.pipeline, shown, layout.chunks)
+    job, passes = plan.job, plan.time.micro.times(1 / plan.job.chunks)
+    shown = min(job.micro_batches, 2 * job.pipeline)
+    schedule = make(job.schedule, job.pipeline, shown, job.chunks)
     costs = Costs(passes.forward, passes.input + passes.again, passes.weight)
     return schedule, simulate(schedule, [costs] * schedule.num_stages)
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    layout = plan.layout
-    yield f"{plan.parameters / 1e9:,.3f}B parameters on {layout.ranks} {plan.machine.name}: " + (
-        f"tensor {layout.tensor}, pipeline {layout.pipeline} ({layout.schedule}), data {layout.data}, "
-        f"ZeRO stage {layout.stage}{_groups(layout)}, {layout.micro_batches} micro-batches of {layout.micro_batch}"
+    job = plan.job
+    yield f"{plan.parameters / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}: " + (
+        f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
+        f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
     room, need = usable(plan.machine), plan.fullest.peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"

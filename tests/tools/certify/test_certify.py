@@ -1,13 +1,16 @@
 """The certificate: every layout is certified, and one that computes something else is found and named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megazero.__main__ import main
 from megazero.config.schema import Config
-from megazero.tools.certify.certify import Layout, certify, layouts_of, sample_of
+from megazero.plan.job import Job
+from megazero.tools.certify.certify import alone_of, certify, layouts_of, sample_of
 from megazero.zero.unit import Unit
 from tests.tiny_run import TinyData
 
@@ -24,6 +27,11 @@ def config_of(tiny_data: TinyData, tmp_path: Path, *options: str) -> Config:
     return tiny_data.load(tmp_path, *options)
 
 
+def laid_out(config: Config, *layouts: dict[str, Any]) -> list[Job]:
+    """The config's job with other values of some fields."""
+    return [replace(alone_of(config), **layout) for layout in layouts]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -31,16 +39,17 @@ def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path
     """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
     config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
     layouts = sample_of(layouts_of(config, ranks), 1)
-    assert len(layouts) >= 5 and {layout.size for layout in layouts} == set(range(2, ranks + 1))
+    assert len(layouts) >= 5 and {layout.ranks for layout in layouts} == set(range(2, ranks + 1))
     assert [f"{row.layout}: {row.fault}" for row in certify(config, layouts, 2) if row.fault] == []
 
 
-FEW = [
-    Layout(tensor=2, sequence=True, recompute="full"),
-    Layout(data=2, stage=2, offload="optimizer"),
-    Layout(pipeline=2, schedule="zb-v", chunks=2, offload="optimizer", delayed=True),
-    Layout(data=2, stage=3, recompute="selective", offload="both", delayed=True),
-    Layout(tensor=2, recompute="full", partition=True, inputs_away=True, offload="optimizer"),
+LATE = {"offload_optimizer": True, "delayed": True}
+FEW: list[dict[str, Any]] = [
+    {"tensor": 2, "sequence": True, "recompute": "full"},
+    {"data": 2, "stage": 2, "offload_optimizer": True},
+    {"pipeline": 2, "schedule": "zb-v", "chunks": 2} | LATE,
+    {"data": 2, "stage": 3, "recompute": "selective", "offload_parameters": True} | LATE,
+    {"tensor": 2, "recompute": "full", "partition": True, "offload": True, "offload_optimizer": True},
 ]
 
 
@@ -51,7 +60,7 @@ FULL = [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("fp64", "fp32"
 def test_a_few_layouts_are_certified_in_every_precision(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
     """With what is offloaded and updated late; and not one is compared with nothing."""
     config = config_of(tiny_data, tmp_path, *SMALL, "batch.global=4", f"precision.dtype={dtype}")
-    rows = list(certify(config, FEW, 2))
+    rows = list(certify(config, laid_out(config, *FEW), 2))
     assert [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
     measures = {"initial weights", "loss", "gradient norm", "later norms", "first gradients", "weights", "samples"}
     measures |= {"held once", "replicas", "first moment", "second moment", "update", "size of updates"}
@@ -75,19 +84,19 @@ def test_layouts_of_eight_ranks_are_certified(tiny_data: TinyData, tmp_path: Pat
     assert rows and [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
 
 
-BITWISE = [
-    Layout(pipeline=2),
-    Layout(pipeline=4, schedule="gpipe"),
-    Layout(pipeline=2, schedule="interleaved", chunks=2),
-    Layout(pipeline=3, schedule="zb-h1"),
-    Layout(pipeline=2, schedule="zb-v", chunks=2),
+BITWISE: list[dict[str, Any]] = [
+    {"pipeline": 2},
+    {"pipeline": 4, "schedule": "gpipe"},
+    {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+    {"pipeline": 3, "schedule": "zb-h1"},
+    {"pipeline": 2, "schedule": "zb-v", "chunks": 2},
 ]
 
 
 def test_a_pipeline_alone_changes_no_bit(tiny_data: TinyData, tmp_path: Path) -> None:
     """Of an untied model. A tied one adds the two uses of its weight in another order."""
     config = config_of(tiny_data, tmp_path, *SMALL, *FLAVOURS["llama"])
-    assert all(row.bitwise for row in certify(config, BITWISE, 3))
+    assert all(row.bitwise for row in certify(config, laid_out(config, *BITWISE), 3))
 
 
 @pytest.mark.full
@@ -104,7 +113,7 @@ def test_a_doubled_gradient_is_found_and_named(
 
     monkeypatch.setattr(Unit, "close_gradients", close_and_double)
     config = config_of(tiny_data, tmp_path, *SMALL)
-    good, bad = certify(config, [Layout(pipeline=2), Layout(pipeline=2, data=2)], 2)
+    good, bad = certify(config, laid_out(config, {"pipeline": 2}, {"pipeline": 2, "data": 2}), 2)
     assert good.fault is None and bad.fault is not None
     assert bad.fault.startswith(f"step 1: gradient of {name} of rank 2, ")  # the second stage's first rank
     code = main(
@@ -135,7 +144,7 @@ def test_a_layout_that_fails_is_a_fault(
 
     config = config_of(tiny_data, tmp_path, *SMALL)
     monkeypatch.setattr(Unit, "borrow", fail)
-    (row,) = certify(config, [Layout(data=2, stage=3)], 1)
+    (row,) = certify(config, laid_out(config, {"data": 2, "stage": 3}), 1)
     assert row.fault is not None and "MZ-390" in row.fault
 
 
@@ -143,7 +152,7 @@ def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path:
     config = config_of(tiny_data, tmp_path, *SMALL)
     layouts = layouts_of(config, 8)
     assert len(layouts) == len(set(layouts)) > 150
-    assert max(layout.size for layout in layouts) == 8
+    assert max(layout.ranks for layout in layouts) == 8
     assert all(layout.pipeline * layout.chunks <= 4 and layout.tensor in (1, 2, 4, 8) for layout in layouts)
     cover = sample_of(layouts, 1)
     for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):

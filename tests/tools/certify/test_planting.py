@@ -9,6 +9,7 @@ from megazero.__main__ import main
 from megazero.tools.certify import planting
 from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault
 from megazero.tools.certify.planting import DTYPES, NOTHING, SCALES, names, plant, table
+from tests.layouts import job_on
 from tests.tiny_run import TinyData
 
 SHAPE = ("model.hidden=32", "model.heads=4", "model.seq_len=16", "model.layers=2", "data.valid=null")
@@ -66,5 +67,6 @@ def test_what_cannot_be_planted_is_refused(tiny_data: TinyData, capsys: pytest.C
 
 def test_names_are_distinct_and_in_the_table() -> None:
     assert len(set(names())) == len(names()) == len(FAULTS) + 3
-    rows = [planting.Planted(fault.name, fault.what, str(fault.layout), "fp32", "update", 20, True) for fault in FAULTS]
-    assert all(f"| {fault.what} | {fault.layout} |  | update, 20 |" in table(rows, 4) for fault in FAULTS)
+    layouts = {fault.name: str(fault.layout(job_on(stage=1))) for fault in FAULTS}
+    rows = [planting.Planted(f.name, f.what, layouts[f.name], "fp32", "update", 20, True) for f in FAULTS]
+    assert all(f"| {f.what} | {layouts[f.name]} |  | update, 20 |" in table(rows, 4) for f in FAULTS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megazero.launch.interruption import Interrupted, Interruption
-from megazero.tools.certify.certify import Certificate, Layout
+from megazero.tools.certify.certify import Certificate
 from tests.tiny_run import ROOT, TinyData
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -96,7 +96,7 @@ def test_a_signal_that_the_ranks_did_not_mind_ends_it_too(tiny_data: TinyData, t
 
     certificate = Certificate(tiny_data.load(tmp_path, "data.valid=null"), 1)
     with pytest.raises(Interrupted, match="ended by SIGTERM") as caught:
-        certificate.row(Layout(), signal_parent)
+        certificate.row(certificate.alone, signal_parent)
     assert caught.value.exit_code == 143
 
 

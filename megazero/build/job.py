@@ -1,0 +1,83 @@
+"""A config's job, and a job's config: the only place that turns one into the other."""
+
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megazero.build.pipeline import model_shape
+from megazero.plan.job import Job
+from megazero.plan.states import Bytes
+
+if TYPE_CHECKING:
+    from megazero.config.schema import Config
+
+
+def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
+    """Return a config's job on some ranks.
+
+    Args:
+        apart: the host's memory is not the device's; where it is, offload changes nothing.
+    """
+    parallel, memory, offload = config.parallel, config.memory, config.zero.offload
+    item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
+    wide = config.zero.grad_dtype == "fp32" and item < 4
+    assert config.zero.stage is not None and config.pipeline.chunks is not None, "a resolved config"
+    return Job(
+        model_shape(config),
+        Bytes(item, 4 if wide else item, max(item, 4)),
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        data=ranks // (parallel.tensor * parallel.pipeline),
+        sequence=parallel.sequence,
+        schedule=config.pipeline.schedule,
+        chunks=config.pipeline.chunks,
+        stage=config.zero.stage,
+        shard_ranks=config.zero.shard_ranks,
+        micro_batch=config.batch.micro,
+        global_batch=config.batch.global_,
+        recompute=memory.recompute,
+        partition=memory.partition,
+        offload=memory.offload and apart,
+        offload_optimizer=offload.optimizer == "cpu" and apart,
+        offload_parameters=offload.parameters == "cpu" and apart,
+        delayed=offload.delayed and apart,
+        dropout=config.model.dropout > 0,
+        documents=config.data.mask_eod,
+    )
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """Return the options that lay a config out as a job is: all but model, precision, global batch and data axis."""
+    return {
+        "parallel.tensor": job.tensor,
+        "parallel.pipeline": job.pipeline,
+        "parallel.sequence": job.sequence,
+        "pipeline.schedule": job.schedule,
+        "pipeline.chunks": job.chunks,
+        "zero.stage": job.stage,
+        "zero.shard_ranks": job.shard_ranks,
+        "batch.micro": job.micro_batch,
+        "memory.recompute": job.recompute,
+        "memory.partition": job.partition,
+        "memory.offload": job.offload,
+        "zero.offload.optimizer": "cpu" if job.offload_optimizer else "none",
+        "zero.offload.parameters": "cpu" if job.offload_parameters else "none",
+        "zero.offload.delayed": job.delayed,
+    }
+
+
+def laid_out(config: Config, job: Job) -> Config:
+    """Return a resolved config with the options of a job of its model; nothing is checked."""
+    return _changed(config, options_of(job))
+
+
+def _changed(section: Any, options: Mapping[str, Any]) -> Any:
+    """Return a section with other values of some dotted options."""
+    own = {name: value for name, value in options.items() if "." not in name}
+    for inner in dict.fromkeys(name.partition(".")[0] for name in options if "." in name):
+        below = {
+            name.removeprefix(f"{inner}."): value for name, value in options.items() if name.startswith(f"{inner}.")
+        }
+        own[inner] = _changed(getattr(section, inner), below)
+    return section.model_copy(update=own)

@@ -1,0 +1,133 @@
+"""A training job as one value: all that fixes the memory, the traffic and the time of a step, and no more.
+
+`build/job.py` makes it from a config, and a config from it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megazero.plan.model import ModelShape
+from megazero.plan.placements import STAGES, Placement, ZeroStage
+from megazero.plan.states import Bytes
+from megazero.schedules.layers import Layers, cut
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job: model, precision, axes, placements, schedule, batch, recompute and offload.
+
+    Attributes:
+        shape: the model's.
+        bytes: of an element of parameters (and activations), gradients, masters.
+        tensor, pipeline, data: ranks of the three axes.
+        sequence: the residual stream is split over the tensor axis.
+        schedule, chunks: of the pipeline.
+        stage: of ZeRO, a row of `placements.STAGES`.
+        shard_ranks: data ranks over which it shards; None: all.
+        micro_batch, global_batch: sequences.
+        recompute: none | selective | full.
+        partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
+        offload_optimizer, offload_parameters: to the host.
+        delayed: the host updates beside the next step, which takes no more memory.
+        dropout: the model has dropout, so there are masks.
+        documents: attention does not cross the ends of documents.
+    """
+
+    shape: ModelShape
+    bytes: Bytes
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1
+    stage: int = 1
+    shard_ranks: int | None = None
+    micro_batch: int = 1
+    global_batch: int = 1
+    recompute: str = "none"
+    partition: bool = False
+    offload: bool = False
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    delayed: bool = False
+    dropout: bool = False
+    documents: bool = False
+
+    def __str__(self) -> str:
+        """Return in a few words how the job differs from one process."""
+        words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
+        words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
+        words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
+        words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
+        words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
+        words += ["Pa+cpu" if self.offload else "Pa"] * self.partition
+        words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
+        return " ".join(words) or "one process"
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a step, on each data rank."""
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def shard(self) -> int:
+        """Return the number of data ranks over which states are sharded."""
+        return self.shard_ranks or self.data
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of such groups, which hold the same."""
+        return self.data // self.shard
+
+    @property
+    def shard_axis(self) -> str:
+        """Return the name of the axis over which states are sharded, as the ledger has it."""
+        return "data" if self.replicas == 1 else "shard"
+
+    @property
+    def placements(self) -> ZeroStage:
+        """Return where model states rest along the axis over which they are sharded."""
+        return STAGES[self.stage]
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Return whether parameters rest sharded over that axis, and are gathered where they are used."""
+        return self.placements.parameters is Placement.SHARD
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return whether gradients rest sharded over that axis, and are reduced after each micro-batch."""
+        return self.placements.gradients is Placement.SHARD
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return whether each rank of that axis updates its own shard, which is what its optimizer state is of."""
+        return self.placements.optimizer is Placement.SHARD
+
+    @property
+    def offloaded(self) -> str:
+        """Return which model states rest on the host: none | optimizer | parameters | both."""
+        words = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
+        return "both" if len(words) == 2 else "".join(words) or "none"
+
+    @property
+    def alone(self) -> "Job":
+        """Return the same model, precision and batch on one rank, with nothing recomputed or offloaded."""
+        return Job(
+            self.shape,
+            self.bytes,
+            micro_batch=self.micro_batch,
+            global_batch=self.global_batch,
+            dropout=self.dropout,
+            documents=self.documents,
+        )
+
+    @cached_property
+    def layers(self) -> Layers:
+        """Return how the model is cut into stages."""
+        return cut(self.schedule, self.pipeline, self.chunks, self.shape.layers, self.shape.head_in_blocks())

@@ -1,0 +1,47 @@
+"""Where model states rest: a ZeRO stage is a row of a table, which the engine (`zero/`) and the formulas here share.
+
+Along the axis over which a unit is sharded:
+
+    | stage | parameters | gradients                 | optimizer state |
+    |-------|------------|---------------------------|-----------------|
+    | 0     | Replicate  | Partial -> all-reduce     | Replicate       |
+    | 1     | Replicate  | Partial -> reduce-scatter | Shard           |
+    | 2     | Replicate  | Shard                     | Shard           |
+    | 3     | Shard      | Shard                     | Shard           |
+
+Rajbhandari et al. 2019 (ZeRO), section 5.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+
+class Placement(Enum):
+    """What the ranks of an axis hold of a flat buffer."""
+
+    REPLICATE = "every rank holds all of it"
+    PARTIAL = "the sum over all ranks is meant"
+    SHARD = "each rank holds its own interval"
+
+
+@dataclass(frozen=True)
+class ZeroStage:
+    """Where parameters, gradients and optimizer state rest between their uses, along one axis."""
+
+    parameters: Placement
+    gradients: Placement
+    optimizer: Placement
+
+
+STAGES = {
+    0: ZeroStage(Placement.REPLICATE, Placement.PARTIAL, Placement.REPLICATE),
+    1: ZeroStage(Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD),
+    2: ZeroStage(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
+    3: ZeroStage(Placement.SHARD, Placement.SHARD, Placement.SHARD),
+}
+
+
+def stages_that_shard(what: Literal["parameters", "gradients", "optimizer"]) -> list[int]:
+    """Return the numbers of the stages in which one of the model states is sharded, the lowest first."""
+    return [number for number, stage in STAGES.items() if getattr(stage, what) is Placement.SHARD]
