@@ -233,8 +233,8 @@ def build_engine(
     for parts in stages:
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]
-        watched = engine.watch(own, [on_path[i] for i in parts], keep_last=last, recomputed=recomputed)
-        model.layers[parts.start : parts.stop] = watched
+        sharded = engine.shard_layers(own, [on_path[i] for i in parts], keep_last=last, recomputed=recomputed)
+        model.layers[parts.start : parts.stop] = sharded
     return engine
 
 
@@ -288,10 +288,10 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
     tied = config.model.tie_embeddings
     local = config.model.seq_len // (grid["tensor"].size if config.parallel.sequence else 1)
     chunks = {}
-    for (index, parts), passes in zip(stages.items(), engine.passes, strict=True):
+    for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):
         last = parts.stop == len(model.layers)
         loss = (lambda losses_SB, feed: engine.loss(losses_SB, feed.valid_SB)) if last else None
-        chunks[index] = Stage(index, _run_of(model, parts, last), passes, loss)
+        chunks[index] = Stage(index, _run_of(model, parts, last), gradients, loss)
     pipeline = Pipeline(
         chunks,
         len(layers.parts),

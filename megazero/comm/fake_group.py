@@ -127,13 +127,13 @@ class FakeSharedMemory(SharedMemoryTransport):
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:
         return Message(sender, 0, 0)
 
-    def look(self, letter: Message, start: int, like: Tensor) -> Tensor:
+    def view(self, message: Message, start: int, like: Tensor) -> Tensor:
         return self._slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
-    def acknowledge(self, letter: Message) -> None:
+    def acknowledge(self, message: Message) -> None:
         pass
 
-    def hand_over(self, target: int, key: int, message: Tensor) -> bool:
+    def send(self, target: int, key: int, message: Tensor) -> bool:
         return True
 
     def collect(self, sender: int) -> None:

@@ -16,7 +16,7 @@ class SideStream:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def aside(self) -> AbstractContextManager[object]:
+    def queued(self) -> AbstractContextManager[object]:
         """Queue what is called inside on the side stream, behind all that is queued on the current one so far."""
         if self._stream is None:
             return nullcontext()

@@ -1,7 +1,6 @@
-"""Where flat buffers rest, and the one function that moves them: a ZeRO stage is a row of a table, a communication is a
-change of placement.
+"""Describe where flat buffers rest, and move them: a communication is a change of placement.
 
-Along the axis over which a unit is sharded:
+A ZeRO stage is a row of a table. Along the axis over which a unit is sharded:
 
     | stage | parameters | gradients                 | optimizer state |
     |-------|------------|---------------------------|-----------------|
@@ -13,11 +12,11 @@ Along the axis over which a unit is sharded:
 Along the axis of its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: what a rank
 holds, those of the other shard groups hold too, and the reduced gradients of a shard are summed over them once a step.
 
-Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: the sum
-over the ranks is meant). Partial gradients are accumulated over the micro-batches of a step and change their placement
-once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients go to where the optimizer
-state is; updated parameters come from there, and sharded ones are gathered wherever they are used. A rank's shard is
-one of `size` equal intervals of a unit's flat buffer.
+Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: their
+value is the sum over the ranks). Partial gradients are accumulated over the micro-batches of a step and change their
+placement once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients go to where the
+optimizer state is; updated parameters come from there, and sharded ones are gathered wherever they are used. A rank's
+shard is one of `size` equal intervals of a unit's flat buffer.
 """
 
 from collections.abc import Mapping
@@ -41,16 +40,16 @@ from megazero.comm.pool import same_place
 
 
 class Placement(Enum):
-    """What the ranks of an axis hold of a flat buffer."""
+    """The part of a flat buffer that each rank of an axis holds."""
 
     REPLICATE = "every rank holds all of it"
-    PARTIAL = "the sum over all ranks is meant"
+    PARTIAL = "each rank holds a summand; the value is the sum over all ranks"
     SHARD = "each rank holds its own interval"
 
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """Where parameters, gradients and optimizer state rest between their uses, along one axis."""
+    """The placements of parameters, gradients and optimizer state between their uses, along one axis."""
 
     parameters: Placement
     gradients: Placement
@@ -71,8 +70,8 @@ class Precision:
     """The dtypes of a run.
 
     Attributes:
-        parameters: of what forward and backward compute with, and of activations.
-        gradients: in which they are accumulated and summed over ranks.
+        parameters: of the parameters that forward and backward compute with, and of activations.
+        gradients: of the gradients as they are accumulated and summed over ranks.
     """
 
     parameters: torch.dtype = torch.float32
@@ -86,10 +85,10 @@ class Precision:
 
 @dataclass(frozen=True, eq=False)
 class UnitAxes:
-    """The ranks that share a unit, and along which axes its gradients are partial.
+    """The axes of the ranks that share a unit, and those along which its gradients are partial.
 
     Attributes:
-        stage: what rests sharded over `shard`.
+        stage: the placements along `shard`.
         shard: ranks with other samples, each with its own interval of what rests sharded.
         replica: ranks with other samples that hold the same interval as this one.
         tensor: ranks with other parts of the matrices.
@@ -107,13 +106,13 @@ class UnitAxes:
 
 @dataclass(frozen=True, eq=False)
 class FlatBuffer:
-    """What a rank holds of one kind of a unit's values.
+    """The part of one kind of a unit's values that a rank holds.
 
     Attributes:
         values: flat.
         placements: along each axis; REPLICATE along those that are not named.
         first: the element of the unit's whole flat buffer at which `values` begins.
-        host: the home: the memory of the host, or, if None, the device's.
+        host: the host in whose memory the values are; None: they are in the device's.
     """
 
     values: Tensor
@@ -130,7 +129,7 @@ class FlatBuffer:
         return slice(self.first, self.first + len(self.values))
 
     def part(self, elements: slice, placements: Mapping[Axis, Placement] | None = None) -> "FlatBuffer":
-        """Return some of the elements, in the same memory; as what they are of other placements, if given."""
+        """Return some of the elements, in the same memory; with other placements, if given."""
         values = self.values[elements.start - self.first : elements.stop - self.first]
         return FlatBuffer(values, self.placements if placements is None else placements, elements.start, self.host)
 
@@ -144,7 +143,7 @@ def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
 
 
 def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False) -> Pending:
-    """Start to bring what `source` means to where `target` rests: copy between homes, gather, reduce.
+    """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
 
     | along an axis        | operation                                                     |
     |----------------------|---------------------------------------------------------------|
@@ -188,5 +187,5 @@ def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> None:
     elif source.host is not None:
         source.host.bring(source.values, into, purpose)
     else:
-        assert target.host is not None, "one of two different homes is the host"
+        assert target.host is not None, "one of two different memories is the host's"
         target.host.send(source.values.to(into.dtype), into, purpose)

@@ -251,7 +251,7 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(device=str(device)))
         monkeypatch.setattr(
             rendezvous,
-            "bounce_pool",
+            "staging_pool",
             lambda device, ledger: seen.update(bounces=str(device)) or staging_pool(CPU, ledger),
         )
         comm = rendezvous.connect(place, timeout=TIMEOUT, fingerprint="test")
@@ -261,7 +261,7 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
         (folder / f"{place.world.rank}").write_text(json.dumps(seen))
         rendezvous.disconnect()
 
-    code = run_local(2, main, lambda standings, line: None, shares_gpus=shares_gpus)
+    code = run_local(2, main, lambda statuses, line: None, shares_gpus=shares_gpus)
     return code, [json.loads((folder / f"{rank}").read_text()) for rank in range(2)] if not code else []
 
 

@@ -220,7 +220,7 @@ class Certificate:
             code = run_local(
                 layout.size,
                 lambda place: train_rank(place, of_layout, self._steps, folder, plant),
-                lambda standings, line: lines.append(line),
+                lambda statuses, line: lines.append(line),
                 signalled=self._interruption.end,
             )
             if code:
