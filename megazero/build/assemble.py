@@ -28,7 +28,7 @@ from megazero.kernels.select import for_host
 from megazero.launch.environment import World
 from megazero.model.batch_context import BatchContext
 from megazero.model.contract import TIED, Layer
-from megazero.model.parameter import Declaration, declaration_of
+from megazero.model.parameter import Declaration, declarations_by_name
 from megazero.model.transformer import Shape, Transformer
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.executor import Pipeline
@@ -155,7 +155,7 @@ def build_units(
         for name, members in model.units():
             if name not in names:
                 continue
-            declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
+            declarations = declarations_by_name(members)
             layout = unit_layout_of(name, declarations)
             unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops)
             if seed is not None:

@@ -15,7 +15,7 @@ from megazero.build.pipeline import layers_of, lowered, model_shape
 from megazero.comm.grid import Axis
 from megazero.config.schema import Config
 from megazero.model.contract import TIED
-from megazero.model.parameter import declaration_of
+from megazero.model.parameter import declarations_by_name
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.layers import Layers
 from megazero.schedules.lower import TrafficBill, add_bill
@@ -103,10 +103,7 @@ def bill_of(config: Config, layers: Layers, data: int) -> TrafficBill:
     """What each action sends or gathers."""
     tensor, precision, stage = config.parallel.tensor, precision_of(config), STAGES[config.zero.stage or 0]
     model = build_model(config, tensor=Axis("tensor", tensor))
-    sizes = {
-        name: unit_layout_of(name, {n: declaration_of(p) for n, p in members}).padded(data)
-        for name, members in model.units()
-    }
+    sizes = {name: unit_layout_of(name, declarations_by_name(members)).padded(data) for name, members in model.units()}
     on_path, last = model.units_of_layers(), len(model.layers) - 1
     parameter, gradient = precision.parameters.itemsize, precision.gradients.itemsize
     share = (data - 1) / data

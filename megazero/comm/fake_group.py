@@ -17,7 +17,7 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, lay_out
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport, view_of
 
 
 def alone(
@@ -83,11 +83,7 @@ class FakeProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
         return _Done(out, x)
 
-    def _allgather_base(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:  # before torch 2.13
-        return _Done(whole, part)
-
-    def _reduce_scatter_base(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:  # before torch 2.13
-        return _Done(out, x)
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.13
 
     def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
         return _Done(*tensors)
@@ -128,7 +124,7 @@ class FakeSharedMemory(SharedMemoryTransport):
         return Message(sender, 0, 0)
 
     def view(self, message: Message, start: int, like: Tensor) -> Tensor:
-        return self._slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return view_of(self._slot, start, like)
 
     def acknowledge(self, message: Message) -> None:
         pass

@@ -37,6 +37,7 @@ from megazero.comm.collectives import (
 from megazero.comm.grid import Axis
 from megazero.comm.host import Host
 from megazero.comm.pool import same_place
+from megazero.kernels.reference import wide_dtype
 
 
 class Placement(Enum):
@@ -80,7 +81,7 @@ class Precision:
     @property
     def masters(self) -> torch.dtype:
         """Return the dtype of what the optimizer updates, and of its state: fp32 beside 16-bit parameters."""
-        return torch.float64 if self.parameters == torch.float64 else torch.float32
+        return wide_dtype(self.parameters)
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,12 @@ class Outbox:
 
     def view(self, slot: int, start: int, like: Tensor) -> Tensor:
         """Return the message of the shape and dtype of `like`, `start` bytes into a slot."""
-        return self.slots[slot, start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return view_of(self.slots[slot], start, like)
+
+
+def view_of(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a view of flat bytes, from byte `start` on, with the shape and dtype of `like`."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True)
