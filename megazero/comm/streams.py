@@ -1,8 +1,8 @@
 """Run communication and copies beside computation on a GPU; on a CPU, do nothing.
 
 The tensors that a rank sends depend on those it has computed, and the next ones on those received. On a GPU both are
-streams of work, and this keeps them in order without the host ever waiting: work `queued` on the side stream starts after
-all that was queued before it, and runs beside what is queued later, until `join`.
+streams of work, and this keeps them in order without the host ever waiting: work `queued` on the side stream starts
+after all that was queued before it, and runs beside what is queued later, until `join`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
