@@ -83,7 +83,9 @@ class FakeProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
         return _Done(out, x)
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # their names before torch 2.13
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
         return _Done(*tensors)
