@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.build.assemble import build_engine
-from megazero.comm.grid import Axis
+from megazero.comm.grid import Axis, single
 from megazero.comm.regions import Region
 from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
@@ -18,7 +18,7 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.embedding import lookup
 from megazero.model.linear import column_products
 from megazero.model.parameter import declaration_of, declare
-from megazero.zero.placement import STAGES, ParallelAxes, Precision
+from megazero.zero.placement import STAGES, Precision, UnitAxes
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 VOCAB, ROWS, LR = 13, 2, 1e-2
@@ -81,7 +81,8 @@ def test_a_model_of_a_few_lines_trains_one_step(stage: int) -> None:
         model,  # type: ignore[arg-type]
         [range(2)],
         seed=0,
-        axes=ParallelAxes(Axis("data"), Axis("tensor"), sequence=False, stage=STAGES[stage]),
+        axes=lambda unit: UnitAxes(shard=Axis("data"), tensor=Axis("tensor"), stage=STAGES[stage]),
+        grid=single(),
         precision=Precision(torch.float64, torch.float64),
         device=CPU,
         optimizer=Optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, clip=0.0),
