@@ -69,7 +69,7 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
     try:
         command(parser.parse_args(argv))
         if sys.stdout is not None:  # closed before we started
-            with HEART.aside():
+            with HEART.paused():
                 sys.stdout.flush()
     except UserError as error:
         tell(error)

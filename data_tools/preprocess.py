@@ -65,7 +65,7 @@ def preprocess(options: argparse.Namespace) -> None:
         summary = _write(options, tokenizer, files, skipped, advance)
     seconds = time.monotonic() - started
     (skipped or Skipped()).tell(options.output, tell)
-    with HEART.aside():
+    with HEART.paused():
         print(
             f"{options.output}: {summary.documents:,} documents ({summary.empty:,} empty ones skipped), "
             f"{summary.tokens:,} tokens, {summary.bytes:,} bytes, "

@@ -57,7 +57,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
     seconds = time.monotonic() - started
     ending = f"{used:,} bytes, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
-    with HEART.aside():
+    with HEART.paused():
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 

@@ -64,7 +64,7 @@ def quickstart_data(options: argparse.Namespace) -> None:
 
 
 def _tell(text: str) -> None:
-    with HEART.aside():
+    with HEART.paused():
         print(text)
 
 

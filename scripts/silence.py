@@ -49,7 +49,7 @@ class Silence:
 
 
 @dataclass
-class ShardedLayer:
+class WatchedCommand:
     """The output and silences of a command.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Queue:
         return max((seconds - self.before.get(one, 0.0) for one, seconds in self.now.items()), default=0.0)
 
 
-def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> ShardedLayer:
+def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> WatchedCommand:
     """Run a command to its end; return its output and silences.
 
     Args:
@@ -120,7 +120,7 @@ def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None)
             process.send_signal(signal.SIGINT)
             raise
     longest = max(silences, key=lambda silence: silence.own)
-    return ShardedLayer(process.returncode, silences[0], longest, time.monotonic() - began, output)
+    return WatchedCommand(process.returncode, silences[0], longest, time.monotonic() - began, output)
 
 
 def _end_of(output: bytes) -> str:
@@ -171,7 +171,7 @@ def main() -> int:
     return int(seen.longest.own > options.limit or seen.first.own > options.first)
 
 
-def report(seen: ShardedLayer) -> str:
+def report(seen: WatchedCommand) -> str:
     """Return one line about what was seen."""
     longest, first = seen.longest, seen.first
     after = f"after {longest.after!r}" if longest.after else "at the beginning"

@@ -16,7 +16,7 @@ from megazero.config.schema import Config, resolved
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
-from megazero.model.parameter import declaration_of
+from megazero.model.parameter import declarations_by_name
 from megazero.model.transformer import Shape, Transformer
 from megazero.pipeline.stage import Stage
 from megazero.plan.job import Job
@@ -208,7 +208,7 @@ def whole(parts: list[dict[str, Tensor]], shape: Shape, tensor: int) -> dict[str
     What several ranks hold alike must be alike bit for bit.
     """
     model = Transformer(shape, seed=0, tensor=_anybody(tensor), sequence=False, ops=REFERENCE)
-    declarations = {name: declaration_of(parameter) for name, parameter in model.named_parameters()}
+    declarations = declarations_by_name(model.named_parameters())
     result = {}
     for name, declaration in declarations.items():
         holders = [(rank % tensor, part[name]) for rank, part in enumerate(parts) if name in part]

@@ -18,7 +18,7 @@ def answer(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with HEART.aside():
+        with HEART.paused():
             print(text, flush=True)
     except BrokenPipeError:
         return
@@ -41,8 +41,6 @@ def leave(code: int) -> int:
     """End this process and skip torch's teardown, which takes a second; return the exit code where torch is not loaded.
 
     The registered exit functions run and the output is flushed first, as Python would do.
-
-    What was registered to be done at the end is done, and what was written is flushed, as Python would.
     """
     if "torch" not in sys.modules:
         return code
@@ -59,5 +57,5 @@ def fail(said: object, code: int) -> int:
 
 def tell(line: object) -> None:
     """Write a line on standard error."""
-    with HEART.aside():
+    with HEART.paused():
         print(line, file=sys.stderr, flush=True)

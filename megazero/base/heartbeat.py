@@ -12,7 +12,7 @@ been written for a while it writes what is being done:
 There is one heartbeat for a process, `HEART`, as there is one standard output, and it is reached from everywhere as a
 logger is: what a process is doing belongs to the process, and handing it through every constructor between a command
 and a compiler would put it into forty signatures. It is silent until `begin`, which only commands call, and only on
-rank 0. Other writers do so inside `aside`, so that lines do not tear each other. This file does without torch, because
+rank 0. Other writers do so inside `paused`, so that lines do not tear each other. This file does without torch, because
 importing it is among the slow work.
 """
 
@@ -71,7 +71,7 @@ class Heartbeat:
         self._wrote = 0.0
         self._open: Doing | None = None  # whose line has no end yet
         self._since = 0.0  # when what the line tells began
-        self._told, self._length, self._dots = ("", ""), 0, 0
+        self._shown, self._length, self._dots = ("", ""), 0, 0
         self._promised = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -142,7 +142,7 @@ class Heartbeat:
         base.detail = detail
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Let other code write to the stream: the open line ends first, and none begins before the context closes."""
         with self._lock:
             self._close()
@@ -195,7 +195,7 @@ class Heartbeat:
         if self._open is not None and (self._open is not current or self._length > _WIDTH):
             self._close()
         what, detail = current.what, current.detail
-        before, self._told = self._told, (what, detail)
+        before, self._shown = self._shown, (what, detail)
         if self._open is None:
             self._open, self._since, self._dots = current, current.began, 0
             self._length = self._write(f"{what} {detail}".rstrip(), now)

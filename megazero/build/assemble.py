@@ -28,7 +28,7 @@ from megazero.kernels.select import for_host
 from megazero.launch.environment import World
 from megazero.model.batch_context import BatchContext
 from megazero.model.contract import TIED, Layer, Model
-from megazero.model.parameter import Declaration, declaration_of
+from megazero.model.parameter import Declaration, declarations_by_name
 from megazero.model.transformer import Shape, Transformer
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.executor import Pipeline
@@ -155,7 +155,7 @@ def build_units(
         for name, members in model.units():
             if name not in names:
                 continue
-            declarations = {parameter_name: declaration_of(parameter) for parameter_name, parameter in members}
+            declarations = declarations_by_name(members)
             layout = unit_layout_of(name, declarations)
             unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops)
             if seed is not None:
@@ -233,8 +233,8 @@ def build_engine(
     for parts in stages:
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]
-        watched = engine.watch(own, [on_path[i] for i in parts], keep_last=last, recomputed=recomputed)
-        model.layers[parts.start : parts.stop] = watched
+        sharded = engine.shard_layers(own, [on_path[i] for i in parts], keep_last=last, recomputed=recomputed)
+        model.layers[parts.start : parts.stop] = sharded
     return engine
 
 
@@ -288,10 +288,10 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
     tied = config.model.tie_embeddings
     local = config.model.seq_len // (grid["tensor"].size if config.parallel.sequence else 1)
     chunks = {}
-    for (index, parts), passes in zip(stages.items(), engine.passes, strict=True):
+    for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):
         last = parts.stop == len(model.layers)
         loss = (lambda losses_SB, feed: engine.loss(losses_SB, feed.valid_SB)) if last else None
-        chunks[index] = Stage(index, _run_of(model, parts, last), passes, loss)
+        chunks[index] = Stage(index, _run_of(model, parts, last), gradients, loss)
     pipeline = Pipeline(
         chunks,
         len(layers.parts),

@@ -95,7 +95,7 @@ def costs_of(job: Job) -> list[Costs]:
 
 def bill_of(job: Job) -> TrafficBill:
     """What each action sends or gathers."""
-    layers, data, shape, last = job.layers, job.data, job.shape, job.shape.layers + 1
+    layers, data, shape, last = job.layers, job.shard, job.shape, job.shape.layers + 1
     on_path = [{u.name: u.padded(data) for u in units(shape, job.tensor, [range(i, i + 1)])} for i in range(last + 1)]
     sizes = {name: size for part in on_path for name, size in part.items()}
     share = (data - 1) / data

@@ -14,12 +14,12 @@ _MOST_NUMBER = 1 << 63
 NOWHERE = Handle(0, -1, 0, 0)  # shares no memory
 
 
-class NoPresence(ValueError):  # noqa: N818 - as ValueError
+class InvalidPresenceError(ValueError):
     """An error for a message that no rank of this version sends."""
 
 
 @dataclass(frozen=True)
-class Gather:
+class Presence:
     """A rank's description of itself.
 
     Attributes:
@@ -38,29 +38,29 @@ class Gather:
     host_id: str
     handle: Handle
 
-    def said(self) -> str:
+    def to_json(self) -> str:
         """Return the message as JSON."""
         *mine, _ = vars(self).values()
         return json.dumps([*mine, *astuple(self.handle)])
 
     @classmethod
-    def heard(cls, raw: bytes) -> "Gather":
-        """Return the rank that a message describes. Raises NoPresence."""
+    def from_json(cls, raw: bytes) -> "Presence":
+        """Return the rank that a message describes. Raises InvalidPresenceError."""
         if len(raw) > _LONGEST:
-            raise NoPresence(f"{len(raw)} bytes, expected at most {_LONGEST}")
+            raise InvalidPresenceError(f"{len(raw)} bytes, expected at most {_LONGEST}")
         try:
             said = json.loads(raw)
         except (ValueError, RecursionError):
-            raise NoPresence("no JSON") from None
+            raise InvalidPresenceError("no JSON") from None
         if not isinstance(said, list) or len(said) != len(_FIELDS):
-            raise NoPresence(f"expected a list of {len(_FIELDS)}")
+            raise InvalidPresenceError(f"expected a list of {len(_FIELDS)}")
         for (name, holds), value in zip(_FIELDS.items(), said, strict=True):
             if not holds(value):
-                raise NoPresence(f"its {name} is none")
+                raise InvalidPresenceError(f"its {name} is none")
         host, fingerprint, pid, started, near, *handle = said
         found = cls(host, fingerprint, pid, started, near, Handle(*handle))
         if found.handle != NOWHERE and found.handle.pid != pid:
-            raise NoPresence("its memory is of another process")
+            raise InvalidPresenceError("its memory is of another process")
         return found
 
 

@@ -18,127 +18,125 @@ SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
 STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
 
-def death(standing: RankStatus, exit_code: int) -> UserError:
+def death(status: RankStatus, exit_code: int) -> UserError:
     """Return the error for a rank whose process ended without a message.
 
     Args:
         exit_code: as of subprocess: minus the signal, or the code.
     """
-    where = _where(standing)
+    where = _where(status)
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
-        return UserError(310, f"was ended by {name} {where}, {_doing(standing)}", do, **_who(standing))
+        return UserError(310, f"was ended by {name} {where}, {_doing(status)}", do, **_who(status))
     return UserError(
-        313, f"ended with exit code {exit_code} {where}, {_doing(standing)}", "see its output above", **_who(standing)
+        313, f"ended with exit code {exit_code} {where}, {_doing(status)}", "see its output above", **_who(status)
     )
 
 
-def disagreement(standings: Sequence[RankStatus]) -> UserError | None:
+def disagreement(statuses: Sequence[RankStatus]) -> UserError | None:
     """Return the error for the first pair of ranks that began different operations under the same number."""
-    for standing in standings:
-        for mine in standing.operations:
+    for status in statuses:
+        for mine in status.operations:
             for other in mine.ranks:
-                if other >= len(standings):
+                if other >= len(statuses):
                     continue
-                theirs = standings[other].on(mine.axis)
+                theirs = statuses[other].on(mine.axis)
                 if theirs.ranks == mine.ranks and theirs.number == mine.number and theirs.text != mine.text:
-                    return _mismatch(standings, mine)
+                    return _mismatch(statuses, mine)
     return None
 
 
-def stuck(standings: Sequence[RankStatus], rank: int) -> UserError:
+def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
     """Return why `rank`, which gave up in an operation, got no answer."""
-    mine = _waits_in(standings[rank])
+    mine = _waits_in(statuses[rank])
     assert mine is not None, "it gave up in an operation"
-    found = disagreement(standings)
+    found = disagreement(statuses)
     if found is not None:
         return found
     culprit, waiter, operation, seen = rank, rank, mine, {rank}
     while operation is not None:
-        late = [k for k in operation.ranks if k not in seen and _missing(standings, k, operation)]
+        late = [k for k in operation.ranks if k not in seen and _missing(statuses, k, operation)]
         if not late:
             break
         mine, waiter, culprit = operation, culprit, late[0]
         seen.add(culprit)
-        operation = _waits_in(standings[culprit]) if culprit < len(standings) else None
+        operation = _waits_in(statuses[culprit]) if culprit < len(statuses) else None
     if culprit == rank:  # all have begun it: whoever does not give up with the others is held up in it
-        culprit = next((k for k in mine.ranks if k < len(standings) and standings[k].state == RUNNING), rank)
-    if (stopped := _stopped(standings)) and culprit not in stopped:
-        return _halt(standings[stopped[0]], f"rank {rank} waited in {mine}")
-    blamed = standings[culprit]
+        culprit = next((k for k in mine.ranks if k < len(statuses) and statuses[k].state == RUNNING), rank)
+    if (stopped := _stopped(statuses)) and culprit not in stopped:
+        return _halt(statuses[stopped[0]], f"rank {rank} waited in {mine}")
+    blamed = statuses[culprit]
     if culprit == rank:
-        hosts = sorted({standings[k].host for k in mine.ranks if k < len(standings)} - {blamed.host})
+        hosts = sorted({statuses[k].host for k in mine.ranks if k < len(statuses)} - {blamed.host})
         beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
         what = f"lost its connection in {mine} {_where(blamed)}{beyond}"
         return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
-    what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(standings, mine, waiter)}"
+    what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(statuses, mine, waiter)}"
     return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
 
 
-def held_up(standings: Sequence[RankStatus]) -> UserError | None:
+def held_up(statuses: Sequence[RankStatus]) -> UserError | None:
     """Return why the ranks did not meet, if one of them is stopped, which the others could not know."""
-    stopped = _stopped(standings)
-    return _halt(standings[stopped[0]], "the others waited for it") if stopped else None
+    stopped = _stopped(statuses)
+    return _halt(statuses[stopped[0]], "the others waited for it") if stopped else None
 
 
 def waited_in_vain(failed: Sequence[RankStatus]) -> bool:
     """Return whether all of these ranks ended because another did not come, none for a reason of its own."""
-    said = [standing for standing in failed if standing.state == STUCK or standing.has_said]
-    quiet = all(standing.state in (STUCK, FAILED) for standing in failed)
+    said = [status for status in failed if status.state == STUCK or status.has_said]
+    quiet = all(status.state in (STUCK, FAILED) for status in failed)
     return quiet and bool(said) and all(s.state == STUCK or s.message.startswith("MZ-320 ") for s in said)
 
 
-def _stopped(standings: Sequence[RankStatus]) -> list[int]:
-    return [standing.rank for standing in standings if standing.state == RUNNING and standing.is_stopped]
+def _stopped(statuses: Sequence[RankStatus]) -> list[int]:
+    return [status.rank for status in statuses if status.state == RUNNING and status.is_stopped]
 
 
-def _halt(standing: RankStatus, waiting: str) -> UserError:
-    return UserError(311, f"did not go on {_where(standing)}, {_doing(standing)}; {waiting}", STOPPED, **_who(standing))
+def _halt(status: RankStatus, waiting: str) -> UserError:
+    return UserError(311, f"did not go on {_where(status)}, {_doing(status)}; {waiting}", STOPPED, **_who(status))
 
 
-def _waits_in(standing: RankStatus) -> Operation | None:
-    if standing.state == STUCK:  # its message is the axis
-        return standing.on(standing.message)
-    return standing.open if standing.state == RUNNING else None
+def _waits_in(status: RankStatus) -> Operation | None:
+    if status.state == STUCK:  # its message is the axis
+        return status.on(status.message)
+    return status.open if status.state == RUNNING else None
 
 
-def _missing(standings: Sequence[RankStatus], rank: int, operation: Operation) -> bool:
+def _missing(statuses: Sequence[RankStatus], rank: int, operation: Operation) -> bool:
     """Return whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
-    return (
-        operation.axis == P2P or rank >= len(standings) or standings[rank].on(operation.axis).number < operation.number
-    )
+    return operation.axis == P2P or rank >= len(statuses) or statuses[rank].on(operation.axis).number < operation.number
 
 
-def _mismatch(standings: Sequence[RankStatus], mine: Operation) -> UserError:
+def _mismatch(statuses: Sequence[RankStatus], mine: Operation) -> UserError:
     """Return the error that names the rank in the minority; of two, the higher one."""
-    called = {k: standings[k].on(mine.axis) for k in mine.ranks if standings[k].on(mine.axis).number == mine.number}
+    called = {k: statuses[k].on(mine.axis) for k in mine.ranks if statuses[k].on(mine.axis).number == mine.number}
     texts = [operation.text for operation in called.values()]
     odd = min(reversed(called), key=lambda k: texts.count(called[k].text))
     other = next(k for k in called if called[k].text != called[odd].text)
     what = f"called {called[odd]} where rank {other} called {called[other].text}"
-    return UserError(312, what, "all ranks must run the same config on the same code", **_who(standings[odd]))
+    return UserError(312, what, "all ranks must run the same config on the same code", **_who(statuses[odd]))
 
 
-def _waiting(standings: Sequence[RankStatus], operation: Operation, waiter: int) -> str:
+def _waiting(statuses: Sequence[RankStatus], operation: Operation, waiter: int) -> str:
     if operation.axis == P2P:
-        return f"rank {waiter} waited {_where(standings[waiter])}"
-    ranks = [k for k in operation.ranks if k < len(standings) and not _missing(standings, k, operation)]
+        return f"rank {waiter} waited {_where(statuses[waiter])}"
+    ranks = [k for k in operation.ranks if k < len(statuses) and not _missing(statuses, k, operation)]
     shown = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown} waited"
 
 
-def _where(standing: RankStatus) -> str:
-    place = f"on {standing.host} (pid {standing.pid})" if standing.pid else ""
-    return f"in {standing.phase} {place}" if standing.phase else place
+def _where(status: RankStatus) -> str:
+    place = f"on {status.host} (pid {status.pid})" if status.pid else ""
+    return f"in {status.phase} {place}" if status.phase else place
 
 
-def _doing(standing: RankStatus) -> str:
-    if standing.last is None:
+def _doing(status: RankStatus) -> str:
+    if status.last is None:
         return "before any operation with others"
-    return f"{'during' if standing.last.open else 'after'} {standing.last}"
+    return f"{'during' if status.last.open else 'after'} {status.last}"
 
 
-def _who(standing: RankStatus) -> dict[str, Any]:
-    return {"rank": standing.rank, "step": standing.step or None}
+def _who(status: RankStatus) -> dict[str, Any]:
+    return {"rank": status.rank, "step": status.step or None}

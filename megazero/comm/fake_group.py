@@ -17,7 +17,7 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, lay_out
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport, view_of
 
 
 def alone(
@@ -83,11 +83,9 @@ class FakeProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
         return _Done(out, x)
 
-    def _allgather_base(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:  # before torch 2.13
-        return _Done(whole, part)
-
-    def _reduce_scatter_base(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:  # before torch 2.13
-        return _Done(out, x)
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
         return _Done(*tensors)
@@ -127,13 +125,13 @@ class FakeSharedMemory(SharedMemoryTransport):
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:
         return Message(sender, 0, 0)
 
-    def look(self, letter: Message, start: int, like: Tensor) -> Tensor:
-        return self._slot[start : start + like.nbytes].view(like.dtype).view(like.shape)
+    def view(self, message: Message, start: int, like: Tensor) -> Tensor:
+        return view_of(self._slot, start, like)
 
-    def acknowledge(self, letter: Message) -> None:
+    def acknowledge(self, message: Message) -> None:
         pass
 
-    def hand_over(self, target: int, key: int, message: Tensor) -> bool:
+    def send(self, target: int, key: int, message: Tensor) -> bool:
         return True
 
     def collect(self, sender: int) -> None:

@@ -1,13 +1,13 @@
-"""The grid of ranks, as an ordered mapping of axes: pipeline, replica, shard, tensor, the tensor axis fastest.
+"""Lay out the ranks on a grid, an ordered mapping of axes: pipeline, replica, shard, tensor, the tensor axis fastest.
 
     rank = ((pipeline rank x replicas + replica rank) x shards + shard rank) x tensor size + tensor rank
 
-so that the ranks that talk most, those of one tensor axis, are neighbours on one host, and next to them those over
-which ZeRO shards. A new axis is one row of `AXES`: its place in the rank order, and the sums of which its ranks have
-parts. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1 is the identity:
-the same code runs, and every region, reduction and slice along it leaves what it gets as it is.
+so that the ranks that communicate most, those of one tensor axis, are neighbours on one host, and next to them those
+over which ZeRO shards. A new axis is one row of `AXES`: its place in the rank order, and the sums of which its ranks
+have summands. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1 is the
+identity: the same code runs, and every region, reduction and slice along it returns its input.
 
-Words: an *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
+An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
 
 import warnings
@@ -30,8 +30,8 @@ class AxisRow:
 
     Attributes:
         name: of the axis.
-        partial: the sums of which each rank along the axis has a part: "gradients" (its ranks see other samples) and
-            "loss" (of a step). What is partial for some units alone, they say themselves (`zero/placement.py`).
+        partial: the sums of which each rank along the axis has a summand: "gradients" (its ranks see other samples)
+            and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
     """
 
     name: str
@@ -54,10 +54,10 @@ class Axis:
     Attributes:
         name: of a row of `AXES`, of a joined axis, or "ends"; "data" for the shard axis where it is the data axis.
         size: how many ranks lie along it.
-        rank: this rank's place, 0 <= rank < size.
+        rank: this rank's index on the axis, 0 <= rank < size.
         first, stride: the global ranks along it are first, first + stride, ...
         group: the process group of these ranks; None where nothing is ever sent (one rank, a model on meta).
-        comm: how this rank talks; shared by all its axes.
+        comm: the communication context of this rank, shared by all its axes.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Axis:
         assert 0 <= self.rank < self.size, f"{self.name}: rank {self.rank} outside an axis of {self.size}"
 
     def shard(self, total: int) -> int:
-        """Return how many of `total` rows one rank holds; the last ranks' rows may be padding."""
+        """Return the number of rows that each rank holds of `total`, rounded up: the last ranks may hold padding."""
         return -(-total // self.size)
 
     @property
@@ -82,7 +82,7 @@ class Axis:
 
 
 class Grid(Mapping[str, Axis]):
-    """All axes of one rank by their name: the rows of `AXES`, the joined ones, and "ends", the ends of a pipeline.
+    """The axes of one rank by name: the rows of `AXES`, the joined ones, and "ends", the two ends of a pipeline.
 
     Where all data ranks are one shard group, "shard" and "data" are the same axis, and its name is "data".
     """
@@ -101,13 +101,14 @@ class Grid(Mapping[str, Axis]):
 
     @property
     def comm(self) -> CommContext:
-        """Return how this rank talks."""
+        """Return the communication context of this rank."""
         return self._axes["world"].comm
 
     def partial(self, what: str) -> list[Axis]:
-        """Return the axes along which each rank has a part of a sum: first those of other samples, then fastest first.
+        """Return the axes along which each rank has a summand of a sum.
 
-        The order is that in which sums are taken, so it is part of what every number is.
+        Axes of other samples come first, and among these the fastest. Sums are taken in this order, so results depend
+        on it to the last bit.
         """
         rows = [row for row in reversed(AXES) if what in row.partial]
         names = [row.name for row in sorted(rows, key=lambda row: "gradients" not in row.partial)]
@@ -117,13 +118,13 @@ class Grid(Mapping[str, Axis]):
         return [self._axes[name] for name in names]
 
     def with_comm(self, comm: CommContext) -> "Grid":
-        """Return the same grid whose ranks talk in another way."""
+        """Return the same grid with another communication context."""
         return self._replaced({axis: replace(axis, comm=comm) for axis in self._distinct()})
 
     def with_groups(self, groups: Mapping[str, dist.ProcessGroup | None]) -> "Grid":
         """Return the same grid with the process group of each axis that has more than one rank, by its name."""
-        talking = [axis for axis in self._distinct() if axis.size > 1]
-        return self._replaced({axis: replace(axis, group=groups[axis.name]) for axis in talking})
+        several = [axis for axis in self._distinct() if axis.size > 1]
+        return self._replaced({axis: replace(axis, group=groups[axis.name]) for axis in several})
 
     def _distinct(self) -> list[Axis]:
         return list(dict.fromkeys(self._axes.values()))
@@ -140,7 +141,7 @@ def single(comm: CommContext | None = None) -> Grid:
 def lay_out(
     rank: int, world: int, *, comm: CommContext, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None
 ) -> Grid:
-    """Return where a rank stands on every axis; nobody can be reached along them yet.
+    """Return the axes of a rank, without process groups.
 
     Args:
         shard_ranks: neighbouring data ranks over which ZeRO shards; None: all.
@@ -193,9 +194,9 @@ def make_grid(
 
 
 def _group_of(axis: Axis, world: int) -> dist.ProcessGroup | None:
-    """Return the group of an axis. Every rank calls it, and makes those of all others along the same direction.
+    """Return the group of an axis. Every rank calls it, and makes the groups of all lines in the same direction.
 
-    On gloo torch's mesh would give ranks half an hour to come.
+    torch's device mesh would do the same on gloo, but with a timeout of half an hour.
     """
     if axis.size == world:
         return dist.group.WORLD
@@ -230,7 +231,7 @@ def pipelines(pipeline: Axis) -> list[range]:
 
 
 def _ends(pipeline: Axis) -> Axis:
-    """Return the axis of the first and the last rank of a pipeline; for those between, of nobody else."""
+    """Return the axis of the first and the last rank of a pipeline; an axis of size 1 for the ranks between them."""
     last = pipeline.size - 1
     if last == 0 or pipeline.rank not in (0, last):
         return Axis("ends", comm=pipeline.comm)

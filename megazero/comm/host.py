@@ -42,14 +42,14 @@ class Host:
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Copy from the device to the host. `x` may be freed at once, but must not be written to before `join`."""
         self._ledger.add(HOST, f"{purpose} out", x.numel(), x.element_size())
-        with self._stream.aside():
+        with self._stream.queued():
             into.copy_(x, non_blocking=True)
         self._stream.keep(x)
 
     def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Copy from the host to the device, after all that was sent before; the current stream waits for it."""
         self._ledger.add(HOST, f"{purpose} back", x.numel(), x.element_size())
-        with self._stream.aside():
+        with self._stream.queued():
             into.copy_(x, non_blocking=True)
         self._stream.join()
 

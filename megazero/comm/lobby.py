@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megazero.base.errors import UserError
-from megazero.comm.attendance import Gather
+from megazero.comm.attendance import Presence
 from megazero.comm.diagnosis import SLOW, STOPPED
 from megazero.comm.processes import Process
 from megazero.store.client import NoAnswer
@@ -49,7 +49,7 @@ class Lobby:
 
     store: Store
     rank: int
-    roll: Mapping[int, Gather]
+    roll: Mapping[int, Presence]
     timeout: float
 
     @contextlib.contextmanager

@@ -29,9 +29,9 @@ _OPEN, _OPEN_AT = struct.Struct("<H"), 8
 _OPERATIONS_AT = 192
 _MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
 _MESSAGE = struct.Struct("<1000s")
-SEAT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
+SLOT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
 assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
-assert _MESSAGE_AT + _MESSAGE.size <= SEAT_SIZE
+assert _MESSAGE_AT + _MESSAGE.size <= SLOT_SIZE
 
 # Phases before the first step: meeting the others; having a folder; what is built trains.
 START, BUILD, TRAIN = "start", "build", "train"
@@ -109,25 +109,25 @@ class StatusBoard:
     @classmethod
     def private(cls, size: int = 1) -> "StatusBoard":
         """Return a board in memory that only this process and the processes it forks share."""
-        return cls(mmap.mmap(-1, size * SEAT_SIZE), size)
+        return cls(mmap.mmap(-1, size * SLOT_SIZE), size)
 
     @classmethod
     def in_file(cls, path: Path, size: int) -> "StatusBoard":
         """Return a board in a file that all ranks map; each may create it."""
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(handle, 0, size * SEAT_SIZE)  # a full disk is an error now, not a signal later
-            return cls(mmap.mmap(handle, size * SEAT_SIZE), size)
+            os.posix_fallocate(handle, 0, size * SLOT_SIZE)  # a full disk is an error now, not a signal later
+            return cls(mmap.mmap(handle, size * SLOT_SIZE), size)
         finally:
             os.close(handle)
 
     def status_slot(self, rank: int) -> "StatusSlot":
         """Return the slot of a rank, for that rank to write."""
-        return StatusSlot(self._memory, rank * SEAT_SIZE)
+        return StatusSlot(self._memory, rank * SLOT_SIZE)
 
     def read(self, rank: int) -> RankStatus:
         """Return the status that a rank last wrote."""
-        at = rank * SEAT_SIZE
+        at = rank * SLOT_SIZE
         state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
         operations = []
         for i, axis in enumerate(AXES):
@@ -163,15 +163,15 @@ class StatusSlot:
 
     def take(self, host: str) -> None:
         """Claim the slot for this process, on the host of that name."""
-        self._memory[self._at : self._at + SEAT_SIZE] = bytes(SEAT_SIZE)
+        self._memory[self._at : self._at + SLOT_SIZE] = bytes(SLOT_SIZE)
         _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host.encode()[:64])
         _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
 
     def move(self, board: StatusBoard, rank: int) -> None:
         """Move to another board, and copy the slot's content there."""
-        here = self._memory[self._at : self._at + SEAT_SIZE]
-        self.board, self._memory, self._at = board, board._memory, rank * SEAT_SIZE
-        self._memory[self._at : self._at + SEAT_SIZE] = here
+        here = self._memory[self._at : self._at + SLOT_SIZE]
+        self.board, self._memory, self._at = board, board._memory, rank * SLOT_SIZE
+        self._memory[self._at : self._at + SLOT_SIZE] = here
 
     def now(self, step: int, phase: str) -> None:
         """Set the step (from 1) and the phase of this rank."""

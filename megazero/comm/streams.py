@@ -1,8 +1,8 @@
 """Run communication and copies beside computation on a GPU; on a CPU, do nothing.
 
 The tensors that a rank sends depend on those it has computed, and the next ones on those received. On a GPU both are
-streams of work, and this keeps them in order without the host ever waiting: work queued `aside` begins after all that
-was queued before it, and runs beside what is queued later, until `join`.
+streams of work, and this keeps them in order without the host ever waiting: work `queued` on the side stream starts
+after all that was queued before it, and runs beside what is queued later, until `join`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ class SideStream:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def aside(self) -> AbstractContextManager[object]:
+    def queued(self) -> AbstractContextManager[object]:
         """Queue what is called inside on the side stream, behind all that is queued on the current one so far."""
         if self._stream is None:
             return nullcontext()

@@ -91,7 +91,7 @@ def find(name_or_path: str, *folders: Path) -> Path:
     if given.parent == Path():
         candidates += [f / name for f in folders or (CONFIGS,) for name in (given.name, f"{given.name}.yaml")]
     for candidate in candidates:
-        if _is_file(candidate):
+        if exists(candidate) and candidate.is_file():
             return candidate
     if exists(given):
         raise UserError(101, "is no regular file", "give a file of options, or a shipped config", where=name_or_path)
@@ -111,13 +111,6 @@ def name_of(name_or_path: str) -> str:
 def run_dir(config: Config, name: str) -> str:
     """Return the folder of a run of a config of that name."""
     return config.run.dir or f"runs/{name}"
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long for the file system, or below a file
-        return False
 
 
 def flatten(config: BaseModel) -> dict[str, Any]:

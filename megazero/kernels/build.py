@@ -100,14 +100,14 @@ def build_library(
 ) -> Path:
     """Return the shared library that `command` makes of a source; run it if that has not been done before.
 
-    A cache that can only be read does where the library is in it. Who waited while somebody else's compiler failed is
-    told what it said, and does not try again: eight ranks would fail one after the other.
+    A read-only cache is enough if it holds the library. A process that waited while another process' compiler failed
+    raises that compiler's error and does not try again: eight ranks would fail one after the other.
 
     Args:
         command: the compiler and its options.
         libraries: options that follow the source.
         headers: what the source includes beside the headers in the folder that has its name.
-        folders: options that only say where what belongs to torch's version lies.
+        folders: options that name folders of torch's version, and so are no part of the library's name.
 
     Raises:
         BuildError: the compiler failed, or the cache folder cannot be written.

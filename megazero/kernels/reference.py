@@ -24,7 +24,7 @@ def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tu
     wide = _weights_for(x_ND, weight_D), _weights_for(x_ND, bias_D)
     y_ND, mean, rstd = torch.native_layer_norm(x_ND, [x_ND.shape[-1]], *wide, eps)
     # They are wide already, but without data torch (2.13) says that they are not.
-    return y_ND, mean.to(_wide_dtype(x_ND.dtype)), rstd.to(_wide_dtype(x_ND.dtype))
+    return y_ND, mean.to(wide_dtype(x_ND.dtype)), rstd.to(wide_dtype(x_ND.dtype))
 
 
 def layer_norm_backward(
@@ -149,7 +149,7 @@ def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     [0, V), in another part). Overwrites `logits_NV` with exp(logit - m), which is all that its backward needs: no
     second matrix of the vocabulary's size ever exists.
     """
-    wide = _wide_dtype(logits_NV.dtype)
+    wide = wide_dtype(logits_NV.dtype)
     parts_3N = torch.empty(3, len(logits_NV), dtype=wide, device=logits_NV.device)
     rows = _rows(logits_NV)
     for logits, targets, (maxima, sums, picked) in zip(
@@ -246,18 +246,19 @@ def sum_of_squares(flat: Tensor, at_once: int = _SLICE_BYTES // 8) -> Tensor:
     return total
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of statistics, masters and sums beside values of `dtype`: fp32, or fp64 when it is fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return `x` in the precision that statistics are taken in: fp32, or fp64 when it is fp64."""
-    return x.to(_wide_dtype(x.dtype))
+    """Return `x` in its wide dtype."""
+    return x.to(wide_dtype(x.dtype))
 
 
 def _weights_for(x: Tensor, weight: Tensor) -> Tensor:
     """Return a norm's weights; with wide ones the CPU's norm keeps its statistics wide, as those of GPUs do anyway."""
-    return weight.to(_wide_dtype(x.dtype)) if x.device.type == "cpu" else weight
+    return weight.to(wide_dtype(x.dtype)) if x.device.type == "cpu" else weight
 
 
 def _rows(matrix: Tensor) -> int:

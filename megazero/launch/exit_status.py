@@ -61,25 +61,25 @@ def say_why(place: RankContext) -> None:
     board = place.status_slot.board
     assert board is not None
     time.sleep(_GRACE)
-    standings = board.read_all()
-    if rank == first_here(standings):
-        ask_for_stacks(standings)
-    own = standings[rank]
-    line = _line(standings, own)
-    if line and all(_line(standings, other) != line for other in standings[:rank]):
-        with HEART.aside():
+    statuses = board.read_all()
+    if rank == first_here(statuses):
+        ask_for_stacks(statuses)
+    own = statuses[rank]
+    line = _line(statuses, own)
+    if line and all(_line(statuses, other) != line for other in statuses[:rank]):
+        with HEART.paused():
             print(line, file=sys.stderr, flush=True)
 
 
-def first_here(standings: Sequence[RankStatus]) -> int | None:
+def first_here(statuses: Sequence[RankStatus]) -> int | None:
     """Return the first rank of this host that gave up."""
-    return next((s.rank for s in standings if s.state == STUCK and s.process is not None), None)
+    return next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None)
 
 
-def _line(standings: list[RankStatus], standing: RankStatus) -> str:
-    if standing.state == FAILED:
-        return standing.message
-    if standing.state != STUCK or any(other.has_said for other in standings):
+def _line(statuses: list[RankStatus], status: RankStatus) -> str:
+    if status.state == FAILED:
+        return status.message
+    if status.state != STUCK or any(other.has_said for other in statuses):
         return ""  # whoever failed says why
-    first = next(other.rank for other in standings if other.state == STUCK)
-    return str(stuck(standings, first))
+    first = next(other.rank for other in statuses if other.state == STUCK)
+    return str(stuck(statuses, first))

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.base.errors import UserError
-from megazero.comm.attendance import NOWHERE, Gather, NoPresence
+from megazero.comm.attendance import NOWHERE, InvalidPresenceError, Presence
 from megazero.comm.context import BUCKET, CommContext
 from megazero.comm.ledger import Ledger
 from megazero.comm.lobby import FailedElsewhere, Lobby, absent
@@ -72,11 +72,11 @@ def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket:
     world, store = place.world, _store(place, timeout)
     device = world.device
     on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
-    shared_memory = _mail(world, timeout) if backend == "gloo" and supported() else None
+    shared_memory = _shared_memory(world, timeout) if backend == "gloo" and supported() else None
     roll = _roll_call(store, world, timeout, _presence(fingerprint, shared_memory))
     lobby = Lobby(store, world.rank, roll, timeout.total_seconds())
     if shared_memory is not None:
-        _open_boxes(shared_memory, lobby)
+        _open_outboxes(shared_memory, lobby)
     if on_gpu:
         torch.cuda.set_device(device)
     with lobby.together("process group"):
@@ -167,7 +167,7 @@ def address_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
 
 
-def _mail(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
+def _shared_memory(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
     try:
         host_id()
         return SharedMemoryTransport(world.rank, world.size, timeout)
@@ -179,25 +179,25 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Gather:
+def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:
     """Return this rank's description for the roll call."""
     own = Process.own()
     near, handle = ("", NOWHERE) if shared_memory is None else (host_id(), shared_memory.handle)
-    return Gather(host_name(), fingerprint, own.pid, own.started, near, handle)
+    return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
 
 
-def _roll_call(store: Store, world: World, timeout: timedelta, mine: Gather) -> dict[int, Gather]:
+def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -> dict[int, Presence]:
     """Wait until every rank has come, each with the same fingerprint; return the description of each."""
-    store.set(f"here/{world.rank}", mine.said())
+    store.set(f"here/{world.rank}", mine.to_json())
     _all_have(store, "here", world, timeout)
-    roll: dict[int, Gather] = {}
+    roll: dict[int, Presence] = {}
     odd: dict[int, str] = {}
     keys = [f"here/{rank}" for rank in range(world.size)]
     said = [raw for at in range(0, world.size, _AT_ONCE) for raw in store.multi_get(keys[at : at + _AT_ONCE])]
     for rank in range(world.size):
         try:
-            roll[rank] = Gather.heard(said[rank])
-        except NoPresence as error:
+            roll[rank] = Presence.from_json(said[rank])
+        except InvalidPresenceError as error:
             odd[rank] = f"said what is no presence at the roll call: {error}"
             continue
         first = roll[min(roll)]
@@ -237,7 +237,7 @@ def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
     raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
 
 
-def _open_boxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
+def _open_outboxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
     """Map the outboxes of this host's ranks; use them only if every one of these ranks could map all."""
     store, roll, own = lobby.store, lobby.roll, lobby.rank
     here = [rank for rank, there in roll.items() if there.host_id == roll[own].host_id]
@@ -246,7 +246,7 @@ def _open_boxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
             if rank != own:
                 shared_memory.open(rank, roll[rank].handle)
         opened = True
-    except OSError:  # a hardened kernel may forbid it, or it is not what was told; sockets do as well
+    except OSError:  # a hardened kernel may forbid it, or it is not what was announced; sockets do as well
         opened = False
     with lobby.together("shared memory"):
         store.set(f"opened/{own}", str(int(opened)))

@@ -55,20 +55,20 @@ class Signals:
         self._before: dict[int, object] = {}
         self._interrupted = math.inf  # when the first SIGINT came
         self._raises, self._held = True, False
-        self._told: Callable[[str], object] | None = None
+        self._on_first: Callable[[str], object] | None = None
 
     def note(self) -> None:
         """Record signals from here on; the first one raises StoppedEarly. In the main thread."""
         for number in noted():
             self._before[number] = signal.signal(number, self._on)
 
-    def only_note(self, told: Callable[[str], object]) -> None:
+    def only_note(self, on_first: Callable[[str], object]) -> None:
         """Record signals from here on without any other effect: the run trains.
 
         Args:
-            told: called in the handler of the first one with a line for the user; may not write itself.
+            on_first: called in the handler of the first one with a line for the user; may not write itself.
         """
-        self._raises, self._told = False, told
+        self._raises, self._on_first = False, on_first
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -99,5 +99,7 @@ class Signals:
         self.first = signal.Signals(number)
         if self._raises and not self._held:
             raise StoppedEarly(number)
-        if self._told is not None:
-            self._told(f"{self.first.name} has come: the run ends after the step that is under way, and saves first")
+        if self._on_first is not None:
+            self._on_first(
+                f"{self.first.name} has come: the run ends after the step that is under way, and saves first"
+            )

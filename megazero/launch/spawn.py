@@ -125,7 +125,7 @@ def run_local(
         if ranks.signalled is not None:
             signalled(ranks.signalled)
         if line:
-            with HEART.aside():
+            with HEART.paused():
                 print(line, file=sys.stderr, flush=True)
             clean_up(board.read_all(), line)
         return code
@@ -209,27 +209,27 @@ def _ends_early(ranks: _Ranks, board: StatusBoard) -> bool:
     One rank may have got it, while the others wait for that rank where no signal reaches them (in a library), or build
     something large: the signal is sent to them too, and they get _EARLY seconds to end.
     """
-    standings = board.read_all()
-    stopped = any(standing.state == STOPPED for standing in standings)
+    statuses = board.read_all()
+    stopped = any(status.state == STOPPED for status in statuses)
     if stopped and ranks.signalled is None:
-        ranks.pass_on(signal.SIGTERM if (number := _signal_of(standings)) is None else number, None)
+        ranks.pass_on(signal.SIGTERM if (number := _signal_of(statuses)) is None else number, None)
     if ranks.signalled is None or ranks.impatient:
         return False
     waited = not ranks.pids or time.monotonic() - ranks.since > _EARLY
-    builds = all(standing.phase in ("", START, BUILD) for standing in standings if standing.rank in ranks.pids)
+    builds = all(status.phase in ("", START, BUILD) for status in statuses if status.rank in ranks.pids)
     return waited and (stopped or (builds and bool(ranks.pids)))
 
 
-def _signal_of(standings: Sequence[RankStatus]) -> int | None:
+def _signal_of(statuses: Sequence[RankStatus]) -> int | None:
     """Return the signal that a rank reports to have stopped it."""
-    said = next((standing.message for standing in standings if standing.state == STOPPED), "")
+    said = next((status.message for status in statuses if status.state == STOPPED), "")
     return int(said) if said.isdecimal() else None
 
 
 def _verdict(ranks: _Ranks, board: StatusBoard) -> tuple[int, str]:
     """Return the exit code of the run, and in one line the fault, if there was any."""
-    standings = board.read_all()
-    failed = sorted(rank for rank in ranks.ended if standings[rank].state != DONE)
+    statuses = board.read_all()
+    failed = sorted(rank for rank in ranks.ended if statuses[rank].state != DONE)
     if not failed:
         return max(ranks.ended.values()), ""
     if ranks.signalled is not None and (
@@ -237,18 +237,18 @@ def _verdict(ranks: _Ranks, board: StatusBoard) -> tuple[int, str]:
     ):
         name = signal.Signals(ranks.signalled).name
         return 128 + ranks.signalled, "interrupted" if ranks.signalled == signal.SIGINT else f"ended by {name}"
-    if waited_in_vain([standings[rank] for rank in failed]):
-        ask_for_stacks(standings)
-        if all(standings[rank].state != STUCK for rank in failed) and (error := held_up(standings)):
+    if waited_in_vain([statuses[rank] for rank in failed]):
+        ask_for_stacks(statuses)
+        if all(statuses[rank].state != STUCK for rank in failed) and (error := held_up(statuses)):
             return error.exit_code, str(error)
     for rank in failed:
-        if standings[rank].has_said:
-            return ranks.ended[rank], standings[rank].message
+        if statuses[rank].has_said:
+            return ranks.ended[rank], statuses[rank].message
     for rank in failed:
-        if ranks.ended[rank] < 0 or standings[rank].state != STUCK:
+        if ranks.ended[rank] < 0 or statuses[rank].state != STUCK:
             # torch ends a process whose message has another length than expected; then the ranks disagree
-            error = disagreement(standings) or death(standings[rank], ranks.ended[rank])
+            error = disagreement(statuses) or death(statuses[rank], ranks.ended[rank])
             break
     else:
-        error = stuck(standings, failed[0])
+        error = stuck(statuses, failed[0])
     return error.exit_code, str(error)

@@ -50,11 +50,11 @@ class Stacks:
             self._log = None
 
 
-def ask_for_stacks(standings: Sequence[RankStatus]) -> None:
+def ask_for_stacks(statuses: Sequence[RankStatus]) -> None:
     """Make the running ranks of this host and user write their stacks; wait until they have."""
     if ASK is None:
         return
-    asked = [s.process for s in standings if s.state == RUNNING and s.process is not None and s.process.send(ASK)]
+    asked = [s.process for s in statuses if s.state == RUNNING and s.process is not None and s.process.send(ASK)]
     deadline = time.monotonic() + _LONGEST
     while any(p.has_waiting(ASK) and not p.is_stopped for p in asked) and time.monotonic() < deadline:
         time.sleep(_POLL)

@@ -56,7 +56,7 @@ class _Part:
         if self._slot is None:
             return
         whole = store.pool.take(self._shape.numel())
-        with store.stream.aside():
+        with store.stream.queued():
             store.arena.fetch(self._slot, whole.chunk(store.axis.size)[store.axis.rank])
             self._coming = whole, start_all_gather_in_place(whole, store.axis, "inputs")
         self._slot = None
@@ -65,7 +65,7 @@ class _Part:
         self.start()
         assert self._coming is not None
         whole, pending = self._coming
-        with self._store.stream.aside():
+        with self._store.stream.queued():
             pending.wait()
         self._store.stream.join()
         if self._before is not None:

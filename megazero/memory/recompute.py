@@ -1,12 +1,11 @@
 """Recompute activations when backward needs them, instead of keeping them (Chen et al. 2016, arXiv 1604.06174).
 
-A recomputed part of the model runs forward without a graph, and only its input is kept, as an `ActivationStore` does
-that. In backward the part runs once more on that input, now with a graph, and backward goes through it at once. What a
-part does depends on its input and its circumstances alone (dropout masks are functions of names), so it does the same
-again.
+A recomputed layer runs forward without a graph, and only its input is kept, in an `ActivationStore`. In backward the
+layer runs once more on that input, now with a graph, and backward goes through it at once. What a layer computes
+depends on its input and its context alone (dropout masks are functions of names), so it computes the same again.
 
-Of the second run only the graph is used, not the output: `Circumstances.recomputed` says so, and a block leaves its
-last matrix product out, with the sum over the tensor axis that follows it. Of the six sums of a block that the ZeRO
+Of the second run only the graph is used, not the output: `LayerContext.recomputed` says so, and a block leaves out its
+last matrix product, and the sum over the tensor axis that follows it. Of the six sums of a block that the ZeRO
 paper counts (section 8: two forward, two again, two backward) one is gone.
 
 The two grains of `memory.recompute`: *full* wraps whole blocks; *selective* wraps the core of attention, everything
@@ -21,19 +20,19 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 
-class Circumstances(Protocol):
-    """The circumstances that a recomputed part gets beside its input."""
+class LayerContext(Protocol):
+    """The context of a micro-batch that a recomputed layer gets beside its input (`model/batch_context.py`)."""
 
     def recomputed(self) -> Self:
-        """Return the same for a recomputation, whose output nothing reads."""
+        """Return the same context, marked as that of a recomputation, whose output nothing reads."""
         ...
 
 
 class Kept(Protocol):
-    """A part's input, kept between forward and backward."""
+    """The input of a layer, kept between forward and backward."""
 
     def restore(self) -> Tensor:
-        """Return the input, good until `free`."""
+        """Return the input, valid until `free`."""
         ...
 
     def free(self) -> None:
@@ -44,7 +43,9 @@ class Kept(Protocol):
 class ActivationStore(Protocol):
     """A way to keep inputs."""
 
-    def keep(self, x: Tensor) -> Kept: ...
+    def keep(self, x: Tensor) -> Kept:
+        """Keep an input until its backward."""
+        ...
 
 
 class PlainStore:
@@ -68,27 +69,27 @@ Layer = Callable[[Tensor, Any], Tensor]
 
 
 class Recomputed:
-    """A part of the model whose backward runs it again.
+    """A layer whose backward runs its forward again.
 
     Args:
-        part: returns a new tensor; called with an input that has a gradient, and its circumstances.
+        layer: returns a new tensor; called with an input that has a gradient, and its context.
         store: keeps its input.
     """
 
-    def __init__(self, part: Layer, store: ActivationStore | type[PlainStore]):
-        self._part, self._store = part, store
+    def __init__(self, layer: Layer, store: ActivationStore | type[PlainStore]):
+        self._layer, self._store = layer, store
 
-    def __call__(self, x: Tensor, circumstances: Circumstances) -> Tensor:
+    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._part(x, circumstances)
-        return _Replay.apply(x, self._part, self._store, circumstances)
+            return self._layer(x, context)
+        return _Recompute.apply(x, self._layer, self._store, context)
 
 
-class _Replay(torch.autograd.Function):
+class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Layer, store: ActivationStore, circumstances: Circumstances) -> Tensor:
-        ctx.part, ctx.circumstances = part, circumstances
-        y = part(x, circumstances)
+    def forward(ctx: Any, x: Tensor, layer: Layer, store: ActivationStore, context: LayerContext) -> Tensor:
+        ctx.layer, ctx.context = layer, context
+        y = layer(x, context)
         ctx.kept = store.keep(x)
         return y
 
@@ -97,7 +98,7 @@ class _Replay(torch.autograd.Function):
         kept: Kept = ctx.kept
         x = kept.restore().detach().requires_grad_()
         with torch.enable_grad():  # of the output only the place where backward begins is wanted
-            root = get_gradient_edge(ctx.part(x, ctx.circumstances.recomputed()))
+            root = get_gradient_edge(ctx.layer(x, ctx.context.recomputed()))
         torch.autograd.backward(root, grads[0])
         kept.free()
         del ctx.kept

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
+from megazero.kernels.reference import wide_dtype
 from megazero.model.batch_context import BatchContext
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
@@ -57,7 +58,7 @@ class Rotary:
         positions = step.positions_SB
         if positions is None:  # attention sees the whole sequence, whatever part of it this rank holds outside
             positions = torch.arange(like_SBHd.shape[0], device=like_SBHd.device)[:, None]
-        dtype = torch.float64 if like_SBHd.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(like_SBHd.dtype)
         exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
         angles = positions[..., None].to(dtype) * self.theta**-exponents
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]

@@ -1,4 +1,4 @@
-"""The circumstances of one micro-batch: a frozen value, captured in forward and used again in recomputation.
+"""Describe one micro-batch to the layers: a frozen value, captured in forward and used again in recomputation.
 
 Ambient state in its place gives wrong gradients as soon as two micro-batches are in flight: after F0 F1 the backward
 B0 would recompute micro-batch 0 with micro-batch 1's dropout masks and positions.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BatchContext:
-    """The circumstances of one micro-batch: S positions of the sequence, B samples.
+    """The properties of one micro-batch: S positions of the sequence, B samples.
 
     Attributes:
         step: the training step, counted from 0 (dropout masks depend on it).
@@ -22,8 +22,8 @@ class BatchContext:
         positions_SB: int64 positions of each token in its document, None when they are 0..S-1 for every sample.
         attend_B1SS: bool, True where query (row) may see key (column); None for plain causal attention.
         training: dropout acts only when True.
-        recomputing: a layer has run before on the same input, and now only its backward is wanted: nobody looks at what
-            it returns, so whatever nothing else depends on may be left out.
+        recomputing: a layer has run before on the same input, and now only its backward is wanted: its output is not
+            read, and work that only the output needs may be left out.
     """
 
     step: int

@@ -12,7 +12,7 @@ a parameter in forward is announced (`use`), so that the engine knows when the l
 Layout rule: the sharded dimension comes first, so that the part of any rank is one interval of the flat parameter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
-from megazero.model.contract import GradientSlot, Model, ParameterDeclaration
+from megazero.model.contract import GradientSlot, ParameterDeclaration
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def declaration_of(parameter: nn.Parameter) -> Declaration:
     return parameter.declaration  # type: ignore[attr-defined]
 
 
-def named_declarations(model: Model) -> Iterator[tuple[str, Declaration]]:
-    """Yield (full name, declaration) of every parameter once; a tied weight comes under its first name."""
-    return ((name, declaration_of(parameter)) for name, parameter in model.named_parameters())
+def declarations_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Declaration]:
+    """Return the declarations of some parameters, of a unit or of a whole model, by their full names."""
+    return {name: declaration_of(parameter) for name, parameter in named}
 
 
 def use(parameter: nn.Parameter) -> GradientSlot | None:

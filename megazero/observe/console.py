@@ -65,7 +65,7 @@ class ConsoleSink:
         if self._stream is None:
             return
         try:
-            with HEART.aside():
+            with HEART.paused():
                 if self._live is not None:
                     self._live.show(int(_number(row, "step")), self._short(row, left))
                 else:

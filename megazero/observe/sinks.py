@@ -71,7 +71,7 @@ def say(text: str) -> None:
     line = one_line(text)
     try:
         if sys.stderr is not None:
-            with HEART.aside():
+            with HEART.paused():
                 print(line, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         return

@@ -89,7 +89,7 @@ class MemoryTimeline(Allocations):
             tuple[int, AllocationSite, str]
         ] = []  # number from 1, negative when it goes; where; operation
         self._place, self._operation = AllocationSite("", ""), ""
-        self._told: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
+        self._counted: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
 
     def at(self, action: str | None = None, module: str = "") -> None:
         """Set the place of what follows; None keeps the action."""
@@ -101,13 +101,13 @@ class MemoryTimeline(Allocations):
 
     def hold(self, category: str, size: int) -> None:
         """Count memory of the ledger that is about to be allocated."""
-        self._told.append(size)
+        self._counted.append(size)
         self._add(category, size, "")
 
     def came(self, size: int) -> int:
         super().came(size)
-        if size in self._told:
-            self._told.remove(size)
+        if size in self._counted:
+            self._counted.remove(size)
             return 0
         return self._add("", size, self._operation) if size else 0
 

@@ -1,10 +1,10 @@
-"""AdamW on flat intervals (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019).
+"""Update flat intervals with AdamW (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019).
 
 torch's fused kernel runs at the memory's bandwidth on long contiguous tensors: parameter, gradient and both moments
-are read once, and the kernel divides the gradient by a scale on the way, so unscaling and clipping cost no pass of
-their own. Our own kernel does the same with 16-bit parameters: it takes gradients as they are, and writes the rounded
-parameters on the way (`kernels/csrc/cpu.cpp`; the same bits). A raised `skip` flag leaves parameters, moments and step
-count as they were, without the host knowing.
+are read once, and the kernel divides the gradient by a scale in the same pass, so unscaling and clipping cost no pass
+of their own. Our own kernel does the same for 16-bit parameters: it reads gradients in their dtype, and writes the
+rounded parameters in the same pass (`kernels/csrc/cpu.cpp`; the same bits). When `skip` is 1, parameters, moments and
+step count stay as they were, and the host need not know.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,14 @@ from megazero.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """What one call of the kernel updates: elements of a unit's shard of one group; `step` counts its updates."""
+    """The elements of a unit's shard, all of one group, that one call of the kernel updates.
+
+    Attributes:
+        where: their place in the shard.
+        decay: the weight decay.
+        lr_factor: multiplies the learning rate.
+        step: counts the updates, fp32, 0-dim.
+    """
 
     where: slice
     decay: float
@@ -30,17 +37,17 @@ class _Piece:
 
 
 class AdamW:
-    """The optimizer state of what this rank updates.
+    """AdamW, with the state of the elements that this rank updates.
 
     Args:
-        units: their masters are updated in place.
-        betas, eps: of Adam.
+        units: the units whose masters are updated, in place.
+        betas, eps: Adam's decay rates of the moments, and its small divisor.
         weight_decay: applied to the groups that decay.
         bucket: bytes; 16-bit gradients are widened in pieces of this size, where the kernel does not do it.
         ops: the kernels to use, where the masters are.
 
     Attributes:
-        state: of each unit the two moments of its shard.
+        state: for each unit, the two moments of its shard.
     """
 
     KIND: ClassVar[str] = "adamw"
@@ -71,11 +78,11 @@ class AdamW:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes in which 16-bit gradients are widened."""
+        """Return the bytes of the buffer in which 16-bit gradients are widened."""
         return self._staging.nbytes
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the updates done, for each piece of the unit."""
+        """Return the update counts of a unit's pieces, to be set when a run resumes."""
         return [piece.step for piece in self._pieces[unit]]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
@@ -129,7 +136,7 @@ class AdamW:
             )
 
     def _widens(self, unit: Unit) -> bool:
-        """Return whether gradients are put into the masters' precision before the update."""
+        """Return whether gradients are copied to the masters' precision before the update."""
         return self._adamw is None and unit.reduced_gradients.dtype != unit.masters.dtype
 
     def _gradients(self, unit: Unit, where: slice) -> Tensor:

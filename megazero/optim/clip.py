@@ -1,9 +1,9 @@
-"""The global gradient norm and the clip factor.
+"""Compute the global gradient norm and the clip factor.
 
 The norm counts each logical parameter once. Squares are summed in fp64 for each unit and each shard of it, and these
 sums are added in rank order, then in unit order, whether a rank holds one shard or all of them: fp32 sums over 1, 2 or
 4 shards of a million elements differ by 1.7e-5, enough to break equality between stages through the clip. Units on
-other ranks of the pipeline have their place in the same order. Replicas of a shard are alike, and each counts its own.
+other ranks of the pipeline have their place in the same order. Replicas of a shard are equal, and each counts its own.
 
 Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
 """
@@ -23,8 +23,8 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
     """Return the sum of squared reduced gradients of each unit of the model: fp64 [num_units], alike on every rank.
 
     Args:
-        units: that this rank counts.
-        places: int64, of each its place among all units of the model; on the device, so that nobody waits for it.
+        units: the units that this rank counts.
+        places: int64, the place of each among all units of the model; on the device, so that the host need not wait.
         num_units: of the model.
         pipeline: the axis whose ranks have the other units.
     """
@@ -40,7 +40,7 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
 
 
 def _group_squares(units: list[Unit], shard: Axis, tensor: Axis, ops: Operations) -> Tensor:
-    """Return the sums of units that have the same axes: fp64 [units]."""
+    """Return the sum of squares of each of some units that have the same axes: fp64 [units]."""
     sharded = len(units[0].masters) < units[0].numel
     parts = 1 if sharded else shard.size
     first, *others = (
@@ -56,11 +56,11 @@ def _group_squares(units: list[Unit], shard: Axis, tensor: Axis, ops: Operations
 
 
 def _squares(unit: Unit, part: int, parts: int, ops: Operations, *, counts: bool) -> Tensor:
-    """Return the fp64 sum of one of `parts` parts of what this rank updates.
+    """Return the fp64 sum of squares of one of `parts` equal parts of the gradients that this rank updates with.
 
     Args:
-        counts: what is whole on every rank of the tensor axis counts here: on the first. Other ranks add 0 times it,
-            so that a value that is not finite still shows.
+        counts: parameters replicated over the tensor axis count on this rank: the first. Other ranks add 0 times
+            their sum, so that a value that is not finite still shows.
     """
     gradients = unit.reduced_gradients.chunk(parts)[part]
     if counts:
@@ -70,5 +70,5 @@ def _squares(unit: Unit, part: int, parts: int, ops: Operations, *, counts: bool
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Return min(1, limit / norm), what gradients of that norm are multiplied by; `limit` 0 means no clipping."""
+    """Return min(1, limit / norm), the factor of gradients of that norm; `limit` 0 means no clipping."""
     return (limit / (norm + _EPS)).clamp(max=1.0) if limit else torch.ones_like(norm)

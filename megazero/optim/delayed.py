@@ -1,14 +1,13 @@
-"""The host updates while the device computes the next step (one-step delayed update: Ren et al. 2021, ZeRO-Offload,
-arXiv 2101.06840, section 5.2).
+"""Update on the host while the device computes the next step (one-step delayed update).
 
-    step k        forward and backward with the parameters of update k - 2, while the host does update k - 1
-    its end       update k - 1 is published, update k begins
+    step k        forward and backward with the parameters of update k - 2, while the host computes update k - 1
+    its end       update k - 1 is published, update k starts
 
-(counting from 1: the first two steps see the initial parameters.) Gradients are one update older than the parameters
-that they change, which is another algorithm, if one that the paper finds to converge alike; everything else is as ever.
-Where a checkpoint is written nothing is delayed: `catch_up` publishes what is under way. A run that goes on from it
-does so where the first one saved, and both compute the same from there. Validation sees what the next step computes
-with.
+(counting from 1: the first two steps see the initial parameters. Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840,
+section 5.2.) Gradients are computed with parameters that are one update older than those that they change. That is
+another algorithm, which the paper finds to converge alike. Before a checkpoint is written, `flush_delayed` waits for
+the update under way and publishes it, so a run that resumes there and the one that saved compute the same. Validation
+uses the parameters of the next step.
 """
 
 from collections.abc import Callable
@@ -20,11 +19,11 @@ from megazero.zero.unit import Unit
 
 
 class Delayed:
-    """Updates under way.
+    """The update under way on the host.
 
     Args:
         publish: sends a unit's updated parameters to where forward and backward see them.
-        thread: of the host.
+        thread: the host's thread that computes updates.
     """
 
     def __init__(self, publish: Callable[[Unit], None], thread: Executor):
@@ -32,8 +31,13 @@ class Delayed:
         self._under_way: list[tuple[Unit, Future[None]]] = []
 
     def begin(self, units: list[Unit], update: Callable[[Unit], None]) -> None:
-        """The units are updated in the background, one after the other: the last first, as backward needs the places
-        of their gradients. Nothing may be under way, nor be on its way from where an update writes.
+        """Start to update units in the background, one after the other.
+
+        The last unit comes first, because backward writes its gradients first. No update may be under way, and no
+        copy out of the memory that an update writes to.
+
+        Args:
+            update: updates one unit.
         """
         assert not self._under_way
         self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in reversed(units)]
@@ -42,7 +46,7 @@ class Delayed:
             unit.host_gradients.wait = done.result  # its gradients are read until then
 
     def flush_delayed(self) -> None:
-        """Nothing is under way when this returns. Every rank calls it."""
+        """Wait for the update under way and publish it. Every rank calls it."""
         for unit, done in reversed(self._under_way):
             done.result()
             self._publish(unit)

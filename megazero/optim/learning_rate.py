@@ -1,4 +1,4 @@
-"""The learning rate of an update, as a pure function of its number.
+"""Compute the learning rate of an update, as a pure function of its number.
 
 An *update* is a step that changed the weights: steps minus skipped ones, counted from 0, as Adam counts them. A skipped
 step therefore repeats the learning rate of the one before it, and a run that resumes needs no state beyond that count.
@@ -26,7 +26,13 @@ Decay = Literal["cosine", "linear", "wsd", "constant"]
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Args: peak and minimum learning rate; warm-up, total and cool-down lengths in updates (cool-down: wsd only)."""
+    """The schedule of the learning rate.
+
+    Attributes:
+        peak, minimum: learning rates.
+        warmup, total, cooldown: lengths in updates; the cool-down is used by wsd only.
+        decay: the shape after the warm-up.
+    """
 
     peak: float
     minimum: float
@@ -36,7 +42,7 @@ class LearningRate:
     cooldown: int = 0
 
     def at(self, update: int) -> float:
-        """Learning rate of this update (>= 0, skipped steps not counted)."""
+        """Return the learning rate of an update, counted from 0 without skipped steps."""
         assert update >= 0, f"updates count from 0, got {update}"
         if update < self.warmup:
             return self.peak * ((update + 1) / self.warmup)
@@ -48,7 +54,7 @@ class LearningRate:
         return self._blend(self._progress(update, start))
 
     def _progress(self, update: int, start: int) -> float:
-        """Share of the decay from `start` to the last update that is done after this one, in [0, 1]."""
+        """Return the share of the decay from `start` to the last update that is done after this one, in [0, 1]."""
         if update < start or start >= self.total:  # before it, or a decay of no updates: nothing decays
             return 0.0
         return min(1.0, (update - start + 1) / (self.total - start))

@@ -1,9 +1,9 @@
-"""The loss scale of fp16: large enough that small gradients do not vanish, small enough that none overflows.
+"""Scale the loss for fp16, so that small gradients do not vanish and none overflows.
 
 fp16 has 5 bits of exponent; most gradients of a large model are smaller than its smallest number (Micikevicius et al.
 2018, section 3.2). The loss is multiplied by a power of two before backward, and the update divides by it. An overflow
-shows as a norm that is not finite: that step is skipped and the scale halved; after many good steps it is doubled. All
-of it happens on the device.
+shows as a norm that is not finite: that step is skipped and the scale is halved; after many finite steps it is doubled.
+All of this happens on the device.
 """
 
 import torch
@@ -13,9 +13,12 @@ INITIAL, GROWTH_INTERVAL, SMALLEST = 2.0**16, 2000, 1.0
 
 
 class LossScale:
-    """`scale` is what losses are multiplied by: fp32, 0-dim; 1 for ever unless `dynamic`.
+    """The factor of the loss, and the count of steps after which it grows.
 
-    `good` counts the finite steps since it last changed: int32, 0-dim.
+    Attributes:
+        dynamic: whether the scale changes; if not, it is always 1.
+        scale: the factor, fp32, 0-dim.
+        good: finite steps since it last changed, int32, 0-dim.
     """
 
     def __init__(self, device: torch.device, *, dynamic: bool):
@@ -24,10 +27,16 @@ class LossScale:
         self.good = torch.zeros((), dtype=torch.int32, device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss that backward runs on."""
         return loss * self.scale if self.dynamic else loss
 
     def update(self, finite: Tensor, counts: Tensor) -> None:
-        """After a step whose norm was finite or not; one without tokens does not count (both bool, 0-dim)."""
+        """Change the scale after a step.
+
+        Args:
+            finite: whether the norm was, bool, 0-dim.
+            counts: whether the step had valid tokens; one without is not counted as good. bool, 0-dim.
+        """
         if not self.dynamic:
             return
         self.good.copy_(torch.where(finite, self.good + counts, 0))

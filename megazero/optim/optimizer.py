@@ -1,4 +1,4 @@
-"""The contract of optimizers: what the engine and checkpoints need of any kind.
+"""Define the interface of optimizers that the engine and checkpoints use.
 
 A kind declares the state that it keeps for each element it updates; checkpoints save and load what is declared. AdamW
 is the only kind today; nothing but `adamw.py` knows it.
@@ -18,8 +18,8 @@ class Optimizer(Protocol):
     Attributes:
         KIND: the name by which groups of parameters ask for it.
         STATE: the names of the state it keeps for each element.
-        state: of each unit, by these names, flat and as long as its masters.
-        staging_bytes: memory it keeps beside.
+        state: the state of each unit by these names, flat and as long as its masters.
+        staging_bytes: bytes that it keeps besides the state.
     """
 
     KIND: ClassVar[str]
@@ -32,11 +32,11 @@ class Optimizer(Protocol):
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes kept beside the state."""
+        """Return the bytes kept besides the state."""
         ...
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the counts of updates that a unit has seen, to be set when a run goes on."""
+        """Return the update counts of a unit's pieces, to be set when a run resumes."""
         ...
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:

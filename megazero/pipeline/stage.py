@@ -53,14 +53,14 @@ class Stage:
     Args:
         index: number of the stage.
         run: its parts of the model: (output of the stage before, feed) -> output; the first gets None.
-        passes: gather parameters and reduce gradients of its units.
+        gradients: gather parameters and reduce gradients of its units.
         loss: (token losses, feed) -> what backward begins at; None for all but the last.
     """
 
     def __init__(
-        self, index: int, run: Run, passes: StageGradients, loss: Callable[[Tensor, StageInputs], Tensor] | None
+        self, index: int, run: Run, gradients: StageGradients, loss: Callable[[Tensor, StageInputs], Tensor] | None
     ):
-        self.index, self.run, self.passes, self.loss = index, run, passes, loss
+        self.index, self.run, self.gradients, self.loss = index, run, gradients, loss
         # Of each micro-batch: where the input's gradient will be, None in the first stage; where backward begins.
         self._live: dict[int, tuple[list[Tensor] | None, Tensor | GradientEdge]] = {}
         self._root = torch.empty(0, requires_grad=True)
@@ -69,7 +69,7 @@ class Stage:
         """Run forward, and return the output without its graph."""
         if not torch.is_grad_enabled():
             return self.run(x, feed)
-        self.passes.forward(micro_batch)
+        self.gradients.forward(micro_batch)
         arrived: list[Tensor] | None = None
         if x is not None:
             arrived = []
@@ -88,20 +88,20 @@ class Stage:
             last: it is the step's last micro-batch.
         """
         arrived, begin = self._begin(micro_batch, gradient)
-        self.passes.backward(micro_batch, begin, reduce=reduce, last=last)
+        self.gradients.backward(micro_batch, begin, reduce=reduce, last=last)
         return self._gradient(arrived)
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Run backward without the weights' gradients, which `backward_weight` computes later."""
         arrived, begin = self._begin(micro_batch, gradient)
-        self.passes.backward_input(micro_batch, begin)
+        self.gradients.backward_input(micro_batch, begin)
         return self._gradient(arrived)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
-        self.passes.backward_weight(micro_batch, reduce=reduce, last=last)
+        self.gradients.backward_weight(micro_batch, reduce=reduce, last=last)
 
     def finish_reduction(self) -> None:
-        self.passes.finish_reduction()
+        self.gradients.finish_reduction()
 
     def clear(self) -> None:
         """Forget the micro-batches that are under way."""

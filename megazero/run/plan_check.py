@@ -66,7 +66,7 @@ class Expectation:
             both = f"{held.get(worst, 0) / 1e6:,.1f} for {planned.held.get(worst, 0) / 1e6:,.1f}"
             warn(f"{line}; most of it {worst}, {both}")
         elif self._grid["world"].rank == 0:
-            with HEART.aside():
+            with HEART.paused():
                 print(line, flush=True)
 
     def _of(self, rank: int) -> RankMemory:

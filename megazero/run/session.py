@@ -87,7 +87,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
             size,
             lambda place: run_training(config, name, place),
             lambda *how: _after_failure(_folder(config, name), made, *how),
-            stopped=lambda number, standings: _stopped_early(config, name, number, standings[0].phase),
+            stopped=lambda number, statuses: _stopped_early(config, name, number, statuses[0].phase),
             shares_gpus=shares_gpus,
         )
     place = RankContext.of(world)
@@ -346,16 +346,16 @@ def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
     return REQUEUE
 
 
-def _after_failure(folder: RunFolder, made: Sequence[Path], standings: Sequence[RankStatus], line: str) -> None:
+def _after_failure(folder: RunFolder, made: Sequence[Path], statuses: Sequence[RankStatus], line: str) -> None:
     """Write the line to the log; remove the folder of a run that was refused, if it had made it.
 
     Args:
         made: the folders that were not there before the ranks were.
     """
-    if standings[0].phase == START:  # it had none
+    if statuses[0].phase == START:  # it had none
         return
     refused = re.match(r"MZ-(\d{3}) ", line)
-    if refused and is_refusal(int(refused[1]), max(standing.step for standing in standings)):
+    if refused and is_refusal(int(refused[1]), max(status.step for status in statuses)):
         lock = RunLock(folder.lock)  # rank 0 may have been killed with it
         with contextlib.suppress(UserError, OSError):
             lock.take()
@@ -387,5 +387,5 @@ def _same_kernels(names: list[bytes]) -> None:
 
 def _say(text: str) -> None:
     """Print to whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
-    with HEART.aside(), contextlib.suppress(OSError, ValueError):
+    with HEART.paused(), contextlib.suppress(OSError, ValueError):
         print(text, flush=True)

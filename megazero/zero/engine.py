@@ -1,20 +1,20 @@
-"""The life of a step: begin, the passes of each micro-batch, finish.
+"""Run a step: begin it, gather and reduce around each micro-batch's forward and backward, clip and update.
 
 The loss of a step is the sum over the valid tokens of the global batch divided by their count. The count is known
-only when the last micro-batch has been seen, and nobody waits for it: backward runs on sum / (global batch x sequence
+only after the last micro-batch, and backward does not wait for it: backward runs on sum / (global batch x sequence
 length), a constant, and the factor constant / count multiplies the unscaling that Adam does anyway. A step without a
 valid token is skipped: it consumes its batch and changes nothing.
 
-The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduce.py`), and
-the updated parameters come from there (`gather.py`). Under sequence parallelism a rank of the tensor axis has
-seen only its own tokens of norms, biases and positions, which lie in the tails of the units; one all-reduce of each
-reduced tail completes them. The ranks of the pipeline have other stages of the model, the last of them the loss; a
-weight that the first and the last stage share has a copy on both, of which each has seen its own use: `tie` sums
-them, so that both copies are updated alike, and the norm counts the first.
+The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduce.py`), and the
+updated parameters come from there (`gather.py`). Under sequence parallelism a rank of the tensor axis has seen only its
+own tokens of norms, biases and positions, which lie at the end of each unit (`tp_replicated`); one all-reduce of that
+part of the reduced gradients completes them. The ranks of the pipeline have other stages of the model, the last of them
+the loss. A weight that the first and the last stage share has a copy on both, each with the gradient of its own use:
+`reduce_tied` sums these, so that both copies are updated alike, and the norm counts the first.
 
-Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there;
-the host reads it later (`StepResult`). Once loss or norm were not finite the flag stays up, so no later update can
-happen before the host has noticed; only with a loss scale (fp16) it is an ordinary event, and training goes on.
+Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there; the
+host reads it later (`StepResult`). Once loss or norm were not finite the flag stays set, so no later update can happen
+before the host has noticed. Only with a loss scale (fp16) is that an ordinary event, after which training goes on.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -31,7 +31,7 @@ from megazero.optim.delayed import Delayed
 from megazero.optim.loss_scale import LossScale
 from megazero.optim.optimizer import Optimizer
 from megazero.zero.gather import Gather
-from megazero.zero.hooks import Layer, watch
+from megazero.zero.hooks import Layer, shard_layers
 from megazero.zero.offload import Offload
 from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
 from megazero.zero.stage import StageGradients
@@ -40,15 +40,15 @@ from megazero.zero.unit import Unit
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed, still on the device.
+    """The results of a step, still on the device.
 
     Attributes:
         loss: mean over valid tokens, nats; nan when there was none.
-        grad_norm: of the gradient of that loss, before clipping.
+        grad_norm: norm of the gradient of that loss, before clipping.
         valid_tokens: their count.
         skipped: True when the update was suppressed.
         finite: False when loss or gradient norm were not finite although there were valid tokens.
-        loss_scale: that the gradients were computed with.
+        loss_scale: the scale with which the gradients were computed.
         squares: sum of squared (scaled) gradients of each unit, fp64 [units].
     """
 
@@ -62,7 +62,7 @@ class StepResult:
 
 
 class Engine:
-    """Parameters, gradients and update of one rank's units.
+    """The parameters, gradients and updates of one rank's units.
 
     Args:
         stages: the names of the units that each stage of this rank uses, in forward order.
@@ -77,7 +77,7 @@ class Engine:
         offload: what rests on the host, and is updated there; None: nothing.
 
     Attributes:
-        passes: of each stage of this rank.
+        stages: the gradients of each stage of this rank, in forward order.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Engine:
             self._delayed = Delayed(self.gather.publish, self._host.thread())
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
-        self.passes = list(self._passes(stages, device))
-        # Of a unit on both ends the first is counted, and the other is its copy.
+        self.stages = list(self._stage_gradients(stages, device))
+        # The norm counts a unit of both ends of the pipeline once: on the first stage. The other one is a copy.
         copies = {unit for unit in units if unit.axes.copies.rank > 0}
         self._counted = [unit for unit in units if unit not in copies]
         self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
@@ -115,47 +115,54 @@ class Engine:
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
-    def _passes(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
-        """Gradients of a unit that several stages use are complete in the first of them, whose backward comes last."""
+    def _stage_gradients(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
+        """Yield the gradients of each stage.
+
+        A unit that several stages use is reduced by the first of them: its backward comes last.
+        """
         taken: set[str] = set()
         for names in stages:
             own = [self._units[name] for name in names if name not in taken]
             taken.update(names)
             yield StageGradients([self._units[name] for name in names], Reduction(own, device), self.gather)
 
-    def watch(
-        self, parts: Sequence[Layer], names: Sequence[list[str]], *, keep_last: bool, recomputed: Container[Layer] = ()
+    def shard_layers(
+        self, layers: Sequence[Layer], names: Sequence[list[str]], *, keep_last: bool, recomputed: Container[Layer] = ()
     ) -> list[Layer]:
-        """The parts of one stage, each with what has to be done around it.
+        """Return the layers of one stage, each with hooks around it that gather and release its units.
 
         Args:
-            names: of the units that each uses.
-            keep_last: the last one's backward follows its forward, so its parameters stay.
-            replayed: parts that run again in their backward.
+            names: of each layer, the units that it uses.
+            keep_last: the last layer's backward follows its forward, so its parameters stay.
+            recomputed: the layers whose forward runs again in their backward.
         """
-        units = [[self._units[name] for name in of_part] for of_part in names]
-        return watch(parts, units, self.gather, keep_last=keep_last, recomputed=recomputed)
+        units = [[self._units[name] for name in used] for used in names]
+        return shard_layers(layers, units, self.gather, keep_last=keep_last, recomputed=recomputed)
 
     def begin_step(self) -> None:
-        """What was gathered before is past."""
+        """Reset the per-step state: sums, deferred and accumulated gradients."""
         self._totals.zero_()
-        for passes in self.passes:
-            passes.clear()
+        for stage in self.stages:
+            stage.clear()
         for unit in self.units:
             unit.begin_step()
 
     def loss(self, losses_SB: Tensor, valid_SB: Tensor) -> Tensor:
-        """Adds one micro-batch's token losses (0 where not valid) to the step's; what its backward begins at."""
+        """Add one micro-batch's token losses (0 where not valid) to the step's; return the scaled loss for backward."""
         self._totals[0] += losses_SB.detach().sum(dtype=torch.float64)
         self._totals[1] += valid_SB.sum()
         return self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step)
 
     def reduce_tied(self) -> None:
-        """Sum the reduced gradients of what the first and the last stage share, once a step."""
+        """Sum the reduced gradients of units that the first and the last stage share, once a step."""
         sum_copies(self.units)
 
     def finish_step(self, lr: float) -> StepResult:
-        """Clips and updates, unless there is a reason not to."""
+        """Sum what is still partial, clip, and update unless the step is to be skipped.
+
+        Args:
+            lr: the learning rate of this update.
+        """
         sum_tp_replicated(reversed(self.units))
         if self._host is not None:
             self._host.settle()
@@ -192,19 +199,20 @@ class Engine:
 
     @property
     def delays(self) -> bool:
-        """Updates are delayed by a step."""
+        """Return whether updates are delayed by a step."""
         return self._delayed is not None
 
     def flush_delayed(self) -> None:
-        """No update is under way. Every rank calls it."""
+        """Wait for the delayed update and publish it. Every rank calls it."""
         if self._delayed is not None:
             self._delayed.flush_delayed()
 
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
-        """Goes on from masters and moments that have been loaded, after so many updates.
+        """Continue from masters and moments that have been loaded.
 
         Args:
-            loss_scale, good_steps: of the scaler; None where the state is of a run without one.
+            updates: the number of updates that they have seen.
+            loss_scale, good_steps: state of the loss scale; None where the saved run had none.
         """
         self.gather.unshard([unit for unit in self.units if unit.parameters_rest_whole])  # those of an earlier update
         for unit in self.units:
@@ -217,37 +225,37 @@ class Engine:
             self.loss_scale.good.fill_(good_steps)
 
     def examine(self, compute: Callable[[], None], loss_scale: Tensor) -> list[tuple[int, str]]:
-        """Computes a step again, without reducing or updating anything: what of this rank's gradients is not finite.
+        """Compute a step again without reducing or updating, and return which of this rank's gradients are not finite.
 
-        A step that was not finite has changed nothing, so it can be repeated bit for bit (but with delayed updates,
-        where the update before it has been published since), and now each rank's own gradients can be looked at before
-        they are added to those of others. Every rank has to call this.
+        A step that was not finite has changed nothing, so it can be repeated bit for bit (except with delayed updates,
+        where the update before it has been published since). This time each rank's own gradients are examined before
+        they would be summed with those of others. Every rank calls it.
 
         Args:
-            compute: all passes of the step.
-            loss_scale: that the step had.
+            compute: runs forward and backward of all micro-batches of the step.
+            loss_scale: the scale that the step had.
 
         Returns:
-            (which of this rank's stages, what), in the order in which it was found.
+            (index of this rank's stage, what is not finite), in the order in which it was found.
         """
         faults: list[tuple[int, str]] = []
         self.loss_scale.scale.copy_(loss_scale)
         self.begin_step()
-        for number, passes in enumerate(self.passes):
-            passes.reduction.inspect = lambda unit, number=number: faults.extend(
+        for number, stage in enumerate(self.stages):
+            stage.reduction.inspect = lambda unit, number=number: faults.extend(
                 (number, fault) for fault in _not_finite(unit)
             )
         try:
             compute()
         finally:
-            for passes in self.passes:
-                passes.reduction.inspect = None
+            for stage in self.stages:
+                stage.reduction.inspect = None
         return faults
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(full name, values of this rank's part) of every parameter, in unit order; gathered if need be.
+        """Yield (full name, values of this rank's part) of every parameter, in unit order; gather sharded ones.
 
-        Values are views that are good until the next one is asked for. Every rank of the data axis has to go through
+        Values are views that are valid until the next one is asked for. Every rank of the data axis has to go through
         all of them.
         """
         for unit in self.units:
@@ -258,5 +266,5 @@ class Engine:
 
 
 def _not_finite(unit: Unit) -> list[str]:
-    """The parameters of a unit whose own gradients hold something that is not finite."""
+    """Return the parameters of a unit whose own gradients hold a value that is not finite, in words."""
     return [f"gradient of {name}" for name, view in unit.views.items() if not torch.isfinite(view.view).all()]

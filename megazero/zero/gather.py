@@ -1,10 +1,12 @@
-"""Parameters are there when they are needed, and were asked for before.
+"""Gather parameters before they are needed, beside the computation, and free them afterwards.
 
-Where they rest sharded (stage 3), a part of the model asks for its units before it runs, and for those of its
-neighbour, whose gathering then goes on beside the computation; afterwards they are released. Where only the optimizer
-state is sharded (stages 1 and 2), the gathering of each unit's updated parameters begins right after its update, and
-the next forward waits for a unit when it gets there.
+Where parameters rest sharded (stage 3), a layer waits for its units before it runs and prefetches those of the next
+layer, whose gathering then goes on beside the computation; afterwards its own are released. Where only the optimizer
+state is sharded (stages 1 and 2), the gathering of each unit's updated parameters starts right after its update, and
+the next forward waits for each unit when it gets there.
 """
+
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -14,7 +16,7 @@ from megazero.zero.unit import Unit
 
 
 class Gather:
-    """Gathers parameters along the axes of their units, and knows which are on their way."""
+    """The gathering of parameters along the axes of their units, and which of them are on their way."""
 
     def __init__(self, device: torch.device):
         self._stream = SideStream(device)
@@ -24,7 +26,7 @@ class Gather:
         """Start to gather units that will be needed soon."""
         for unit in units:
             if unit.whole is None and unit not in self._coming:
-                with self._time(unit), self._stream.aside():
+                with self._time(unit), self._stream.queued():
                     self._coming[unit] = unit.start_unshard()
 
     def unshard(self, units: list[Unit]) -> None:
@@ -35,7 +37,7 @@ class Gather:
                 continue
             whole, pending = self._coming.pop(unit)
             with self._time(unit):
-                with self._stream.aside():
+                with self._stream.queued():
                     pending.wait()
                 self._stream.join()
             if unit.whole is None:
@@ -47,9 +49,9 @@ class Gather:
             self.unshard([unit])  # of the update before, if nothing has needed it since
         unit.depart()
         if unit.publishes:
-            with self._time(unit), self._stream.aside():
+            with self._time(unit), self._stream.queued():
                 self._coming[unit] = unit.parameters.values, unit.start_publish()
-            # What is left lying for the next forward must not hold up whatever comes before it.
+            # Unread messages that wait for the next forward must not fill the room of operations before it.
             while sum(pending.unread for _, pending in self._coming.values()) > MOST_UNREAD // 2:
                 self.unshard([next(iter(self._coming))])
 
@@ -59,9 +61,9 @@ class Gather:
             unit.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
-        """Free all units; what is on its way to one would not be that of the update to come."""
+        """Free all units, and end what is on its way to one: it would not be that of the update to come."""
         self.unshard([unit for unit in self._coming if not unit.parameters_rest_whole])
         self.reshard(units)
 
-    def _time(self, unit: Unit):
+    def _time(self, unit: Unit) -> AbstractContextManager[None]:
         return unit.axes.shard.comm.ledger.time(unit.layout.name, "gather")

@@ -1,13 +1,13 @@
-"""When the last gradient of a unit has arrived.
+"""Count the gradients delivered to a unit, to know when the last one has arrived; accumulate them in its buffer.
 
-Each use of a parameter in forward is announced, each announced use delivers one gradient in backward, and when as many
-have been delivered as were announced, for all parameters of a unit and one micro-batch, the unit's gradients are
-complete. Nothing simpler tells: a unit with integer input (the embedding) gets no gradient of its input, a tied
-weight's two gradients come at the beginning and at the end of backward, and where the weights' part of backward is
-split off none comes in the other.
+Each use of a parameter in forward is announced (`expect`), and each announced use delivers one gradient in backward.
+When as many gradients have been delivered as were announced, for all parameters of a unit and one micro-batch, the
+unit's gradients are complete. Nothing simpler works: a unit with integer input (the embedding) gets no gradient of its
+input; a tied weight's two gradients come at the beginning and at the end of backward; and where the computation of the
+weight gradients is split off, none comes while the input gradient is computed.
 
-The phases of a unit and a micro-batch are kept, so that a gradient that comes too late or too early is an error with
-the name of the parameter and not a wrong sum.
+The phase of each unit in each micro-batch is kept, so that a gradient that comes too late or too early is an error that
+names the parameter, and not a wrong sum.
 """
 
 from collections import Counter, deque
@@ -25,7 +25,7 @@ from megazero.kernels.operations import Operations
 
 
 class Phase(Enum):
-    """Of a unit, for one micro-batch."""
+    """The phase of a unit in one micro-batch."""
 
     FORWARD = "its forward runs or has run"
     BACKWARD = "its gradients arrive"
@@ -34,7 +34,12 @@ class Phase(Enum):
 
 @dataclass
 class Deliveries:
-    """A unit's part in one micro-batch; `due` counts the deliveries still to come, by parameter."""
+    """The deliveries of one micro-batch to a unit.
+
+    Attributes:
+        due: the deliveries still to come, by parameter.
+        left: their sum.
+    """
 
     phase: Phase = Phase.FORWARD
     due: Counter[str] = field(default_factory=Counter)
@@ -42,12 +47,13 @@ class Deliveries:
 
 
 class DeliveryCounter:
-    """The visits of one unit.
+    """A counter of the gradients delivered to one unit, for each micro-batch.
 
     Attributes:
-        micro_batch: whose uses are announced, or whose gradients are delivered, now.
-        on_complete: called when the last gradient of a visit has arrived.
-        noted: where deliveries are put instead of being made, while backward computes the gradient of the input only.
+        micro_batch: the micro-batch whose uses are announced, or whose gradients are delivered, now.
+        on_complete: called when the last gradient of a micro-batch has arrived.
+        deferred: receives deliveries as functions to be called later, while backward computes the gradient of the
+            input only; None: deliveries are made at once.
     """
 
     def __init__(self, unit: str):
@@ -59,14 +65,14 @@ class DeliveryCounter:
         self.deferred: deque[Callable[[], None]] | None = None
 
     def expect(self, parameter: str) -> None:
-        """A use of a parameter in forward, or in a forward that is computed again."""
+        """Announce a use of a parameter in forward, or in a forward that is recomputed."""
         deliveries = self._by_micro_batch.setdefault(self.micro_batch, Deliveries())
         assert deliveries.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", deliveries)
         deliveries.due[parameter] += 1
         deliveries.left += 1
 
     def delivered(self, parameter: str) -> None:
-        """A gradient has been added to what was there."""
+        """Count a gradient that has been added to the buffer; call `on_complete` behind the last one."""
         deliveries = self._by_micro_batch.get(self.micro_batch)
         assert deliveries is not None and deliveries.due[parameter] > 0, self._wrong(
             parameter, "has a gradient", deliveries
@@ -95,11 +101,11 @@ class DeliveryCounter:
             raise UserError(305, what, do)
 
     def end(self) -> None:
-        """The backward of a micro-batch is over."""
+        """Forget the current micro-batch: its backward is over."""
         self._by_micro_batch.pop(self.micro_batch, None)
 
     def clear(self) -> None:
-        """Nothing is under way: a forward that never had a backward does not count."""
+        """Forget all micro-batches, also those whose forward never had a backward, and all deliveries of the step."""
         self._by_micro_batch.clear()
         self._delivered.clear()
 
@@ -109,19 +115,25 @@ class DeliveryCounter:
 
 
 class Owner(Protocol):
-    """The unit of a view."""
+    """The unit of an accumulator."""
 
     deliveries: DeliveryCounter
 
-    def open_gradients(self) -> None: ...
+    def open_gradients(self) -> None:
+        """Make sure that there is memory for the gradients, and that the accumulators' views point into it."""
+        ...
 
 
 class GradientAccumulator:
     """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
 
     The first delivery overwrites what the memory held, later ones (the next micro-batch, the other use of a tied
-    weight) add to it: nothing is ever zeroed for its own sake. Where the buffer is wider than the parameter (fp32 under
-    16 bits), a gradient is made narrow and widened as it is delivered, in one pass.
+    weight) add to it: the buffer is never zeroed in a pass of its own. Where the buffer is wider than the parameter
+    (fp32 for a 16-bit parameter), a gradient is computed narrow and widened as it is delivered, in one pass.
+
+    Attributes:
+        view: of the parameter's shape, in the unit's buffer.
+        fresh: nothing has been delivered since the last reduction, so the memory holds anything.
     """
 
     def __init__(self, unit: Owner, name: str, ops: Operations):
@@ -130,24 +142,28 @@ class GradientAccumulator:
         self.fresh = True
 
     def expect(self) -> None:
+        """Announce a use of the parameter in forward."""
         self._unit.deliveries.expect(self._name)
 
     def add(self, gradient: Tensor) -> None:
-        self._make(self._add, gradient)
+        """Deliver a gradient of the parameter's shape."""
+        self._deliver(self._add, gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        self._make(self._add_product, left, right)
+        """Deliver a gradient that is the matrix product of two tensors."""
+        self._deliver(self._add_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
-        self._make(self._add_rows, rows, values)
+        """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
+        self._deliver(self._add_rows, rows, values)
 
     def close(self) -> None:
-        """Nothing has been delivered: the gradient is zero."""
+        """Write zeros if nothing has been delivered."""
         if self.fresh:
             self.view.zero_()
             self.fresh = False
 
-    def _make(self, delivery: Callable[..., None], *tensors: Tensor) -> None:
+    def _deliver(self, delivery: Callable[..., None], *tensors: Tensor) -> None:
         deferred = self._unit.deliveries.deferred
         if deferred is None:
             delivery(*tensors)
@@ -180,7 +196,7 @@ class GradientAccumulator:
         self._unit.deliveries.delivered(self._name)
 
     def _first(self) -> bool:
-        """Whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""
+        """Return whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""
         self._unit.open_gradients()
         first, self.fresh = self.fresh, False
         return first

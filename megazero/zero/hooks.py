@@ -1,16 +1,16 @@
-"""The events of a unit's life in a step, wired around the parts of a model that knows nothing of them.
+"""Gather, release and reduce a unit's values around the layers of a model that knows nothing of units.
 
-    pre_forward    a part is about to run: its units' parameters are there, the next part's are on their way
-    post_forward   it has run: sharded parameters are released (but by the model's last part: its backward comes next)
-    pre_backward   its gradient has arrived: what its backward needs is there, what the part before needs on its way
-    post_backward  two moments: the last gradient of a unit has been delivered (`gradients.py`), which begins its
-    reduction,
-                   and the whole part's backward has run, after which its parameters are released
+    pre_forward    a layer is about to run: wait for its units' parameters, prefetch those of the next layer
+    post_forward   it has run: release sharded parameters (except the model's last layer's: its backward comes next)
+    pre_backward   its output's gradient has arrived: wait for what its backward needs, prefetch for the layer before
+    post_backward  two moments: the last gradient of a unit has been delivered (`gradients.py`), which starts its
+                   reduction; and the layer's whole backward has run, after which its parameters are released
 
-The two backward events of a part are identity functions of autograd around it. What a part saves for its backward of a
-sharded unit's parameters is replaced by (unit, interval), by torch's saved_tensors_hooks, and taken from wherever the
-unit's parameters are when it is needed: buffers rotate. A unit of which a part saved nothing (the embedding's table)
-is not gathered for its backward. A part that is replayed in its backward saves nothing before, and needs all it has.
+The two backward events of a layer are autograd functions around it that compute the identity. What a layer saves for
+its backward of a sharded unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up
+in the unit's current buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the
+embedding's table) is not gathered for its backward. A layer that is recomputed in its backward saves nothing before
+that, and needs all its units.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -29,7 +29,7 @@ Layer = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class _Saved:
-    """A piece of a unit's parameters, wherever they are."""
+    """A place in a unit's parameters, which stands for a saved tensor."""
 
     unit: Unit
     offset: int
@@ -37,17 +37,18 @@ class _Saved:
     stride: tuple[int, ...]
 
     def view(self) -> Tensor:
+        """Return the saved tensor, as a view of the unit's current buffer."""
         assert self.unit.whole is not None, f"backward needs unit {self.unit.layout.name}, which is not there"
         return self.unit.whole.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(eq=False)
 class _Call:
-    """One run of a part with its backward to come.
+    """One call of a layer whose backward is still to come.
 
     Attributes:
-        before: the run of the part before it in the same forward.
-        needed: the units of which it saved parameters, or will.
+        before: the call of the layer before it in the same forward.
+        needed: the units whose parameters its backward needs.
     """
 
     gather: Gather
@@ -56,6 +57,7 @@ class _Call:
     needed: list[Unit] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        """Return what is saved in place of a tensor; units of which something is saved are `needed`."""
         at = tensor.untyped_storage()._cdata
         for unit in self.units:
             whole = None if unit.parameters_rest_whole else unit.whole
@@ -63,16 +65,18 @@ class _Call:
                 if unit not in self.needed:
                     self.needed.append(unit)
                 return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return tensor.detach()  # itself it would hold the graph that holds it
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
 
     def pre_backward(self) -> None:
+        """Wait for the units that the layer's backward needs; prefetch those of the layer before."""
         self.gather.unshard(self.needed)
         if self.before is not None:
             self.gather.prefetch(self.before.needed)
 
     def post_backward(self) -> None:
-        next_ones = self.before.needed if self.before is not None else []
-        self.gather.reshard([unit for unit in self.units if unit not in next_ones])
+        """Release the layer's units, except those that the layer before needs."""
+        next_units = self.before.needed if self.before is not None else []
+        self.gather.reshard([unit for unit in self.units if unit not in next_units])
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:
@@ -80,7 +84,7 @@ def _unpack(packed: Tensor | _Saved) -> Tensor:
 
 
 class _Boundary(torch.autograd.Function):
-    """The identity, whose backward is an event."""
+    """The identity; its backward calls `event`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, event: Callable[[], None]) -> Tensor:
@@ -94,64 +98,71 @@ class _Boundary(torch.autograd.Function):
 
 
 class ShardedLayer:
-    """A part of the model whose units come when they are needed.
+    """A layer with hooks that gather its units before it runs and release them afterwards.
 
     Args:
-        part: called with what comes from the part before, and whatever else it takes.
-        units: that it uses.
-        replayed: it runs again in its backward, and needs all of them then.
+        layer: takes the output of the layer before, and any further arguments.
+        units: whose parameters it uses.
+        recomputed: its forward runs again in its backward, which then needs all its units.
+
+    Attributes:
+        before, after: the neighbours in forward order.
+        keep: its units stay gathered after a forward that has a backward.
     """
 
-    def __init__(self, part: Layer, units: list[Unit], gather: Gather, *, recomputed: bool):
-        self.part, self.units, self._gather, self._replayed = part, units, gather, recomputed
+    def __init__(self, layer: Layer, units: list[Unit], gather: Gather, *, recomputed: bool):
+        self.layer, self.units, self._gather, self._recomputed = layer, units, gather, recomputed
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self.keep = False
         self._call: _Call | None = None
 
-    def __call__(self, x: Tensor, *circumstances: Any) -> Tensor:
-        next_ones = self.after.units if self.after is not None else []
+    def __call__(self, x: Tensor, *arguments: Any) -> Tensor:
+        next_units = self.after.units if self.after is not None else []
         self._gather.unshard(self.units)
-        self._gather.prefetch(next_ones)
+        self._gather.prefetch(next_units)
         if torch.is_grad_enabled() and not all(unit.parameters_rest_whole for unit in self.units):
-            return self._with_backward(x, circumstances, next_ones)
-        y = self.part(x, *circumstances)
-        self._release(next_ones)
+            return self._with_backward(x, arguments, next_units)
+        y = self.layer(x, *arguments)
+        self._release(next_units)
         return y
 
-    def _with_backward(self, x: Tensor, circumstances: Sequence[Any], next_ones: list[Unit]) -> Tensor:
+    def _with_backward(self, x: Tensor, arguments: Sequence[Any], next_units: list[Unit]) -> Tensor:
         before = self.before._call if self.before is not None else None
-        self._call = call = _Call(self._gather, self.units, before, list(self.units) if self._replayed else [])
+        self._call = call = _Call(self._gather, self.units, before, list(self.units) if self._recomputed else [])
         if x.is_floating_point():
             x = _Boundary.apply(x, call.post_backward)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
-            y = self.part(x, *circumstances)
+            y = self.layer(x, *arguments)
         if not self.keep:
-            self._release(next_ones)
+            self._release(next_units)
         return _Boundary.apply(y, call.pre_backward)
 
-    def _release(self, next_ones: list[Unit]) -> None:
-        self._gather.reshard([unit for unit in self.units if unit not in next_ones])
+    def _release(self, next_units: list[Unit]) -> None:
+        self._gather.reshard([unit for unit in self.units if unit not in next_units])
 
 
-def watch(
-    parts: Sequence[Layer],
+def shard_layers(
+    layers: Sequence[Layer],
     units: Sequence[list[Unit]],
     gather: Gather,
     *,
     keep_last: bool,
     recomputed: Container[Layer],
 ) -> list[Layer]:
-    """The same parts, each with the units that it uses; the last one's stay after a forward that has a backward.
+    """Return the same layers, each with hooks around it that gather and release its units.
 
     Args:
-        replayed: parts that run again in their backward.
+        layers: in forward order.
+        units: of each layer, those that it uses.
+        keep_last: the last layer's units stay gathered after a forward that has a backward.
+        recomputed: the layers whose forward runs again in their backward.
     """
-    watched = [
-        ShardedLayer(part, of_part, gather, recomputed=part in recomputed)
-        for part, of_part in zip(parts, units, strict=True)
+    sharded = [
+        ShardedLayer(layer, used, gather, recomputed=layer in recomputed)
+        for layer, used in zip(layers, units, strict=True)
     ]
-    for first, second in pairwise(watched):
+    for first, second in pairwise(sharded):
         first.after, second.before = second, first
-    watched[-1].keep = keep_last
-    return list(watched)
+    sharded[-1].keep = keep_last
+    return list(sharded)

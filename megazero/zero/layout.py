@@ -1,4 +1,4 @@
-"""Where each parameter lies in its unit's flat buffer.
+"""Lay out the parameters of a unit in its flat buffer.
 
 A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters lie in groups that an
 optimizer treats alike, those that decay first; at the end of the last group lie the parameters that every rank of the
@@ -11,8 +11,8 @@ tensor axis holds whole (norms, biases of row weights, learned positions):
 so that
 
 - an optimizer makes at most one fused call for each group,
-- with sequence parallelism, where a rank has seen only its own tokens of what the end's gradients sum up, one
-  all-reduce of it over the tensor axis completes them, and the norm counts them once,
+- with sequence parallelism, where a rank's gradients of the last part are sums over its own tokens only, one all-reduce
+  of that part over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
 - any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
   grid is read on another by the overlap of intervals.
@@ -22,19 +22,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Elements that what decays, what does not, and every shard are made a multiple of. Vectorised kernels treat the last
-# few elements of a tensor one by one, and may round them otherwise: with this they treat an element alike wherever the
-# buffer is cut, and AdamW gives the same bits in every stage.
+# Every group and every shard is a multiple of this many elements. Vectorised kernels treat the last few elements of a
+# tensor one by one, and may round them otherwise: with this they treat an element alike wherever the buffer is cut, and
+# AdamW gives the same bits in every stage.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Group:
-    """How parameters that lie together are updated.
+    """The update rule of parameters that lie together.
 
     Attributes:
         decay: whether weight decay applies.
-        lr_factor: what the learning rate is multiplied by.
+        lr_factor: multiplies the learning rate.
         optimizer: the kind that updates them (`optim/optimizer.py`).
     """
 
@@ -45,7 +45,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter before it has a place: full name, this rank's shape, its group, whether it is split."""
+    """A parameter to be laid out: full name, this rank's shape, its group, whether it is split over the tensor axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Interval:
-    """A parameter's place: elements [start, stop) of the unit's flat buffer."""
+    """The place of a parameter: elements [start, stop) of the unit's flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class UnitLayout:
         return aligned(self.aligned, parts)
 
     def group_slices(self, elements: slice) -> Iterator[tuple[Group, slice]]:
-        """Yield the groups that have some of `elements`, and which, counted from the first of these."""
+        """Yield each group that has some of `elements`, with these, counted from the first of `elements`."""
         starts = [start for _, start in self.groups]
         for (group, start), end in zip(self.groups, [*starts[1:], elements.stop], strict=True):
             first, last = max(start, elements.start), min(end, elements.stop)

@@ -1,13 +1,15 @@
-"""What of a unit rests on the host (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840; stage 3 parameters: Rajbhandari et
-al. 2021, ZeRO-Infinity, arXiv 2104.07857).
+"""Keep masters, moments, gradients or parameter shards of a unit in the memory of the host.
 
     zero.offload.optimizer     masters and moments, updated by the host; and, where they rest sharded, gradients
     zero.offload.parameters    the shards of stage 3
 
-The reduced gradients of a unit are sent to the host while backward computes those of the unit before; with several
-micro-batches what has gathered comes back for the next one to be added, so sums are taken where and in the order in
-which they always are. After the update each unit's parameters are sent to the device while the host updates the next
-unit. Nothing of this changes a bit.
+(Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840; stage 3 parameters: Rajbhandari et al. 2021, ZeRO-Infinity, arXiv
+2104.07857.)
+
+The reduced gradients of a unit are sent to the host while backward computes those of the unit before. With several
+micro-batches the accumulated sum comes back, and the next micro-batch's is added on the device, so sums are taken in
+the same place and order as without offload. After the update each unit's parameters are sent to the device while the
+host updates the next unit. Results are the same bit for bit.
 """
 
 from collections.abc import Callable
@@ -22,11 +24,11 @@ from megazero.zero.placement import FlatBuffer, redistribute
 
 @dataclass(frozen=True, eq=False)
 class Offload:
-    """Which kinds of a unit's values rest on the host.
+    """The choice of a unit's values that rest on the host.
 
     Attributes:
-        host: whose memory is apart from the device's; None: nothing rests there.
-        optimizer, parameters: what does.
+        host: the host, whose memory is apart from the device's; None: nothing rests there.
+        optimizer, parameters: whether these rest there.
         delayed: updates go on beside the next step (`optim/delayed.py`).
     """
 
@@ -50,9 +52,9 @@ class HostGradients:
     """The reduced gradients of one unit's shard, on the host between the reductions of a step and its update.
 
     Attributes:
-        buffer: all of them.
-        begun: they hold something of this step.
-        wait: returns when nobody reads those of the step before any more.
+        buffer: the shard's gradients.
+        begun: the buffer holds gradients of this step.
+        wait: returns when nobody reads the gradients of the step before any more.
     """
 
     def __init__(self, host: Host, shard: slice, dtype: torch.dtype):

@@ -1,15 +1,14 @@
-"""Where flat buffers rest, and the one function that moves them: a ZeRO stage is a row of a table, a communication is a
-change of placement.
+"""Describe where flat buffers rest, and move them: a communication is a change of placement.
 
 The table is in `plan/placements.py`; its rows are those along the axis over which a unit is sharded. Along the axis of
 its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: what a rank holds, those of the
 other shard groups hold too, and the reduced gradients of a shard are summed over them once a step.
 
-Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: the sum
-over the ranks is meant). Partial gradients are accumulated over the micro-batches of a step and change their placement
-once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients go to where the optimizer
-state is; updated parameters come from there, and sharded ones are gathered wherever they are used. A rank's shard is
-one of `size` equal intervals of a unit's flat buffer.
+Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: their
+value is the sum over the ranks). Partial gradients are accumulated over the micro-batches of a step and change their
+placement once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients go to where the
+optimizer state is; updated parameters come from there, and sharded ones are gathered wherever they are used. A rank's
+shard is one of `size` equal intervals of a unit's flat buffer.
 """
 
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from megazero.comm.collectives import (
 from megazero.comm.grid import Axis
 from megazero.comm.host import Host
 from megazero.comm.pool import same_place
+from megazero.kernels.reference import wide_dtype
 from megazero.plan.placements import STAGES, Placement, ZeroStage
 
 REPLICAS = STAGES[0]  # along the axis of replicas, in every stage
@@ -39,8 +39,8 @@ class Precision:
     """The dtypes of a run.
 
     Attributes:
-        parameters: of what forward and backward compute with, and of activations.
-        gradients: in which they are accumulated and summed over ranks.
+        parameters: of the parameters that forward and backward compute with, and of activations.
+        gradients: of the gradients as they are accumulated and summed over ranks.
     """
 
     parameters: torch.dtype = torch.float32
@@ -49,15 +49,15 @@ class Precision:
     @property
     def masters(self) -> torch.dtype:
         """Return the dtype of what the optimizer updates, and of its state: fp32 beside 16-bit parameters."""
-        return torch.float64 if self.parameters == torch.float64 else torch.float32
+        return wide_dtype(self.parameters)
 
 
 @dataclass(frozen=True, eq=False)
 class UnitAxes:
-    """The ranks that share a unit, and along which axes its gradients are partial.
+    """The axes of the ranks that share a unit, and those along which its gradients are partial.
 
     Attributes:
-        stage: what rests sharded over `shard`.
+        stage: the placements along `shard`.
         shard: ranks with other samples, each with its own interval of what rests sharded.
         replica: ranks with other samples that hold the same interval as this one.
         tensor: ranks with other parts of the matrices.
@@ -75,13 +75,13 @@ class UnitAxes:
 
 @dataclass(frozen=True, eq=False)
 class FlatBuffer:
-    """What a rank holds of one kind of a unit's values.
+    """The part of one kind of a unit's values that a rank holds.
 
     Attributes:
         values: flat.
         placements: along each axis; REPLICATE along those that are not named.
         first: the element of the unit's whole flat buffer at which `values` begins.
-        host: the home: the memory of the host, or, if None, the device's.
+        host: the host in whose memory the values are; None: they are in the device's.
     """
 
     values: Tensor
@@ -98,7 +98,7 @@ class FlatBuffer:
         return slice(self.first, self.first + len(self.values))
 
     def part(self, elements: slice, placements: Mapping[Axis, Placement] | None = None) -> "FlatBuffer":
-        """Return some of the elements, in the same memory; as what they are of other placements, if given."""
+        """Return some of the elements, in the same memory; with other placements, if given."""
         values = self.values[elements.start - self.first : elements.stop - self.first]
         return FlatBuffer(values, self.placements if placements is None else placements, elements.start, self.host)
 
@@ -112,7 +112,7 @@ def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
 
 
 def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False) -> Pending:
-    """Start to bring what `source` means to where `target` rests: copy between homes, gather, reduce.
+    """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
 
     | along an axis        | operation                                                     |
     |----------------------|---------------------------------------------------------------|
@@ -156,5 +156,5 @@ def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> None:
     elif source.host is not None:
         source.host.bring(source.values, into, purpose)
     else:
-        assert target.host is not None, "one of two different homes is the host"
+        assert target.host is not None, "one of two different memories is the host's"
         target.host.send(source.values.to(into.dtype), into, purpose)

@@ -1,9 +1,9 @@
-"""Where gradients are reduced: over the ranks with other samples, and over those that have seen other uses.
+"""Reduce gradients over the ranks with other samples, and over those that have seen other uses of a parameter.
 
-A unit's reduction begins when its last gradient has arrived, and is finished when the next unit's begins: what is
-received is added up while the backward of another unit has computed something to send. Reductions begin in one fixed
-order, the reverse of the forward's, whatever the order in which units become complete; a unit that backward never
-reached takes its turn with zeros at the end, because the other ranks wait for it.
+A unit's reduction starts when its last gradient has arrived, and is finished when the next unit's starts: one reduction
+is under way beside the backward of the next unit. Reductions start in one fixed order, the reverse of the forward's,
+whatever the order in which units become complete. A unit that backward never reached is reduced as zeros at the end,
+because the other ranks wait for it.
 
     along           sum                                          when
     shard           of other samples, to where the optimizer     stages 0, 1: once a step; 2, 3: each micro-batch
@@ -26,11 +26,11 @@ from megazero.comm.streams import SideStream
 from megazero.zero.placement import FlatBuffer, Placement, redistribute
 from megazero.zero.unit import Unit
 
-_UNDER_WAY = 1  # reductions that may be begun and not finished
+_UNDER_WAY = 1  # reductions that may be started and not finished
 
 
 class Reduction:
-    """The gradients of one stage's units, through the micro-batches of a step.
+    """The reduction of the gradients of one stage's units, through the micro-batches of a step.
 
     Args:
         units: in forward order.
@@ -41,10 +41,10 @@ class Reduction:
         self._last = False
         self._stream = SideStream(device)
         self._ready = [False] * len(units)
-        self._next = -1  # the unit whose reduction begins next; -1: none in this backward
+        self._next = -1  # the unit whose reduction starts next; -1: none in this backward
         self._under_way: deque[tuple[Unit, Pending]] = deque()
         self._reduced: set[Unit] = set()  # in this step
-        # Called with each unit that has all its own gradients, which are then not reduced but dropped.
+        # Called with each unit whose own gradients are complete; they are then dropped instead of reduced.
         self.inspect: Callable[[Unit], object] | None = None
         for index, unit in enumerate(units):
             unit.deliveries.on_complete = lambda index=index: self._complete(index)
@@ -58,22 +58,22 @@ class Reduction:
         """Prepare for the gradients of a micro-batch.
 
         Args:
-            reduce: they, and those that were accumulated before, are reduced as units become complete.
-            last: no more come in this step.
+            reduce: reduce each unit's gradients, with those accumulated before, when they are complete.
+            last: it is the last micro-batch of the step.
         """
         self._last = last
         self._next = len(self._units) - 1 if reduce else -1
         self._ready = [False] * len(self._units)
 
     def end_backward(self) -> None:
-        """Close what backward never reached."""
+        """Reduce the units that backward never reached; forget the micro-batch."""
         self._ready = [True] * len(self._units)
         self._begin_ready()
         for unit in self._units:
             unit.deliveries.end()
 
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the reductions under way."""
         self._finish(0)
 
     def _complete(self, index: int) -> None:
@@ -86,7 +86,7 @@ class Reduction:
             self._next -= 1
             with unit.axes.shard.comm.ledger.time(unit.layout.name, "reduce"):
                 unit.close_gradients()
-                with self._stream.aside():
+                with self._stream.queued():
                     self._under_way.append((unit, self._start(unit)))
             self._finish(_UNDER_WAY)
 
@@ -94,7 +94,7 @@ class Reduction:
         while len(self._under_way) > leave:
             unit, pending = self._under_way.popleft()
             with unit.axes.shard.comm.ledger.time(unit.layout.name, "reduce"):
-                with self._stream.aside():
+                with self._stream.queued():
                     pending.wait()
                 self._stream.join()
             if self.inspect is None:
@@ -112,14 +112,14 @@ class Reduction:
 
 
 def sum_copies(units: Iterable[Unit]) -> None:
-    """Sum the reduced gradients of what the first and the last pipeline stage share, once a step."""
+    """Sum the reduced gradients of units that the first and the last pipeline stage share, once a step."""
     for unit in units:
         if unit.axes.copies.size > 1:
             _sum(unit, unit.axes.copies, 0, "tied")()
 
 
 def sum_tp_replicated(units: Iterable[Unit]) -> None:
-    """Sum the reduced gradients of what is whole on every tensor rank, where each has seen its own tokens only."""
+    """Sum the reduced gradients of parameters replicated over the tensor axis, whose ranks have seen other tokens."""
     under_way = []
     for unit in units:
         first = max(0, unit.layout.tp_replicated - unit.shard.start)
@@ -130,7 +130,7 @@ def sum_tp_replicated(units: Iterable[Unit]) -> None:
 
 
 def _sum(unit: Unit, axis: Axis, first: int, purpose: str) -> Callable[[], None]:
-    """Start to sum reduced gradients, of elements [first, ...) of a shard, over an axis; return what ends it."""
+    """Start to sum a shard's reduced gradients from element `first` on over an axis; return a function that ends it."""
     reduced = unit.take_reduced(first)
     buffer = FlatBuffer(reduced, {axis: Placement.PARTIAL})
     pending = redistribute(buffer, FlatBuffer(reduced, {}), purpose)

@@ -1,4 +1,4 @@
-"""What rests on a rank between steps, as a table: the stage's row with the bytes it really takes here."""
+"""Write the table of what rests on a rank between steps: the stage's placements, with their measured bytes."""
 
 from megazero.zero.placement import Placement
 from megazero.zero.unit import Unit

@@ -1,8 +1,9 @@
-"""Forward and backward passes of one stage of the model, as its units see them.
+"""Manage the gradients of one pipeline stage through the forward and backward of each micro-batch.
 
-Backward can be split in two (Qi et al. 2023, arXiv 2401.10241, section 2): the input's part computes what the stage
-before waits for; every gradient that is delivered meanwhile, a matrix product or a sum, is noted instead of computed
-(`gradients.py`) and done in the weights' part, in the same order, so the sums are the same bit for bit.
+Backward can be split in two (Qi et al. 2023, arXiv 2401.10241, section 2). The first half computes the gradient of the
+stage's input, for which the stage before waits; every weight gradient, a matrix product or a sum, is deferred instead
+of computed (`gradients.py`). The second half computes the deferred ones in the same order, so the sums are the same bit
+for bit.
 """
 
 from collections import deque
@@ -19,8 +20,8 @@ class StageGradients:
     """The gradients of the units of one stage, from forward to reduction.
 
     Args:
-        units: that the stage uses.
-        reduction: of those whose gradients are complete when this stage's are.
+        units: all that the stage uses.
+        reduction: of those units whose gradients are complete when this stage's are.
     """
 
     def __init__(self, units: list[Unit], reduction: Reduction, gather: Gather):
@@ -33,15 +34,15 @@ class StageGradients:
         self.reduction.clear()
 
     def forward(self, micro_batch: int) -> None:
-        """Begin a micro-batch (counted from 0): uses announced from here on, until the next call, are its."""
+        """Begin the forward of a micro-batch (counted from 0): uses announced until the next call are its uses."""
         self._enter(micro_batch)
 
     def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool) -> None:
-        """Compute gradients of the units, and begin to reduce them where they are to be.
+        """Compute the gradients of input and units; start to reduce each unit's when they are complete.
 
         Args:
             begin: runs autograd.
-            reduce: they are.
+            reduce: whether gradients are reduced in this micro-batch.
             last: it is the last micro-batch of the step.
         """
         self._deliver(micro_batch, reduce, last)
@@ -50,7 +51,7 @@ class StageGradients:
         self._gather.reshard_all(self.units)
 
     def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None:
-        """Compute gradients of the input; those of the units are deferred."""
+        """Compute the gradient of the input; defer those of the units."""
         deferred = self._deferred[micro_batch] = deque()
         self._enter(micro_batch)
         for unit in self.units:
@@ -61,12 +62,12 @@ class StageGradients:
         self._gather.reshard_all(self.units)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
-        """Compute what `backward_input` has deferred."""
+        """Compute the gradients that `backward_input` has deferred; arguments as of `backward`."""
         self._deliver(micro_batch, reduce, last)
         deferred = self._deferred.pop(micro_batch)
         with torch.no_grad():
             while deferred:
-                deferred.popleft()()  # what it held on to is free then
+                deferred.popleft()()  # frees the tensors that it held
         self.reduction.end_backward()
 
     def finish_reduction(self) -> None:

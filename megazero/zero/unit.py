@@ -1,4 +1,4 @@
-"""One unit: what of its parameters and gradients rests on this rank, and the model's parameters as views of it.
+"""Hold the part of a unit's parameters and gradients that rests on this rank; the model sees views of it.
 
 Whatever rests is allocated once and kept for the whole run, each kind in one flat buffer, on the device or on the host
 (`offload.py`):
@@ -8,8 +8,8 @@ Whatever rests is allocated once and kept for the whole run, each kind in one fl
     masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
                  where that is the same
 
-What does not rest whole is whole for a while in a buffer of the pool: gathered parameters (`whole`) between `install`
-and `release`, the gradients of one micro-batch (`partial`) from the first that is delivered until they are reduced.
+Values that do not rest whole are whole for a while in a buffer of the pool: gathered parameters (`whole`) between
+`install` and `release`, the gradients of one micro-batch (`partial`) from the first delivery until they are reduced.
 """
 
 from collections.abc import Callable
@@ -34,23 +34,23 @@ class Unit:
     """The parameters that are kept, moved and updated together.
 
     Args:
-        layout: who lies where.
-        axes: the ranks that share it, and what rests where along them.
+        layout: the place of each parameter in the flat buffer.
+        axes: the ranks that share the unit, and the placements along them.
         precision: dtypes.
-        device: of everything that computes.
+        device: the device that computes.
         pools: for whole parameters and whole gradients.
-        offload: what rests on the host; None: nothing.
-        ops: the kernels to use, where gradients are wider than parameters.
+        offload: the values that rest on the host; None: none.
+        ops: the kernels to use where gradients are wider than parameters.
 
     Attributes:
         numel: elements of the whole flat buffer with its padding, which is zero and stays so.
         shard: the elements that this rank updates.
-        parameters, gradients: what rests of them.
-        masters: what the optimizer updates, flat.
-        updated: where an update leaves the parameters as forward and backward see them, or will: the masters
-            themselves, what rests here, or memory of the host from where they depart.
-        whole: all parameters, while this rank has them.
-        partial: this rank's gradients of all parameters, while it has them.
+        parameters, gradients: those that rest here.
+        masters: the values that the optimizer updates, flat.
+        updated: where an update writes the parameters in the precision of forward and backward: the masters
+            themselves, the parameters that rest here, or memory of the host from where `depart` sends them.
+        whole: all parameters, while this rank has them; else None.
+        partial: this rank's gradients of all parameters, while it has them; else None.
         parameters_rest_whole, gradients_rest_whole: all of them rest on the device.
     """
 
@@ -99,7 +99,7 @@ class Unit:
             self._show_gradients()
 
     def _rest(self, elements: slice, dtype: torch.dtype, category: str, host: Host | None) -> FlatBuffer:
-        """Return zeros for some elements that rest here, on the host or, if None, on the device."""
+        """Return zeros for elements that rest here: in the memory of `host`, or, if that is None, on the device."""
         numel = elements.stop - elements.start
         placement = Placement.SHARD if numel < self.numel else Placement.REPLICATE
         if host is not None:
@@ -111,12 +111,12 @@ class Unit:
 
     @property
     def own_parameters(self) -> FlatBuffer:
-        """Return those that this rank updates, as forward and backward see them."""
+        """Return the parameters that this rank updates, in the precision of forward and backward."""
         return self.parameters.part(self.shard, {self.axes.shard: self.axes.stage.optimizer})
 
     @property
     def own_gradients(self) -> Tensor:
-        """Return where the reduced gradients of what this rank updates end up on the device."""
+        """Return the memory on the device that receives the reduced gradients of this rank's shard."""
         if self.gradients_rest_whole:
             return self.gradients.values[self.shard]
         if len(self.gradients):
@@ -127,11 +127,11 @@ class Unit:
 
     @property
     def reduced_gradients(self) -> Tensor:
-        """Return them where the update finds them, at the end of a step: on the device or on the host."""
+        """Return the reduced gradients that the update reads at the end of a step: on the device or on the host."""
         return self.own_gradients if self.host_gradients is None else self.host_gradients.buffer.values
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
-        """Write initial values of what rests here; `initial(name, start, stop)` gives an interval of one parameter."""
+        """Write the initial values that rest here; `initial(name, start, stop)` gives an interval of one parameter."""
         first = min(self.parameters.first, self.shard.start)
         last = max(self.parameters.elements.stop, self.shard.stop)
         own = self.own_parameters.values
@@ -140,14 +140,14 @@ class Unit:
             for start in range(max(interval.start, first), end, _INITIAL_PIECE):
                 stop = min(start + _INITIAL_PIECE, end)
                 values = initial(interval.name, start - interval.start, stop - interval.start)
-                values = values.to(self.masters.dtype)  # rounded as an update rounds, so that a skipped changes nothing
+                values = values.to(self.masters.dtype)  # rounded as an update rounds: a skipped one changes nothing
                 _write(values, start, self.parameters.values, self.parameters.first)
                 if not same_place(self.masters, own):
                     _write(values, start, self.masters, self.shard.start)
-        self.round_masters()  # an update that is skipped leaves there what there is
+        self.round_masters()  # a skipped update leaves `updated` as it is
 
     def make_parameters(self) -> dict[str, nn.Parameter]:
-        """Return what the model has to see as its parameters: views of this unit's memory, wherever that will be."""
+        """Return the model's parameters: views of this unit's memory, which `install` and `release` move."""
         for interval in self.layout.intervals:
             parameter = nn.Parameter(self._nothing if self.whole is None else _view(self.whole, interval))
             parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
@@ -176,25 +176,25 @@ class Unit:
             parameter.data = self._nothing
 
     def round_masters(self) -> None:
-        """Write to `updated` what forward and backward see of the masters."""
+        """Write the masters to `updated`, rounded to the precision of forward and backward."""
         if not same_place(self.updated.values, self.masters):
             self.updated.values.copy_(self.masters)
 
     def depart(self) -> None:
-        """Copy what has been updated to where it rests, if it rests elsewhere."""
+        """Copy updated parameters to where they rest, if `updated` is other memory."""
         redistribute(self.updated, self.own_parameters, "parameters")
 
     @property
     def publishes(self) -> bool:
-        """Return whether parameters rest whole of which this rank updates a part."""
+        """Return whether this rank updates only a part of parameters that rest whole."""
         return self.parameters_rest_whole and len(self.masters) < self.numel
 
     def start_publish(self) -> Pending:
-        """Start to gather the updated parameters into where all of them rest."""
+        """Start to gather the updated parameters into the memory where all of them rest."""
         return redistribute(self.own_parameters, self.parameters, "parameters")
 
     def open_gradients(self) -> None:
-        """Make sure that there is a place for gradients of all parameters."""
+        """Make sure that there is memory for the gradients of all parameters."""
         if self.partial is not None:
             return
         self.partial = self._pools[1].take(self.numel)
@@ -211,8 +211,8 @@ class Unit:
         """Start to reduce the partial gradients to where the optimizer state is.
 
         Args:
-            accumulate: earlier ones of this step have been reduced; these are added.
-            last: no more come in this step, so that the sum over the replicas can be taken.
+            accumulate: gradients of this step have been reduced before; these are added.
+            last: it is the last micro-batch of the step, so that the sum over the replicas is taken.
         """
         assert self.partial is not None, f"unit {self.layout.name} has no gradients"
         if last:
@@ -229,17 +229,17 @@ class Unit:
         )
 
     def _open_share(self, *, accumulate: bool) -> None:
-        """Make sure that there is a place for the reduced gradients, with what has been reduced if asked for."""
+        """Make sure that there is memory for the reduced gradients; fill it with those reduced before if asked for."""
         if self.gradients_rest_whole or len(self.gradients):
             return
-        assert self.host_gradients is not None, "they rest there"
+        assert self.host_gradients is not None, "reduced gradients rest on the host"
         self._share = self._pools[1].take(len(self.masters))
         self._join_host()
         if accumulate:
             self.host_gradients.bring(self._share)
 
     def end_reduce(self) -> None:
-        """Send reduced gradients to where the update is, if it is on the host."""
+        """Send the reduced gradients to the host, if the update is there."""
         if self.host_gradients is not None:
             self.host_gradients.send(self.own_gradients)
         if self._share is not None:
@@ -261,13 +261,13 @@ class Unit:
             self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
-        """Write zeros where no delivery has reached a parameter: the memory holds anything."""
+        """Write zeros for parameters without a delivery: their memory holds anything."""
         self.open_gradients()
         for view in self.views.values():
             view.close()
 
     def drop_gradients(self) -> None:
-        """Free the place of the partial gradients, which have been reduced."""
+        """Free the memory of the partial gradients, which have been reduced."""
         if self.partial is not None and not self.gradients_rest_whole:
             self._pools[1].give(self.partial)
             self.partial = None
@@ -291,7 +291,7 @@ class Unit:
         return _view(self.whole, next(i for i in self.layout.intervals if i.name == name))
 
     def _join_host(self) -> None:
-        """Queue what follows behind what was sent to the host: the buffer may still be on its way there."""
+        """Queue later work behind copies to the host, which may still read the buffer."""
         if self._offload.host is not None:
             self._offload.host.join()
 

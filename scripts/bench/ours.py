@@ -17,7 +17,7 @@ from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.launch.environment import RankContext, World, stay_on
 from megazero.launch.rendezvous import connect
-from megazero.model.parameter import named_declarations
+from megazero.model.parameter import declarations_by_name
 
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN = 8192, 256
@@ -70,7 +70,7 @@ def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.devic
 
 def initial_weights(config: Config) -> Callable[[str], Tensor]:
     """Return the whole initial weights by name, each made when asked for: they are no part of any peak."""
-    declarations = dict(named_declarations(build_model(config)))
+    declarations = declarations_by_name(build_model(config).named_parameters())
 
     def weight(name: str) -> Tensor:
         declared = declarations[name]

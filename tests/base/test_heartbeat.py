@@ -63,7 +63,7 @@ def test_what_is_quick_is_not_spoken_of(beating: Beating) -> None:
     for _ in range(10):
         with beating.heart.doing("something quick"):
             beating.after(FIRST / 2)
-        with beating.heart.aside():
+        with beating.heart.paused():
             pass
     assert beating.stream.getvalue() == ""
 
@@ -73,7 +73,7 @@ def test_words_then_a_dot_a_second_then_how_long_it_took(beating: Beating) -> No
         assert beating.after(FIRST + 0.01) == "compiling"
         assert beating.after(SECOND / 2) == "compiling"
         assert beating.after(SECOND, 3) == "compiling..."
-    with beating.heart.aside():
+    with beating.heart.paused():
         beating.stream.write("a row\n")
     assert beating.stream.getvalue() == "compiling... 4 s\na row\n"
 
@@ -96,7 +96,7 @@ def test_progress_now_and_then_and_at_the_end(beating: Beating) -> None:
         progress.advance(20)
         beating.after(1.0, 11)
         progress.advance(20)
-    with beating.heart.aside():
+    with beating.heart.paused():
         pass
     assert beating.stream.getvalue() == "validating.......... 20/40. 40/40 12 s\n"
 
@@ -108,7 +108,7 @@ def test_phases_of_a_step_share_a_line(beating: Beating) -> None:
     beating.after(1.0, 2)
     beating.heart.now("step 4/9", "data")
     assert beating.after(1.0) == "step 3/9 forward. backward., step 4/9 data"
-    with beating.heart.aside():
+    with beating.heart.paused():
         pass
     assert beating.stream.getvalue().endswith("data 5 s\n")
 
@@ -133,7 +133,7 @@ def test_a_terminal_has_one_line_that_is_cleared(on_terminal: Beating) -> None:
         on_terminal.after(1.0)
         progress.advance()
         on_terminal.after(1.0)
-    with on_terminal.heart.aside():
+    with on_terminal.heart.paused():
         on_terminal.stream.write("a row\n")
     assert on_terminal.stream.getvalue() == ("\r\x1b[2Kcompiling 0/3  1 s\r\x1b[2Kcompiling 1/3  2 s\r\x1b[2Ka row\n")
 

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from megazero.comm.attendance import NOWHERE, Gather, NoPresence
+from megazero.comm.attendance import NOWHERE, InvalidPresenceError, Presence
 from megazero.comm.transport.shared_memory import Handle, Outbox, SharedMemoryTransport
 from tests.launch.test_rendezvous import free_port, task
 
-GOOD = Gather("node7", "megazero 1, config 0a1b", 77, 123456, "boot 0 pid:[1]", Handle(77, 5, 30, 99))
-SAID = json.loads(GOOD.said())
+GOOD = Presence("node7", "megazero 1, config 0a1b", 77, 123456, "boot 0 pid:[1]", Handle(77, 5, 30, 99))
+SAID = json.loads(GOOD.to_json())
 
 
 def test_what_a_rank_says_is_heard():
-    assert Gather.heard(GOOD.said().encode()) == GOOD
+    assert Presence.from_json(GOOD.to_json().encode()) == GOOD
     alone = replace(GOOD, host_id="", handle=NOWHERE)
-    assert Gather.heard(alone.said().encode()) == alone
+    assert Presence.from_json(alone.to_json().encode()) == alone
 
 
 def said(at: int, value: object) -> bytes:
@@ -38,7 +38,7 @@ BAD = {
     "empty": b"",
     "no JSON": b"\xff\xfe",
     "deep": b"[" * 4000,
-    "long": b" " * 5000 + GOOD.said().encode(),
+    "long": b" " * 5000 + GOOD.to_json().encode(),
     "an object": b"{}",
     "short": json.dumps(SAID[:-1]).encode(),
     "more": json.dumps([*SAID, 1]).encode(),
@@ -62,25 +62,25 @@ BAD = {
 
 @pytest.mark.parametrize("raw", BAD.values(), ids=BAD)
 def test_what_no_rank_says_is_refused(raw: bytes):
-    with pytest.raises(NoPresence):
-        Gather.heard(raw)
+    with pytest.raises(InvalidPresenceError):
+        Presence.from_json(raw)
 
 
 def test_fuzz():
-    chance, good = random.Random(2), GOOD.said().encode()
+    chance, good = random.Random(2), GOOD.to_json().encode()
     for _ in range(10_000):
         raw = bytearray(good[: chance.randint(0, len(good))])
         for _ in range(chance.randint(0, 3)):
             if raw:
                 raw[chance.randrange(len(raw))] = chance.randrange(256)
-        with contextlib.suppress(NoPresence):
-            heard = Gather.heard(bytes(raw))
+        with contextlib.suppress(InvalidPresenceError):
+            heard = Presence.from_json(bytes(raw))
             assert heard.host.isprintable() and heard.fingerprint.isprintable() and 0 < heard.pid <= 1 << 22
 
 
 LIE = """
 from megazero.comm.attendance import Presence
-Presence.said = lambda self: '["node7", "same", 1]'
+Presence.to_json = lambda self: '["node7", "same", 1]'
 """
 
 
@@ -98,11 +98,11 @@ def test_a_rank_that_says_something_else_is_named_once():
 OTHER = """
 import os, sys
 from datetime import timedelta
-from megazero.comm.transport.shared_memory import Mail
-mail = Mail(1, 2, timedelta(seconds=1))
+from megazero.comm.transport.shared_memory import SharedMemoryTransport
+memory = SharedMemoryTransport(1, 2, timedelta(seconds=1))
 pipe = os.memfd_create("megazero-1")
-os.ftruncate(pipe, os.fstat(mail.handle.number).st_size)
-print(*vars(mail.handle).values(), pipe, os.fstat(pipe).st_ino, flush=True)
+os.ftruncate(pipe, os.fstat(memory.handle.number).st_size)
+print(*vars(memory.handle).values(), pipe, os.fstat(pipe).st_ino, flush=True)
 sys.stdin.read()
 """
 

@@ -263,7 +263,7 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
         (folder / f"{place['world'].rank}").write_text(json.dumps(seen))
         rendezvous.disconnect()
 
-    code = run_local(2, main, lambda standings, line: None, shares_gpus=shares_gpus)
+    code = run_local(2, main, lambda statuses, line: None, shares_gpus=shares_gpus)
     return code, [json.loads((folder / f"{rank}").read_text()) for rank in range(2)] if not code else []
 
 

@@ -8,10 +8,10 @@ import torch
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport.p2p import Channel, PointToPoint
-from megazero.comm.transport.shared_memory import PARCELS
+from megazero.comm.transport.shared_memory import P2P_SLOTS
 from tests.ranks import run_ranks
 
-MANY = 5 * PARCELS
+MANY = 5 * P2P_SLOTS
 
 
 def axis_of(grid: Grid, sockets: bool) -> Axis:

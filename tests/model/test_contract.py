@@ -94,10 +94,10 @@ def test_a_model_of_a_few_lines_trains_one_step(stage: int) -> None:
     assert slots == [parameter.gradient_slot for parameter in model.parameters()]
     tokens, targets, valid = windows()
     engine.begin_step()
-    engine.passes[0].forward(0)
+    engine.stages[0].forward(0)
     loss = engine.loss(losses(model, tokens, targets, valid), valid)
-    engine.passes[0].backward(0, loss.backward, reduce=True, last=True)
-    engine.passes[0].finish_reduction()
+    engine.stages[0].backward(0, loss.backward, reduce=True, last=True)
+    engine.stages[0].finish_reduction()
     result = engine.finish_step(LR)
     assert result.finite and not result.skipped
     for name, parameter in engine.named_parameters():

@@ -12,7 +12,7 @@ from megazero.kernels.select import choose
 from megazero.model import attention
 from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
-from megazero.model.parameter import declaration_of, declare, named_declarations
+from megazero.model.parameter import declaration_of, declarations_by_name, declare
 from megazero.model.transformer import Transformer
 from megazero.tools.certify.tolerances import LOSS_FP64, difference
 from tests.model.small import GPT, LLAMA, batch, make, step_of
@@ -53,7 +53,7 @@ def test_shards_over_the_tensor_axis_are_intervals_of_one_parameter(rows: int, s
 
 def test_only_matrices_and_the_token_embedding_decay() -> None:
     for shape in (GPT, LLAMA):
-        for name, declaration in named_declarations(make(shape, torch.float32)):
+        for name, declaration in declarations_by_name(make(shape, torch.float32).named_parameters()).items():
             assert declaration.decay == (len(declaration.shape) == 2 and "positions" not in name), name
 
 

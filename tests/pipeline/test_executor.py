@@ -154,7 +154,7 @@ def live(grid: Grid, layout: Job) -> list[int]:
         stage.forward = count
     record(rank, Rank.step)
     assert not any(stage._live for stage in rank.pipeline.stages.values()), "nothing is kept between steps"
-    assert not any(passes._deferred for passes in rank.engine.passes)
+    assert not any(stage._deferred for stage in rank.engine.stages)
     return list(peaks.values())
 
 

@@ -69,10 +69,10 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
         micro_batches[0][2][3:9] = False
         engine.begin_step()
         for micro, (tokens, targets, valid) in enumerate(micro_batches):
-            engine.passes[0].forward(micro)
+            engine.stages[0].forward(micro)
             loss = engine.loss(model.losses(tokens, targets, valid, step_of(2, micro)), valid)
-            engine.passes[0].backward(micro, loss.backward, reduce=micro == 1, last=micro == 1)
-        engine.passes[0].finish_reduction()
+            engine.stages[0].backward(micro, loss.backward, reduce=micro == 1, last=micro == 1)
+        engine.stages[0].finish_reduction()
         result = engine.finish_step(LR)
 
         theirs.zero_grad()
@@ -104,10 +104,10 @@ def one_step(model, engine: Engine, seed: int, *, valid: bool = True, poison: st
     tokens, targets, mask = batch(model.shape, 2, seed=seed)
     mask &= valid
     engine.begin_step()
-    engine.passes[0].forward(0)
+    engine.stages[0].forward(0)
     loss = engine.loss(model.losses(tokens, targets, mask, step_of(2, seed)), mask)
-    engine.passes[0].backward(0, loss.backward, reduce=True, last=True)
-    engine.passes[0].finish_reduction()
+    engine.stages[0].backward(0, loss.backward, reduce=True, last=True)
+    engine.stages[0].finish_reduction()
     if poison is not None:
         unit = next(unit for unit in engine.units if unit.layout.name == poison)
         unit.gradients.values[-1] = torch.inf

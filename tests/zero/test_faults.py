@@ -44,7 +44,7 @@ def skipped(rank: Rank) -> None:
     """No rank reduces the gradients of one unit."""
     from megazero.comm.collectives import done
 
-    reduction = rank.engine.passes[0].reduction
+    reduction = rank.engine.stages[0].reduction
     start = reduction._start
 
     def start_some(unit):

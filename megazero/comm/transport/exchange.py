@@ -59,11 +59,11 @@ class Exchange:
     ):
         self._axis, self._tag, self._sends, self._consume, self._into = axis, tag, sends, consume, into
         shared_memory = axis.comm.shared_memory
-        self._mail = (
+        self._shared_memory = (
             shared_memory if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks) else None
         )
         staged = axis.comm.bucket // (axis.size - 1) // _WINDOW
-        limit = SLOT_BYTES // len(sends) if self._mail is not None else staged
+        limit = SLOT_BYTES // len(sends) if self._shared_memory is not None else staged
         item = sends[0].element_size()
         self._piece = max(limit // _LINE * _LINE, _LINE) // item
         length = len(sends[0])
@@ -74,12 +74,12 @@ class Exchange:
     @property
     def unread(self) -> int:
         """Return how many messages stay in this rank's outbox until the others take them."""
-        return len(self._cuts) if self._mail is not None else 0
+        return len(self._cuts) if self._shared_memory is not None else 0
 
     def start(self) -> "Exchange":
         try:
-            if self._mail is not None:
-                self._post(self._mail)
+            if self._shared_memory is not None:
+                self._post(self._shared_memory)
             else:
                 self._works = [self._send_piece(cut) for cut in self._cuts[:_WINDOW]]
         except (RuntimeError, TimeoutError) as error:  # the connection is gone, or nobody reads
@@ -93,7 +93,7 @@ class Exchange:
             CollectiveError: a message did not come within the axis' timeout, or the connection broke.
         """
         try:
-            if self._mail is not None:
+            if self._shared_memory is not None:
                 for round_ in self._rounds:
                     round_.finish()
             else:
@@ -158,27 +158,36 @@ class _Round:
         room: int,
         consume: Consume,
     ):
-        self._mail, self._axis, self._label, self._cut, self._consume = shared_memory, axis, label, cut, consume
+        self._shared_memory, self._axis, self._label, self._cut, self._consume = (
+            shared_memory,
+            axis,
+            label,
+            cut,
+            consume,
+        )
         self._like, self._room, self._many = sends[0][cut], room, len(sends) > 1
         self._done = False
 
     def take_in(self) -> None:
         """Consume the others' messages if all have come: another sender needs the room."""
         axis = self._axis
-        if not self._done and all(self._mail.find(axis.ranks[k], axis.name, self._label) for k in others(axis)):
+        if not self._done and all(
+            self._shared_memory.find(axis.ranks[k], axis.name, self._label) for k in others(axis)
+        ):
             self.finish()
 
     def finish(self) -> None:
         """Wait for the others' messages, consume and acknowledge them."""
         if self._done:
             return
-        axis, shared_memory = self._axis, self._mail
+        axis, shared_memory = self._axis, self._shared_memory
         self._done = True  # from here on nobody else takes them in
         shared_memory.rounds.remove(self)
-        letters = [shared_memory.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
+        messages = [shared_memory.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
         starts = [((axis.rank - k) % axis.size - 1) * self._room if self._many else 0 for k in others(axis)]
         self._consume(
-            self._cut, [shared_memory.look(letter, at, self._like) for letter, at in zip(letters, starts, strict=True)]
+            self._cut,
+            [shared_memory.view(message, at, self._like) for message, at in zip(messages, starts, strict=True)],
         )
-        for letter in letters:
-            shared_memory.acknowledge(letter)
+        for message in messages:
+            shared_memory.acknowledge(message)

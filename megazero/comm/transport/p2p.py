@@ -179,15 +179,15 @@ def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
         return _Nccl(axis, channels, everyone)
     shared_memory = axis.comm.shared_memory
     if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
-        return _Parcels(axis, shared_memory, channels)
+        return _SharedMemory(axis, shared_memory, channels)
     return _Sockets(axis)
 
 
-class _Parcels:
+class _SharedMemory:
     """Messages through shared memory, in pieces of a slot."""
 
     def __init__(self, axis: Axis, shared_memory: SharedMemoryTransport, channels: list[Channel]):
-        self._axis, self._mail = axis, shared_memory
+        self._axis, self._shared_memory = axis, shared_memory
         self._sources = sorted({axis.ranks[c.source] for c in channels if c.target == axis.rank})
         self._outgoing: deque[tuple[int, int, Tensor]] = deque()  # target, key, piece
         shared_memory.rounds.append(self)
@@ -203,29 +203,29 @@ class _Parcels:
 
     def take_in(self) -> None:
         """Send what there is room for, and receive what has come."""
-        while self._outgoing and self._mail.hand_over(*self._outgoing[0]):
+        while self._outgoing and self._shared_memory.send(*self._outgoing[0]):
             self._outgoing.popleft()
         for sender in self._sources:
-            self._mail.collect(sender)
+            self._shared_memory.collect(sender)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         sender, pieces = self._axis.ranks[channel.source], _pieces(channel, number, into)
         for key, piece in pieces:
-            self._mail.expect(sender, key, piece)
+            self._shared_memory.expect(sender, key, piece)
 
         def came() -> bool:
             self.take_in()
-            return all((sender, key) not in self._mail.expected for key, _ in pieces)
+            return all((sender, key) not in self._shared_memory.expected for key, _ in pieces)
 
         def finish() -> Tensor:
-            self._mail.wait_until(came, sender)
+            self._shared_memory.wait_until(came, sender)
             return into
 
         return finish, came
 
     def finish(self) -> None:
         while (target := self.unsent) is not None:
-            self._mail.wait_until(lambda target=target: self._passed(target), target)
+            self._shared_memory.wait_until(lambda target=target: self._passed(target), target)
 
     def _passed(self, target: int) -> bool:
         """Return whether the next message to be sent is no longer one for `target`."""

@@ -41,10 +41,10 @@ from megazero.comm.status_board import AXES
 
 T = TypeVar("T")
 SLOTS, SLOT_BYTES = 8, 8 << 20
-PARCELS = 4  # slots for messages to one rank
+P2P_SLOTS = 4  # slots for messages to one rank
 LABELS = 64  # of each axis; more than operations can be under way
 _LABEL_WORDS = 3  # key, number, slot
-_PARCEL_WORDS = 4  # key, key of what was read last, for whom, bytes
+_P2P_WORDS = 4  # key, key of what was read last, for whom, bytes
 _SPINS = 300  # looks before sleeping between them
 _NAP = 20e-6  # seconds; the kernel makes it some 70e-6
 _SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
@@ -70,22 +70,27 @@ class Outbox:
 
     def __init__(self, memory: mmap.mmap, readers: int):
         raw = torch.frombuffer(memory, dtype=torch.uint8)
-        slots = SLOTS + PARCELS
+        slots = SLOTS + P2P_SLOTS
         numbers = raw[slots * SLOT_BYTES :].view(torch.int64).numpy()
-        labels, parcels = len(AXES) * LABELS * _LABEL_WORDS, PARCELS * _PARCEL_WORDS
+        labels, p2p = len(AXES) * LABELS * _LABEL_WORDS, P2P_SLOTS * _P2P_WORDS
         self.slots = raw[: slots * SLOT_BYTES].view(slots, SLOT_BYTES)
         self.labels = numbers[:labels].reshape(len(AXES), LABELS, _LABEL_WORDS)
-        self.parcels = numbers[labels : labels + parcels].reshape(PARCELS, _PARCEL_WORDS)
-        self.read = numbers[labels + parcels : labels + parcels + SLOTS * readers].reshape(SLOTS, readers)
+        self.p2p = numbers[labels : labels + p2p].reshape(P2P_SLOTS, _P2P_WORDS)
+        self.read = numbers[labels + p2p : labels + p2p + SLOTS * readers].reshape(SLOTS, readers)
 
     @staticmethod
     def size(readers: int) -> int:
-        numbers = len(AXES) * LABELS * _LABEL_WORDS + PARCELS * _PARCEL_WORDS + SLOTS * readers
-        return (SLOTS + PARCELS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        numbers = len(AXES) * LABELS * _LABEL_WORDS + P2P_SLOTS * _P2P_WORDS + SLOTS * readers
+        return (SLOTS + P2P_SLOTS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def view(self, slot: int, start: int, like: Tensor) -> Tensor:
         """Return the message of the shape and dtype of `like`, `start` bytes into a slot."""
-        return self.slots[slot, start : start + like.nbytes].view(like.dtype).view(like.shape)
+        return view_of(self.slots[slot], start, like)
+
+
+def view_of(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a view of flat bytes, from byte `start` on, with the shape and dtype of `like`."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 @dataclass(frozen=True)
@@ -154,11 +159,11 @@ class SharedMemoryTransport:
         found = os.fstat(handle)
         self.handle = Handle(os.getpid(), handle, found.st_dev, found.st_ino)
         self._own = Outbox(mmap.mmap(handle, Outbox.size(size)), size)
-        self._boxes: dict[int, Outbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
         self._pids: dict[int, int] = {}
         self._number = 0
         self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
-        self.rounds: list[Round] = []  # whose letters have not been taken in
+        self.rounds: list[Round] = []  # whose messages have not been taken in
         # Messages for this rank alone, by sender and key: where one belongs, and what came before anybody expected it.
         self.expected: dict[tuple[int, int], Tensor] = {}
         self.early: dict[tuple[int, int], Tensor] = {}
@@ -177,7 +182,7 @@ class SharedMemoryTransport:
             _prove(rank, os.fstat(theirs), handle, size)  # it may have become another one meanwhile
             if fcntl.fcntl(theirs, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise _not_proven(rank, "its size can be changed")
-            self._boxes[rank] = Outbox(mmap.mmap(theirs, size), self._size)
+            self._outboxes[rank] = Outbox(mmap.mmap(theirs, size), self._size)
         finally:
             os.close(theirs)
         self._pids[rank] = handle.pid
@@ -199,7 +204,7 @@ class SharedMemoryTransport:
 
     def find(self, sender: int, axis: str, label: Label) -> Message | None:
         """Return the message that `sender` has posted under (axis, label); None: not yet."""
-        row = self._boxes[sender].labels[AXES.index(axis), label.place % LABELS]
+        row = self._outboxes[sender].labels[AXES.index(axis), label.place % LABELS]
         return Message(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
 
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:
@@ -210,41 +215,41 @@ class SharedMemoryTransport:
         """
         return self._wait(lambda: self.find(sender, axis, label), (sender,))
 
-    def look(self, letter: Message, start: int, like: Tensor) -> Tensor:
+    def view(self, message: Message, start: int, like: Tensor) -> Tensor:
         """Return a view of the message `start` bytes into a slot: not to be written to, nor used once acknowledged."""
-        return self._boxes[letter.sender].view(letter.slot, start, like)
+        return self._outboxes[message.sender].view(message.slot, start, like)
 
-    def acknowledge(self, letter: Message) -> None:
-        self._boxes[letter.sender].read[letter.slot, self.rank] = letter.number
+    def acknowledge(self, message: Message) -> None:
+        self._outboxes[message.sender].read[message.slot, self.rank] = message.number
 
-    def hand_over(self, target: int, key: int, message: Tensor) -> bool:
+    def send(self, target: int, key: int, message: Tensor) -> bool:
         """Write a flat message where rank `target` finds it under `key`; return False if there is no room.
 
         Args:
             key: never 0, and never that of another message of this rank.
         """
-        parcels = self._own.parcels
-        free = next((i for i in range(PARCELS) if parcels[i, 0] == parcels[i, 1]), None)
+        p2p = self._own.p2p
+        free = next((i for i in range(P2P_SLOTS) if p2p[i, 0] == p2p[i, 1]), None)
         if free is None:
             return False
         self._own.view(SLOTS + free, 0, message).copy_(message)
-        parcels[free, 2], parcels[free, 3] = target, message.nbytes
-        parcels[free, 0] = key  # last: whoever sees it sees the rest
+        p2p[free, 2], p2p[free, 3] = target, message.nbytes
+        p2p[free, 0] = key  # last: whoever sees it sees the rest
         return True
 
     def collect(self, sender: int) -> None:
         """Take the messages that `sender` has for this rank, whether expected or not, and make room."""
-        box = self._boxes[sender]
-        for i, (key, read, target, size) in enumerate(box.parcels.tolist()):
+        outbox = self._outboxes[sender]
+        for i, (key, read, target, size) in enumerate(outbox.p2p.tolist()):
             if key == read or target != self.rank:
                 continue
-            message = box.slots[SLOTS + i, :size]
+            message = outbox.slots[SLOTS + i, :size]
             into = self.expected.pop((sender, key), None)
             if into is None:
                 self.early[sender, key] = message.clone()
             else:
                 into.copy_(message.view(into.dtype))
-            box.parcels[i, 1] = key
+            outbox.p2p[i, 1] = key
 
     def expect(self, sender: int, key: int, into: Tensor) -> None:
         """Set the flat tensor that receives what `sender` hands over under `key`."""
@@ -293,7 +298,7 @@ class SharedMemoryTransport:
                 rolled = now
                 gone = [rank for rank in ranks if not os.path.exists(f"/proc/{self._pids[rank]}")]
                 late = now - began > self._timeout
-                if (gone or late) and (found := ready()) is not None:  # its last letter, just before it left
+                if (gone or late) and (found := ready()) is not None:  # its last message, just before it left
                     return found
                 if gone:
                     raise TimeoutError(f"rank {gone[0]} is gone")

@@ -161,7 +161,7 @@ class Certificate:
             code = run_local(
                 layout.ranks,
                 lambda place: train_rank(place, config, self._steps, folder, plant),
-                lambda standings, line: lines.append(line),
+                lambda statuses, line: lines.append(line),
                 signalled=self._interruption.end,
             )
             if code:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.build.assemble import Built
 from megazero.comm.collectives import all_gather
-from megazero.model.parameter import declaration_of
+from megazero.model.parameter import declarations_by_name
 from megazero.optim.clip import clip_factor
 from megazero.zero.engine import Engine
 
@@ -71,7 +71,7 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
         clip: the config's.
     """
     engine = built.engine
-    declarations = {name: declaration_of(parameter) for name, parameter in built.model.named_parameters()}
+    declarations = declarations_by_name(built.model.named_parameters())
     rows = {
         name: (d.first_row, max(min(d.local_shape[0], d.shape[0] - d.first_row), 0))
         for name, d in declarations.items()

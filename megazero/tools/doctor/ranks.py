@@ -107,7 +107,7 @@ def _in_ranks(size: int, main: Callable[[RankContext, "_Notes"], None]) -> Measu
             except Exception as error:  # an odd machine, not a fault of ours
                 raise UserError(340, reason(error), "see `megazero doctor`'s other lines") from None
 
-        code = run_local(size, rank, lambda standings, line: lines.append(line))
+        code = run_local(size, rank, lambda statuses, line: lines.append(line))
         if code > 128:  # a signal to this process, passed on
             raise SystemExit(code)
         return _slowest(size, [_Notes(folder / f"{number}").read() for number in range(size)], "".join(lines))
