@@ -27,6 +27,7 @@ from megazero.launch.interruption import Interruption
 from megazero.launch.scratch import scratch_folder
 from megazero.launch.spawn import run_local
 from megazero.plan.job import Job
+from megazero.plan.placements import STAGES
 from megazero.plan.search import OFFLOAD, RECOMPUTE
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
@@ -65,7 +66,7 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
     for tensor, pipeline, data in grids:
         spread = replace(alone, tensor=tensor, pipeline=pipeline, data=data)
         groups = [None, *(n for n in range(2, data) if data % n == 0)]
-        stages = list(product(range(4), groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
+        stages = list(product(STAGES, groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
         choices = product(stages, (False, True), SCHEDULES, RECOMPUTE, OFFLOADS)
         for (stage, shard_ranks), sequence, (schedule, chunks), memory, offload in choices:
             if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):

@@ -143,7 +143,7 @@ def test_a_layout_that_fails_is_a_fault(
         raise RuntimeError("a fault of this test")
 
     config = config_of(tiny_data, tmp_path, *SMALL)
-    monkeypatch.setattr(Unit, "borrow", fail)
+    monkeypatch.setattr(Unit, "start_unshard", fail)
     (row,) = certify(config, laid_out(config, {"data": 2, "stage": 3}), 1)
     assert row.fault is not None and "MZ-390" in row.fault
 
