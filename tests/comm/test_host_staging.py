@@ -100,7 +100,7 @@ def same_bits(grid: Grid, sockets: bool) -> bool:
             expected = everything(plain, dtype, length)
             sent = ledger.traffic_as_dict()
             ledger.traffic.clear()
-            found = everything(apart.data, dtype, length)
+            found = everything(apart["data"], dtype, length)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (dtype, length)
             assert ledger.traffic_as_dict() == sent, "the ledger counts what is sent, however it goes"
             ledger.traffic.clear()
@@ -131,7 +131,7 @@ def test_long_tensors_go_in_pieces(sockets: bool, monkeypatch: pytest.MonkeyPatc
 
 def nothing_before_the_wait(grid: Grid) -> bool:
     """On the device; and what is written there after the start is not what is sent."""
-    axis = bounced(grid).data
+    axis = bounced(grid)["data"]
     reduced, gathered = torch.ones(40_000), torch.zeros(2, 5)
     gathered[axis.rank] = axis.rank + 1.0
     scattered, out = torch.ones(2, 3), torch.full((1, 3), 7.0)
@@ -161,7 +161,8 @@ def test_the_device_is_read_by_the_start_and_written_by_the_wait() -> None:
 
 def under_way(grid: Grid, seed: int) -> bool:
     apart = bounced(grid)
-    return stress(apart, seed) >= 195 and gather_bytes(b"x" * grid["world"].rank, apart.world, "test", CPU)[3] == b"xxx"
+    world = apart["world"]
+    return stress(apart, seed) >= 195 and gather_bytes(b"x" * world.rank, world, "test", CPU)[3] == b"xxx"
 
 
 def test_many_operations_under_way_do_not_mix() -> None:
