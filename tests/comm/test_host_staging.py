@@ -34,7 +34,7 @@ from megazero.zero.placement import Precision
 from tests.comm.test_collectives import LENGTHS, values
 from tests.comm.test_p2p import MANY, around, both_ways, large
 from tests.comm.test_shared_memory import stress, through_sockets
-from tests.layouts import Trained, equal, ids, job_on, pairwise, train, train_rank
+from tests.layouts import Layout, Trained, equal, ids, pairwise, train, train_rank
 from tests.ranks import TIMEOUT, run_ranks
 
 CPU = torch.device("cpu")
@@ -161,9 +161,8 @@ def test_the_device_is_read_by_the_start_and_written_by_the_wait() -> None:
 
 def under_way(grid: Grid, seed: int) -> bool:
     apart = bounced(grid)
-    return (
-        stress(apart, seed) >= 195 and gather_bytes(b"x" * grid["world"].rank, apart["world"], "test", CPU)[3] == b"xxx"
-    )
+    world = apart["world"]
+    return stress(apart, seed) >= 195 and gather_bytes(b"x" * world.rank, world, "test", CPU)[3] == b"xxx"
 
 
 def test_many_operations_under_way_do_not_mix() -> None:
@@ -237,7 +236,7 @@ def bounced_rank(grid: Grid, *arguments) -> Trained:
 @pytest.mark.parametrize("case", FEW, ids=ids(FEW))
 def test_training_gives_the_same_bits(case: tuple) -> None:
     stage, tensor, data, pipeline, dtype, memory = case
-    layout = job_on(tensor, data, tensor > 1 and memory == "kept", pipeline, stage, pipeline=pipeline)
+    layout = Layout(tensor, data, tensor > 1 and memory == "kept", pipeline, stage, pipeline=pipeline)
     if memory == "elsewhere":
         layout = replace(layout, **EVERYTHING, offload_parameters=stage == 3)
     equal(train(layout, "gpt", PRECISION[dtype], bounced_rank), train(layout, "gpt", PRECISION[dtype]))
@@ -260,7 +259,7 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
         grid = grid_of(resolved(Config(zero=Zero(stage=0))), comm, place.world)
         total = all_reduce(torch.ones(3), grid["data"], "test").tolist()
         seen |= {"backend": comm.backend, "sum": total, "held": comm.ledger.bytes["host_bounce"].now}
-        (folder / f"{place['world'].rank}").write_text(json.dumps(seen))
+        (folder / f"{place.world.rank}").write_text(json.dumps(seen))
         rendezvous.disconnect()
 
     code = run_local(2, main, lambda statuses, line: None, shares_gpus=shares_gpus)
