@@ -34,7 +34,7 @@ from megazero.zero.placement import Precision
 from tests.comm.test_collectives import LENGTHS, values
 from tests.comm.test_p2p import MANY, around, both_ways, large
 from tests.comm.test_shared_memory import stress, through_sockets
-from tests.layouts import Layout, Trained, equal, ids, pairwise, train, train_rank
+from tests.layouts import Trained, equal, ids, job_on, pairwise, train, train_rank
 from tests.ranks import TIMEOUT, run_ranks
 
 CPU = torch.device("cpu")
@@ -236,7 +236,7 @@ def bounced_rank(grid: Grid, *arguments) -> Trained:
 @pytest.mark.parametrize("case", FEW, ids=ids(FEW))
 def test_training_gives_the_same_bits(case: tuple) -> None:
     stage, tensor, data, pipeline, dtype, memory = case
-    layout = Layout(tensor, data, tensor > 1 and memory == "kept", pipeline, stage, pipeline=pipeline)
+    layout = job_on(tensor, data, tensor > 1 and memory == "kept", pipeline, stage, pipeline=pipeline)
     if memory == "elsewhere":
         layout = replace(layout, **EVERYTHING, offload_parameters=stage == 3)
     equal(train(layout, "gpt", PRECISION[dtype], bounced_rank), train(layout, "gpt", PRECISION[dtype]))

@@ -12,7 +12,7 @@ from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, config_of, equal, ids, job_on, pairwise, planned, train
+from tests.layouts import SHAPES, Rank, Wires, config_of, equal, ids, job_on, pairwise, planned, train
 from tests.plan.test_memory import EXACT, FLAVOURS, held
 from tests.ranks import run_ranks
 from tests.test_layouts import DTYPES, compare
@@ -120,8 +120,8 @@ def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
 )
 def test_a_simulated_rank_counts_what_a_real_one_does(stage: int, offload: str) -> None:
     layout = replace(job_on(1, 4, False, 2, stage, shard_ranks=2), **OFFLOADS[offload])
-    for rank, counted in enumerate(run_ranks(4, real, layout, "deep", "fp32", shard=2)):
-        assert simulated(rank, layout, "deep", "fp32") == counted, f"rank {rank}"
+    for rank, counted in enumerate(run_ranks(4, real, layout, Wires(), "deep", "fp32", shard=2)):
+        assert simulated(rank, layout, Wires(), "deep", "fp32") == counted, f"rank {rank}"
 
 
 def test_groups_that_do_not_divide_the_data_ranks_are_refused() -> None:
