@@ -37,10 +37,10 @@ quickstart: setup
 	$(BIN)/python scripts/quickstart.py
 
 test: setup
-	$(BIN)/python -m pytest -m 'not full'
+	$(BIN)/python -m pytest -m 'not full' --durations=10
 
 test-all: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=10
 
 check: setup
 	$(BIN)/ruff check .

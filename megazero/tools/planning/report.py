@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megazero.base.files import replace_file
 from megazero.base.terminal import wrapped
+from megazero.config.file import spelt
 from megazero.build.job import options_of
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
@@ -52,7 +53,7 @@ def search_as_text(found: Search, machine: Machine, given: Mapping[str, object],
         rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
         lines += [f"{rate}  {one.job.data:10}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
         overrides = " ".join(
-            f"{name}={_spelt(value)}" for name, value in options_of(one.job).items() if given.get(name) != value
+            f"{name}={spelt(value)}" for name, value in options_of(one.job).items() if given.get(name) != value
         )
         overrides = overrides or "as the config is"
         parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
@@ -191,7 +192,3 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"
     cost = "" if plan.dollars is None else f", {plan.dollars:,.0f} dollars"
     yield f"{plan.tokens:.3g} tokens: {plan.days:,.1f} days{cost}"
-
-
-def _spelt(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
