@@ -1,4 +1,4 @@
-"""From a config to what computes a step on one rank: config -> grid -> model -> units -> stages.
+"""Build what computes a step on one rank from a config: config -> grid -> model -> units -> stages.
 
 Every piece below this room receives the plain values it uses, so the order of construction can be read here from top
 to bottom.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageInputs:
-    """What the stages of a model need to know of one micro-batch."""
+    """The inputs of the stages of a model for one micro-batch."""
 
     tokens_SB: Tensor
     targets_SB: Tensor
@@ -60,7 +60,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 
 def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
-    """This rank's axes; every rank calls it, once it has met the others."""
+    """Make the grid of this rank; every rank calls it, once it has met the others."""
     if world.size == 1:
         return single(comm)
     # What talks through the host's memory has groups for tensors of the host, whatever computes.
@@ -70,7 +70,7 @@ def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
 
 
 def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
-    """The micro-batches of each step on one rank of the data axis."""
+    """Return the loader of the micro-batches of each step on one rank of the data axis."""
     return BatchLoader(
         train,
         seed=config.run.seed,
@@ -82,7 +82,7 @@ def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
-    """The model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
+    """Build the model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
     return Transformer(
         Shape(**{field.name: getattr(config.model, field.name) for field in fields(Shape)}),
         seed=config.run.seed,
@@ -93,7 +93,7 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
 
 
 def bucket_of(config: Config) -> int:
-    """Bytes of a communication that may be under way."""
+    """Return the bytes of a communication that may be under way."""
     return int(config.zero.bucket_mb * 2**20)
 
 
@@ -117,7 +117,7 @@ def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
 
 
 def offload_of(config: Config, host: Host) -> Offload | None:
-    """What of the optimizer and the parameters rests on the host."""
+    """Return what of the optimizer and the parameters rests on the host; None: nothing."""
     asked = config.zero.offload
     offload = Offload(host, asked.optimizer == "cpu", asked.parameters == "cpu", asked.delayed)
     if not (offload.optimizer or offload.parameters):
@@ -187,7 +187,7 @@ def build_engine(
     recomputed: Container[Layer] = (),
     offload: Offload | None = None,
 ) -> Engine:
-    """Units, optimizer state, and the events of a step around the parts of the model that this rank has.
+    """Build units, optimizer state, and the events of a step around the layers that this rank has.
 
     Args:
         stages: of each of this rank's stages the parts of the model's path, in forward order.
@@ -244,7 +244,7 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Built:
-    """What computes a step on one rank: the engine's update around the pipeline's passes."""
+    """The parts that compute a step on one rank: the engine's update around the pipeline's passes."""
 
     model: Transformer
     engine: Engine
@@ -253,7 +253,7 @@ class Built:
 
 
 def build(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host | None = None) -> Built:
-    """The model that a config asks for, as one rank of a grid has it.
+    """Build the model that a config asks for, as one rank of a grid has it.
 
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
@@ -262,7 +262,7 @@ def build(config: Config, grid: Grid, device: torch.device, ops: Operations, hos
 
 
 def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host, seed: int | None) -> Built:
-    """The same with initial values of another seed; None: with anything in its memory."""
+    """Build the same with initial values of another seed; None: with anything in its memory."""
     layers, precision = layers_of(config), precision_of(config)
     stages = layers.of_rank(grid["pipeline"].rank)
     model = build_model(config, ops, grid["tensor"])
@@ -305,7 +305,7 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
 
 
 def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:
-    """What one stage computes: from tokens in the first, token losses [S, B] in the last."""
+    """Return what one stage computes: from tokens in the first, token losses [S, B] in the last."""
 
     def run(x: Tensor | None, feed: StageInputs) -> Tensor:
         y = model.forward_layers(parts, feed.tokens_SB if x is None else x, feed.now)
@@ -315,7 +315,7 @@ def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, 
 
 
 def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], StageInputs]:
-    """(micro-batch, step, training) -> what the stages need to know of it."""
+    """Return the function (micro-batch, step, training) -> what the stages need to know of it."""
 
     def feed(batch: MicroBatch, step: int, training: bool) -> StageInputs:
         tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))

@@ -1,4 +1,4 @@
-"""A config's job, and a job's config: the only place that turns one into the other."""
+"""Turn a config into a job, and a job into options of a config: the only place that does."""
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 

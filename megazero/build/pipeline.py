@@ -1,4 +1,4 @@
-"""How a config's model lies on the pipeline axis: which parts in which stage, and what every rank does in a step."""
+"""Lay a config's model out on the pipeline axis: which layers in which stage, and what every rank does in a step."""
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
@@ -48,7 +48,7 @@ def check_world(config: Config, size: int, given: str = "") -> None:
 
 
 def model_shape(config: Config) -> ModelShape:
-    """The model as the closed formulas of plan/ see it: parameters, FLOPs."""
+    """Return the model as the closed formulas of plan/ see it: parameters, FLOPs."""
     m = config.model
     assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
     return ModelShape(
@@ -67,14 +67,14 @@ def model_shape(config: Config) -> ModelShape:
 
 
 def layers_of(config: Config) -> Layers:
-    """The cut of a config's model."""
+    """Return the cut of a config's model into stages."""
     name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
     assert chunks is not None, "a resolved config"
     return cut(name, ranks, chunks, config.model.layers, model_shape(config).head_in_blocks())
 
 
 def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:
-    """What every rank does in a step, proven to end.
+    """Return what every rank does in a step, proven to end.
 
     Args:
         each: gradients are reduced after each micro-batch, not once a step.

@@ -1,5 +1,6 @@
-"""Put around the parts of the model what a config's memory section asks for: which of them are computed again in
-backward, and how their inputs are kept until then.
+"""Wrap layers as a config's memory section asks.
+
+It says which are computed again in backward, and how their inputs are kept until then.
 """
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
@@ -37,7 +38,7 @@ def recompute(
     device: torch.device,
     host: Host,
 ) -> set[Layer]:
-    """Puts recomputed parts in the place of blocks, or of their attention's core.
+    """Put recomputed layers in the place of blocks, or of their attention's core.
 
     Args:
         stages: of this rank, with their parts of the model's path.

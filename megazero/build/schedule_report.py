@@ -1,4 +1,4 @@
-"""What a pipeline's step costs: its actions with their bytes, its bubble, its memory; as text, JSON, or a picture.
+"""Report what a pipeline's step costs: actions with their bytes, bubble, memory; as text, JSON, or a picture.
 
 Bytes are what one rank sends (or, gathering and reducing, its share by the ring formula), exactly as the ledger of a
 run counts them: from the sizes of the units of the model, padding included. In stage 3 a stage gathers all its
@@ -66,7 +66,7 @@ class Report:
 
 
 def report(config: Config, data: int) -> tuple[Report, Schedule, Timeline]:
-    """The report of a step on `data` ranks of the data axis, and what it was made of."""
+    """Return the report of a step on `data` ranks of the data axis, and what it was made of."""
     job = job_of(config, config.parallel.tensor * config.parallel.pipeline * data)
     layers, m = job.layers, job.micro_batches
     schedule = add_bill(lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied), bill_of(job))
@@ -87,14 +87,14 @@ def report(config: Config, data: int) -> tuple[Report, Schedule, Timeline]:
 
 
 def costs_of(job: Job) -> list[Costs]:
-    """Of each stage, in blocks."""
+    """Return the costs of each stage, in blocks."""
     head, last = job.shape.head_in_blocks(), job.shape.layers + 1
     blocks = [sum(1.0 for i in parts if 0 < i < last) + (head if last in parts else 0.0) for parts in job.layers.parts]
     return [Costs(cost, cost, cost) for cost in blocks]
 
 
 def bill_of(job: Job) -> TrafficBill:
-    """What each action sends or gathers."""
+    """Return the bytes that each action sends or gathers."""
     layers, data, shape, last = job.layers, job.shard, job.shape, job.shape.layers + 1
     on_path = [{u.name: u.padded(data) for u in units(shape, job.tensor, [range(i, i + 1)])} for i in range(last + 1)]
     sizes = {name: size for part in on_path for name, size in part.items()}
@@ -104,7 +104,7 @@ def bill_of(job: Job) -> TrafficBill:
         return sum(sum(on_path[i].values()) for i in parts if i not in without)
 
     def own(index: int) -> int:
-        """Elements of the units whose gradients are complete with this stage's; of two stages of a rank the first."""
+        """Return the elements of the units whose gradients are complete with this stage's; of two stages of a rank the first."""
         earlier = [layers.parts[k] for k in range(index) if layers.rank_of[k] == layers.rank_of[index]]
         taken = {name for parts in earlier for i in parts for name in on_path[i]}
         return sum(sizes[name] for name in {n for i in layers.parts[index] for n in on_path[i]} - taken)
@@ -128,7 +128,7 @@ def as_json(found: Report) -> dict[str, Any]:
 
 
 def as_text(found: Report, columns: int | None = None, *, every: bool = False) -> str:
-    """The schedule in a sentence, what each rank holds, what it costs, and the lists of actions.
+    """Return the schedule in a sentence, what each rank holds, what it costs, and the lists of actions.
 
     Args:
         columns: to break sentences at; None: nowhere.
@@ -149,7 +149,7 @@ def as_text(found: Report, columns: int | None = None, *, every: bool = False) -
 
 
 def _actions(found: Report, columns: int | None, every: bool) -> Iterator[str]:
-    """What every rank does, behind what the words mean."""
+    """Return what every rank does, behind a legend of the words."""
     for legend in _ACTION_LEGEND:
         yield from wrapped(legend, columns, "    ")
     for number, rank in enumerate(found.ranks[: None if every else _SHOWN_RANKS]):
@@ -163,7 +163,7 @@ def _actions(found: Report, columns: int | None, every: bool) -> Iterator[str]:
 
 
 def summary(found: Report) -> str:
-    """One line: the schedule, its bubble, and what a micro-batch costs."""
+    """Return one line: the schedule, its bubble, and what a micro-batch costs."""
     stage = found.zero_stage
     per = {2: "reduces gradients after each micro-batch", 3: "gathers parameters and reduces gradients for each"}
     bill = f"; ZeRO stage {stage} {per[stage]}" if stage in per and found.data > 1 else ""

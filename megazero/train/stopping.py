@@ -22,7 +22,8 @@ from megazero.launch.signals import NOTED, REQUEUE, Signals, stopped_by
 
 @dataclass(frozen=True)
 class Reason:
-    """
+    """Why a run ends.
+
     Attributes:
         text: as one says it: "stopped by SIGTERM".
         exit_code: of the run.
@@ -40,7 +41,8 @@ REASONS = (FAILED, *BY_SIGNAL.values(), TIME, FILE)  # the first one that any ra
 
 
 class Stopping:
-    """
+    """The agreement of all ranks on when a run ends.
+
     Args:
         world: all ranks.
         signals: that have come to this one.
@@ -71,7 +73,7 @@ class Stopping:
         self._first_step, self._answers = first_step, 0
 
     def vote(self, *, failed: bool, saving: float) -> None:
-        """A step has been issued: says what this rank knows.
+        """Say what this rank knows, once a step has been issued.
 
         Args:
             failed: something that was written in the background has failed.
@@ -83,7 +85,7 @@ class Stopping:
         self._said = all_reduce(said.to(self._device), self._world, "agree")
 
     def result(self) -> Reason | None:
-        """What all ranks said when they were last asked; None: go on."""
+        """Return what all ranks said when they were last asked; None: go on."""
         if self._said is None:
             return None
         said, self._said = self._said.tolist(), None

@@ -38,7 +38,7 @@ from megazero.zero.engine import Engine, StepResult
 
 @dataclass(frozen=True)
 class TrainSchedule:
-    """How long, how fast, and how often.
+    """The schedule of a run: how long, how fast, and how often.
 
     Attributes:
         steps: of the run.
@@ -148,8 +148,10 @@ class Trainer:
         self._owed = owed
 
     def run(self) -> int:
-        """Trains; returns the number of steps done. The last validation's result is `score`; why it ended before the
-        last step, if it did, is `reason`. Whatever was to be saved is committed.
+        """Train, and return the number of steps done.
+
+        The last validation's result is `score`; why it ended before the last step, if it did, is `reason`. Whatever was
+        to be saved is committed.
 
         Raises:
             UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
@@ -181,7 +183,7 @@ class Trainer:
         return done
 
     def close(self) -> None:
-        """Ends background work and writes out what is left."""
+        """End background work and write out what is left."""
         try:
             self.loader.close()
             self.checkpoints.close()
@@ -218,7 +220,7 @@ class Trainer:
             self._flags = bool(result.finite.item()), bool(result.skipped.item())
 
     def _settle(self, *, complete: bool) -> None:
-        """Acts on how the step issued last went, once.
+        """Act on how the step issued last went, once.
 
         Args:
             complete: no later one has begun; only then can its state be saved.
@@ -328,7 +330,7 @@ class Trainer:
         return self.blame(own, say)
 
     def _own_fault(self, pending: _Pending) -> Fault | None:
-        """What is first not finite in this rank's part of a step, computed once more."""
+        """Return what is first not finite in this rank's part of a step, computed once more."""
         batches, step, last = self.loader.step(pending.step), pending.step, self.pipeline.num_stages - 1
         seen: list[Fault] = []
 

@@ -31,7 +31,7 @@ class Score:
 
 
 class Validation:
-    """Scores a model on the same batches every time.
+    """A score of a model on the same batches every time.
 
     Args:
         batches: gives this rank's, from the first; as many on every rank.
@@ -57,7 +57,7 @@ class Validation:
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
     def check(self, where: str) -> None:
-        """Reads every batch once, so that what is wrong with the data is known before the training, not after it.
+        """Read every batch once, so that what is wrong with the data is known before the training, not after it.
 
         Raises:
             UserError: 205, an id outside the vocabulary; 112, one that the tokenizer does not have.
@@ -72,7 +72,7 @@ class Validation:
                     raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
 
     def score(self, stop: Callable[[], bool] = lambda: False) -> Score | None:
-        """One pass over the batches. The loss is nan where no token counts.
+        """Score the model in one pass over the batches. The loss is nan where no token counts.
 
         Args:
             stop: asked now and then, as often on every rank; True, on all of them: break off, and return None.

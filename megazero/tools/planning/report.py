@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megazero.base.files import replace_file
 from megazero.base.terminal import wrapped
-from megazero.config.file import spelt
 from megazero.build.job import options_of
+from megazero.config.file import spelt
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.search import Search, usable
