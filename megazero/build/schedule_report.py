@@ -104,7 +104,7 @@ def bill_of(job: Job) -> TrafficBill:
         return sum(sum(on_path[i].values()) for i in parts if i not in without)
 
     def own(index: int) -> int:
-        """Return the elements of the units whose gradients are complete with this stage's; of two stages of a rank the first."""
+        """Return the elements of units whose gradients are complete with this stage: the first of a rank."""
         earlier = [layers.parts[k] for k in range(index) if layers.rank_of[k] == layers.rank_of[index]]
         taken = {name for parts in earlier for i in parts for name in on_path[i]}
         return sum(sizes[name] for name in {n for i in layers.parts[index] for n in on_path[i]} - taken)
