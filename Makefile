@@ -3,10 +3,11 @@
 #                  EXTRAS=bench for the peers that the benchmarks compare with)
 # make data        the quickstart's corpus, tokenizer and token files, in data/quickstart
 # make quickstart  all of the above, then trains a GPT of 10M parameters and shows a sample
-# make test        the tests; make test-all: with the full matrices; make check: ruff and pyright
+# make test        the tests, WORKERS (2) at a time; make test-all: with the full matrices; make check: ruff and pyright
 
 PYTHON ?= python3
 TORCH ?= locked
+WORKERS ?= 2
 EXTRAS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,10 +38,10 @@ quickstart: setup
 	$(BIN)/python scripts/quickstart.py
 
 test: setup
-	$(BIN)/python -m pytest -m 'not full' --durations=10
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not full' --durations=10
 
 test-all: setup
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
 check: setup
 	$(BIN)/ruff check .
