@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,14 @@ from data_tools import preprocess, train_tokenizer
 from megazero.launch.environment import MEETING, SLURM, TORCHRUN
 from megazero.run.folder import RunFolder
 from tests.tiny_run import CONFIG, VOCAB, TinyData
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder of its own with a short name: a line of an error has 300 characters, and leaves out the middle."""
+    folder = Path(tempfile.mkdtemp(prefix="mz-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

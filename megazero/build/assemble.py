@@ -194,7 +194,7 @@ def build_engine(
         seed: of the initial values; None: anything.
         ops: the kernels to use on the device.
         update_ops: those to use where the update is, which may be the host.
-        replayed: parts that run again in their backward.
+        recomputed: layers that run again in their backward.
         offload: what rests on the host; None: nothing.
     """
     on_path = model.units_of_layers()

@@ -103,11 +103,11 @@ def bill_of(job: Job) -> TrafficBill:
     def of(parts: range, *, without: Sequence[int] = ()) -> int:
         return sum(sum(on_path[i].values()) for i in parts if i not in without)
 
-    def own(index: int) -> int:
-        """Return the elements of units whose gradients are complete with this stage: the first of a rank."""
+    def own(index: int) -> list[int]:
+        """Return the elements of each unit whose gradients are complete with this stage: the first of a rank."""
         earlier = [layers.parts[k] for k in range(index) if layers.rank_of[k] == layers.rank_of[index]]
         taken = {name for parts in earlier for i in parts for name in on_path[i]}
-        return sum(sizes[name] for name in {n for i in layers.parts[index] for n in on_path[i]} - taken)
+        return [sizes[name] for name in {n for i in layers.parts[index] for n in on_path[i]} - taken]
 
     times, item = 1 if job.shards_optimizer else 2, job.bytes
     gathered = item.parameter if job.shards_parameters else 0
@@ -116,10 +116,11 @@ def bill_of(job: Job) -> TrafficBill:
     tie = sizes.get("tied", 0) // (data if job.shards_optimizer else 1)
     return TrafficBill(
         sequence * job.micro_batch * shape.hidden * item.parameter,
-        [round(times * share * own(k)) * item.gradient for k in stages],
+        [round(times * share * sum(own(k))) * item.gradient for k in stages],
         [round(share * of(layers.parts[k])) * gathered for k in stages],
         [round(share * of(layers.parts[k], without=(0, last))) * gathered for k in stages],
         tie * item.gradient,
+        [2 * (job.replicas - 1) * sum(-(-n // data // job.replicas) for n in own(k)) * item.gradient for k in stages],
     )
 
 

@@ -81,19 +81,6 @@ class Pending:
 
         return Pending(self._axis, self._purpose, finish, self.unread)
 
-    def then_start(self, following: Callable[[], "Pending"]) -> "Pending":
-        """Return this operation and one that is started when it has ended, as one.
-
-        On NCCL the second is queued behind the first at once. Elsewhere waiting holds up the host, so it is started
-        when somebody waits.
-        """
-        if self._axis is None:
-            return following()
-        if self._axis.comm.backend == "nccl":
-            self.wait()
-            return following()
-        return Pending(None, self._purpose, lambda: (self.wait(), following().wait())[1], self.unread)
-
 
 def done(x: Tensor) -> Pending:
     """Return an operation that has ended, with its result."""

@@ -3,7 +3,7 @@
 The norm counts each logical parameter once. Squares are summed in fp64 for each unit and each shard of it, and these
 sums are added in rank order, then in unit order, whether a rank holds one shard or all of them: fp32 sums over 1, 2 or
 4 shards of a million elements differ by 1.7e-5, enough to break equality between stages through the clip. Units on
-other ranks of the pipeline have their place in the same order. Replicas of a shard are equal, and each counts its own.
+other ranks of the pipeline have their place in the same order. Replicas of a shard take the sums of the first one.
 
 Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
 """
@@ -29,8 +29,9 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
         pipeline: the axis whose ranks have the other units.
     """
     found = []
-    for axes in dict.fromkeys((unit.axes.shard, unit.axes.tensor) for unit in units):
-        members = [i for i, unit in enumerate(units) if (unit.axes.shard, unit.axes.tensor) == axes]
+    axes_of = [(unit.axes.shard, unit.axes.replica, unit.axes.tensor) for unit in units]
+    for axes in dict.fromkeys(axes_of):
+        members = [i for i, own in enumerate(axes_of) if own == axes]
         squares = _group_squares([units[i] for i in members], *axes, ops)
         found.append((places if len(members) == len(units) else places[members], squares))
     everywhere = torch.zeros(num_units, dtype=torch.float64, device=places.device)
@@ -39,7 +40,7 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
     return all_reduce(everywhere, pipeline, "norm")
 
 
-def _group_squares(units: list[Unit], shard: Axis, tensor: Axis, ops: Operations) -> Tensor:
+def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, ops: Operations) -> Tensor:
     """Return the sum of squares of each of some units that have the same axes: fp64 [units]."""
     sharded = len(units[0].masters) < units[0].numel
     parts = 1 if sharded else shard.size
@@ -52,6 +53,8 @@ def _group_squares(units: list[Unit], shard: Axis, tensor: Axis, ops: Operations
     total = first.to(units[0].device)  # gradients may be on the host
     if sharded:
         total = all_reduce(total, shard, "norm")
+    if replica.size > 1:  # one group's sums for all: in another order of sums their updates would part
+        total = all_reduce(total if replica.rank == 0 else total.zero_(), replica, "norm")
     return all_reduce(total, tensor, "norm")
 
 

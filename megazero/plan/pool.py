@@ -42,6 +42,8 @@ def pool(job: Job, stages: Iterable[range]) -> int:
     one_tie = job.pipeline > 1 and len(ties) == 1
     if job.shards_optimizer and not job.shards_gradients and job.offload_optimizer and one_tie:
         gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
+    if job.offload_optimizer and job.replicas > 1:  # summed over the replicas one after the other
+        gradients |= Counter({unit.padded(shard) // shard: 1 for path in paths for part in path for unit in part})
     return item.parameter * _elements(whole) + item.gradient * _elements(gradients)
 
 

@@ -281,9 +281,8 @@ def _data(
     free = links.machine.reached.beside
     waited += times_gathered * _rest(beside_forward, free * busy.forward, blocks)
     beside = beside_backward + in_backward
-    waited += (times - 1) * _rest(beside, free * busy.backward, blocks)
-    waited += _rest(beside + replicas, free * busy.backward, blocks)  # replicas once, in the last backward
-    return waited + ends, reduces + replicas + parameters - waited
+    waited += times * _rest(beside, free * busy.backward, blocks)
+    return waited + replicas + ends, reduces + parameters - waited
 
 
 def _rest(traffic: float, computation: float, units: int) -> float:

@@ -306,6 +306,8 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("data", "loss", 2), ("pipeline", "loss", 2)]
     if job.shards_optimizer:
         sums.append((job.shard_axis, "norm", counted))
+    if job.replicas > 1:
+        sums.append(("replica", "norm", counted))
     for axis, purpose, numbers in sums:
         size = axis_size(job, axis)
         yield Flow(axis, purpose, int(size > 1), 2 * (size - 1) * -(-numbers // size) * WIDE)
@@ -323,6 +325,9 @@ def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         times = m if job.shards_gradients else 1
         yield Flow("host", "gradients out", times * numbers, times * shard * g)
         yield Flow("host", "gradients back", (times - 1) * numbers, (times - 1) * shard * g)
+        if job.replicas > 1:
+            yield Flow("host", "gradients back", numbers, shard * g)
+            yield Flow("host", "gradients out", numbers, shard * g)
         for unit in _tied(job, share, own):
             yield Flow("host", "gradients back", 1, _shard(job, unit) * g)
             yield Flow("host", "gradients out", 1, _shard(job, unit) * g)

@@ -71,6 +71,8 @@ def _changes(job: Job, *, apart: bool) -> Iterator[tuple[str, Job]]:
     if job.data > 1 and not job.shards_parameters:
         stage = min(stages_that_shard("parameters"))
         yield f"zero.stage={stage}", replace(job, stage=stage)
+    if job.replicas > 1:
+        yield "zero.shard_ranks=null", replace(job, shard_ranks=None)
     if apart and job.shards_optimizer and not job.offload_optimizer:
         yield "zero.offload.optimizer=cpu", replace(job, offload_optimizer=True)
     if job.micro_batch > 1 and job.micro_batch % 2 == 0:

@@ -25,6 +25,7 @@ class TrafficBill:
         reduce: of each stage one reduction of its gradients.
         gather_forward, gather_backward: of each stage what is gathered for one forward, and for one backward.
         tie: of the shared weight's gradient.
+        replicas: of each stage the sum over the replicas of its shards, behind the last micro-batch.
     """
 
     message: int
@@ -32,14 +33,17 @@ class TrafficBill:
     gather_forward: Sequence[int]
     gather_backward: Sequence[int]
     tie: int = 0
+    replicas: Sequence[int] = ()
 
-    def of(self, action: Action) -> int:
+    def of(self, action: Action, *, last: bool) -> int:
+        """Return the bytes of an action, which may be of the step's last micro-batch."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             return self.message
         if action.kind is Kind.TIE:
             return self.tie
         by_stage = {F: self.gather_forward, B: self.gather_backward, I: self.gather_backward, Kind.REDUCE: self.reduce}
-        return by_stage[action.kind][action.stage] if action.kind in by_stage else 0
+        more = self.replicas[action.stage] if self.replicas and last and action.kind is Kind.REDUCE else 0
+        return more + (by_stage[action.kind][action.stage] if action.kind in by_stage else 0)
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
@@ -106,6 +110,9 @@ def add_reductions(schedule: Schedule, *, each: bool, tied: bool) -> Schedule:
 
 def add_bill(schedule: Schedule, bill: TrafficBill) -> Schedule:
     """Return the same actions with their bytes."""
-    return replace(
-        schedule, ranks=tuple(tuple(replace(a, size=bill.of(a)) for a in actions) for actions in schedule.ranks)
-    )
+    last = schedule.micro_batches - 1
+
+    def billed(action: Action) -> Action:
+        return replace(action, size=bill.of(action, last=action.micro_batch == last))
+
+    return replace(schedule, ranks=tuple(tuple(map(billed, actions)) for actions in schedule.ranks))

@@ -79,7 +79,7 @@ class _Pending:
 
 
 class Trainer:
-    """Trains for `pace.steps` steps.
+    """The training loop of one rank, for `schedule.steps` steps.
 
     Args:
         engine: update.
@@ -88,7 +88,7 @@ class Trainer:
         loader: the micro-batches of each step.
         validation: None for none.
         recorder: observes.
-        pace: when to do what.
+        schedule: when to do what.
         checkpoints: saves, the last step before the last validation or anything else can fail.
         stopping: whether to end before that.
         summarise: writes what is known of the whole run; called by all ranks before the last step is saved, so that a

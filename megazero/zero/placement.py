@@ -13,7 +13,6 @@ shard is one of `size` equal intervals of a unit's flat buffer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ from megazero.comm.host import Host
 from megazero.comm.pool import same_place
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.placements import STAGES, Placement, ZeroStage
-
-REPLICAS = STAGES[0]  # along the axis of replicas, in every stage
 
 
 @dataclass(frozen=True)
@@ -121,29 +118,26 @@ def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumu
     | Partial -> Replicate | all-reduce, in the memory of `target`                         |
     | the same, size 1     | nothing, or a copy where the memory is another                |
 
-    Axes follow each other in the order of `source.placements`. This is the only place that starts any of these.
+    Along one axis at a time. This is the only place that starts any of these.
 
     Args:
         purpose: as the ledger and profiles name it.
         accumulate: a reduce-scatter's sum is added to what `target` holds.
     """
-    changes = {
-        axis: (before, target.placements.get(axis, Placement.REPLICATE))
+    changes = [
+        (axis, before, after)
         for axis, before in source.placements.items()
-        if axis.size > 1 and before is not target.placements.get(axis, Placement.REPLICATE)
-    }
-    scattered = next((axis for axis, change in changes.items() if change[1] is Placement.SHARD), None)
-    if scattered is None:
+        if axis.size > 1 and before is not (after := target.placements.get(axis, Placement.REPLICATE))
+    ]
+    assert len(changes) <= 1, "one axis at a time"
+    for axis, before, after in changes:
+        if after is Placement.SHARD:
+            return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
         _copy(source, target, purpose)
-        pending = done(target.values)
-    else:
-        pending = start_reduce_scatter(source.values, scattered, purpose, out=target.values, accumulate=accumulate)
-    for axis, (before, _) in changes.items():
-        if axis is scattered:
-            continue
         start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
-        pending = pending.then_start(partial(start, target.values, axis, purpose))
-    return pending
+        return start(target.values, axis, purpose)
+    _copy(source, target, purpose)
+    return done(target.values)
 
 
 def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> None:

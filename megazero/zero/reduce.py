@@ -8,7 +8,7 @@ because the other ranks wait for it.
     along           sum                                          when
     shard           of other samples, to where the optimizer     stages 0, 1: once a step; 2, 3: each micro-batch
                     state is
-    replica         of the other shard groups' samples,          once a step, behind the last sum over the shards
+    replica         of the other shard groups' samples,          once a step, `sum_replicas`
                     of each rank's shard only
     copies          of the other uses of a tied weight           once a step, `sum_copies`
     tensor          of the tokens of the other ranks, of what    once a step, `sum_tp_replicated`
@@ -73,8 +73,10 @@ class Reduction:
             unit.deliveries.end()
 
     def finish(self) -> None:
-        """Wait for the reductions under way."""
+        """Wait for the reductions under way; behind the last micro-batch, sum over the replicas."""
         self._finish(0)
+        if self._last and self.inspect is None:
+            sum_replicas(self._units)
 
     def _complete(self, index: int) -> None:
         self._ready[index] = True
@@ -108,7 +110,20 @@ class Reduction:
             return done(torch.empty(0))
         accumulate = unit in self._reduced
         self._reduced.add(unit)
-        return unit.start_reduce(accumulate=accumulate, last=self._last)
+        if self._last:
+            unit.require_gradients()
+        return unit.start_reduce(accumulate=accumulate)
+
+
+def sum_replicas(units: Iterable[Unit]) -> None:
+    """Sum the reduced gradients of each rank's shards over the groups that hold the same, once a step.
+
+    One after the other, when nothing else is open: where a shard group talks through shared memory and the groups
+    through sockets, a rank that waited on a socket meanwhile could be waited for by one that waits for free memory.
+    """
+    for unit in units:
+        if unit.axes.replica.size > 1:
+            _sum(unit, unit.axes.replica, 0, "gradients")()
 
 
 def sum_copies(units: Iterable[Unit]) -> None:

@@ -207,23 +207,19 @@ class Unit:
         else:
             self._clear_padding(self.partial)
 
-    def start_reduce(self, *, accumulate: bool, last: bool) -> Pending:
-        """Start to reduce the partial gradients to where the optimizer state is.
+    def start_reduce(self, *, accumulate: bool) -> Pending:
+        """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.
 
         Args:
-            accumulate: gradients of this step have been reduced before; these are added.
-            last: it is the last micro-batch of the step, so that the sum over the replicas is taken.
+            accumulate: earlier ones of this step have been reduced; these are added.
         """
         assert self.partial is not None, f"unit {self.layout.name} has no gradients"
-        if last:
-            self.deliveries.require(self.views)
-        axes, placement = self.axes, Placement.PARTIAL
-        if axes.shard.size > 1 and len(self.masters) < self.numel:
+        shard = self.axes.shard
+        if shard.size > 1 and len(self.masters) < self.numel:
             self._open_share(accumulate=accumulate)
-        target = {axes.shard: axes.stage.optimizer, axes.replica: Placement.REPLICATE if last else placement}
         return redistribute(
-            FlatBuffer(self.partial, {axes.shard: placement, axes.replica: placement}),
-            FlatBuffer(self.own_gradients, target, self.shard.start),
+            FlatBuffer(self.partial, {shard: Placement.PARTIAL}),
+            FlatBuffer(self.own_gradients, {shard: self.axes.stage.optimizer}, self.shard.start),
             "gradients",
             accumulate=accumulate,
         )
@@ -265,6 +261,10 @@ class Unit:
         self.open_gradients()
         for view in self.views.values():
             view.close()
+
+    def require_gradients(self) -> None:
+        """Raise an error if a parameter has had no gradient in this step: UserError 305."""
+        self.deliveries.require(self.views)
 
     def drop_gradients(self) -> None:
         """Free the memory of the partial gradients, which have been reduced."""

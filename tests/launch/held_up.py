@@ -25,9 +25,9 @@ from megazero.launch.spawn import run_local
 
 WHERE: dict[str, tuple[Any, str]] = {
     "start": (rendezvous, "_presence"),
-    "memory": (rendezvous, "_open_boxes"),
+    "memory": (rendezvous, "_open_outboxes"),
     "group": (rendezvous.dist, "init_process_group"),
-    "axes": (grid, "_groups_of_gloo"),
+    "axes": (grid, "_group_of"),
 }
 
 
@@ -80,7 +80,7 @@ def be(place: RankContext, case: str, bad_rank: int, timeout: float, log: str = 
     if bad and case in WHERE:
         stop_before(*WHERE[case])
     if log:
-        path = Path(log) / f"rank_{place['world'].rank:02d}.log"
+        path = Path(log) / f"rank_{place.world.rank:02d}.log"
         path.touch()
         place.stacks.into(path)
     comm = rendezvous.connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")

@@ -60,7 +60,7 @@ def test_neither_links_nor_pipes_are_read(tmp_path: Path):
 
 START = """
 import os, signal, sys
-from megazero.run.session import session as run
+from megazero.run import session as run
 from megazero.__main__ import main
 
 honest = run.build_trainer

@@ -93,7 +93,7 @@ def test_the_passes_are_told_apart(tiny_data: TinyData, tmp_path: Path) -> None:
 
 STOPPED = """
 import os, signal, sys, time
-from megazero.run.session import checkpointing
+from megazero.run import checkpointing
 from megazero.__main__ import main
 from megazero.data.loader import BatchLoader
 

@@ -26,8 +26,8 @@ AT_ONCE = 10.0
 # `where` in Python, in a call into a library that no handler of Python's interrupts, or in another process' lock.
 DRIVER = """
 import ctypes, fcntl, os, sys, time
-from megazero.build.assemble import run as build_run
-from megazero.run.session import session as run
+from megazero.run import build as build_run
+from megazero.run import session as run
 from megazero.launch import rendezvous
 from megazero.__main__ import main
 

@@ -65,7 +65,7 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
     found = []
     for tensor, pipeline, data in grids:
         spread = replace(alone, tensor=tensor, pipeline=pipeline, data=data)
-        groups = [None, *(n for n in range(2, data) if data % n == 0)]
+        groups = [None, *(n for n in range(1, data) if data % n == 0)]
         stages = list(product(STAGES, groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
         choices = product(stages, (False, True), SCHEDULES, RECOMPUTE, OFFLOADS)
         for (stage, shard_ranks), sequence, (schedule, chunks), memory, offload in choices:

@@ -151,7 +151,8 @@ def _operations(record: StepRecord) -> Iterator[dict[str, Any]]:
 
 
 def _places(grid: Grid) -> dict[str, dict[str, int]]:
-    return {a.name: {"rank": a.rank, "size": a.size} for a in (grid["tensor"], grid["data"], grid["pipeline"])}
+    names = ["tensor", "data", "pipeline", *(["shard", "replica"] if grid["replica"].size > 1 else [])]
+    return {name: {"rank": grid[name].rank, "size": grid[name].size} for name in names}
 
 
 def _cause(moment: MemoryMoment) -> dict[str, str]:
