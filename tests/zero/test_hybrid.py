@@ -8,11 +8,25 @@ import torch
 from megazero.base.errors import UserError
 from megazero.build.pipeline import check_world
 from megazero.comm.grid import Grid
+from megazero.model.transformer import Shape
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, Wires, config_of, equal, ids, job_on, pairwise, planned, train
+from tests.layouts import (
+    SHAPES,
+    Rank,
+    Trained,
+    Wires,
+    config_of,
+    equal,
+    ids,
+    job_on,
+    pairwise,
+    planned,
+    train,
+    train_rank,
+)
 from tests.plan.test_memory import EXACT, FLAVOURS, held
 from tests.ranks import run_ranks
 from tests.test_layouts import DTYPES, compare
@@ -128,3 +142,19 @@ def test_groups_that_do_not_divide_the_data_ranks_are_refused() -> None:
     config = config_of(job_on(1, 4, False, 1, 1, shard_ranks=2), SHAPES["gpt"], Precision())
     with pytest.raises(UserError, match=r"MZ-106: expected data ranks % zero.shard_ranks == 0, got 3 % 2 = 1"):
         check_world(config, 3)
+
+
+def on_two_hosts(grid: Grid, job: Job, shape: Shape, precision: Precision) -> Trained:
+    """Shard groups talk through shared memory, and to each other through sockets."""
+    assert grid.comm.shared_memory is not None
+    grid.comm.shared_memory.reached = frozenset(grid["shard"].ranks)
+    return train_rank(grid, job, shape, precision)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_groups_on_two_hosts_do_not_wait_in_a_circle(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of many more pieces than there is room for: a rank that has one open may wait on no socket."""
+    job = job_on(1, 4, False, 2, stage, shard_ranks=2)
+    near = train(job, "gpt", Precision())
+    monkeypatch.setattr("megazero.comm.transport.exchange.SLOT_BYTES", 1 << 10)
+    equal(train(job, "gpt", Precision(), on_two_hosts), near)
