@@ -180,19 +180,18 @@ def _plant(config: Any, options: argparse.Namespace, interruption: Interruption)
 
 
 def _schedule(options: argparse.Namespace) -> int:
+    from megazero.build.job import job_of
     from megazero.build.pipeline import check_world
     from megazero.build.schedule_report import as_json, as_text, report
-    from megazero.comm.sizes import data_size
     from megazero.config.file import load
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
-    parallel = config.parallel
-    world = options.nproc or parallel.tensor * parallel.pipeline
+    world = options.nproc or config.parallel.tensor * config.parallel.pipeline
     check_world(config, world)
     with doing("making the schedule"):
-        found, schedule, timeline = report(config, data_size(world, parallel.tensor, parallel.pipeline))
+        found, schedule, timeline = report(job_of(config, world))
     if options.draw is not None:
         try:
             with doing("drawing"):

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.base.terminal import wrapped
-from megazero.build.job import job_of
 from megazero.build.pipeline import lowered
-from megazero.config.schema import Config
 from megazero.plan.job import Job
 from megazero.plan.states import units
 from megazero.schedules.actions import Kind, Schedule
@@ -65,9 +63,8 @@ class Report:
     ranks: list[RankReport]
 
 
-def report(config: Config, data: int) -> tuple[Report, Schedule, Timeline]:
-    """Return the report of a step on `data` ranks of the data axis, and what it was made of."""
-    job = job_of(config, config.parallel.tensor * config.parallel.pipeline * data)
+def report(job: Job) -> tuple[Report, Schedule, Timeline]:
+    """Return the report of a step of a job, and what it was made of."""
     layers, m = job.layers, job.micro_batches
     schedule = add_bill(lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied), bill_of(job))
     timeline = simulate(schedule, costs_of(job))
@@ -83,7 +80,7 @@ def report(config: Config, data: int) -> tuple[Report, Schedule, Timeline]:
         for rank in range(layers.ranks)
     ]
     bubbles = timeline.bubble, timeline.bubble_without_common_end
-    return Report(layers.schedule, m, data, job.stage, *bubbles, ranks), schedule, timeline
+    return Report(layers.schedule, m, job.data, job.stage, *bubbles, ranks), schedule, timeline
 
 
 def costs_of(job: Job) -> list[Costs]:

@@ -1,4 +1,4 @@
-"""Where model states rest: a ZeRO stage is a row of a table, which the engine (`zero/`) and the formulas here share.
+"""Say where model states rest: a ZeRO stage is a row of a table, shared by the engine (`zero/`) and the formulas here.
 
 Along the axis over which a unit is sharded:
 
@@ -18,7 +18,7 @@ from typing import Literal
 
 
 class Placement(Enum):
-    """What the ranks of an axis hold of a flat buffer."""
+    """The part of a flat buffer that each rank of an axis holds."""
 
     REPLICATE = "every rank holds all of it"
     PARTIAL = "the sum over all ranks is meant"
@@ -27,7 +27,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class ZeroStage:
-    """Where parameters, gradients and optimizer state rest between their uses, along one axis."""
+    """The placements of parameters, gradients and optimizer state between their uses, along one axis."""
 
     parameters: Placement
     gradients: Placement

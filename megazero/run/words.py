@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megazero.build.job import job_of
 from megazero.build.pipeline import model_shape
 from megazero.build.schedule_report import report, summary
 from megazero.checkpoint.manifest import Manifest
@@ -36,7 +37,7 @@ def beginning(
     yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}"
     yield _resting(config, ready.trainer)
     if config.parallel.pipeline > 1:
-        yield summary(report(config, grid["data"].size)[0])
+        yield summary(report(job_of(config, grid["world"].size))[0])
 
 
 def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:

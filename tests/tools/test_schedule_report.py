@@ -15,7 +15,7 @@ from megazero.comm.grid import Grid
 from megazero.plan.job import Job
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, config_of, job_on
+from tests.layouts import SHAPES, Rank, job_on, planned
 from tests.ranks import run_ranks
 from tests.tiny_run import ROOT, TinyData
 
@@ -48,7 +48,7 @@ LAYOUTS = [
 def test_the_bill_is_what_the_ledger_counts(layout: Job, shape) -> None:
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     ledgers = run_ranks(layout.ranks, one_step, layout, shape, **axes)
-    found, _, _ = report(config_of(layout, shape, Precision()), layout.data)
+    found, _, _ = report(planned(layout, shape, Precision()))
     per_stage = layout.tensor * layout.data
     for number, ledger in enumerate(ledgers):
         expected = found.ranks[number // per_stage].bytes
