@@ -68,23 +68,45 @@ class WatchedCommand:
 
 
 @dataclass
+class _Thread:
+    """One thread's waiting: what the kernel has counted, what of it can be, and since when it may wait."""
+
+    counted: float
+    waiting_since: float
+    waited: float = 0.0
+
+
+@dataclass
 class _Queue:
-    """The seconds that the threads of a family of processes have waited for a processor, since `begin`."""
+    """The seconds that the threads of a family of processes have waited for a processor, since `begin`.
+
+    A thread that sleeps does not wait, but some kernels count a sleep as a wait where the thread was moved to another
+    processor while it fell asleep (seen on 6.18). So what is added between two looks is never more than the time since
+    the thread was last seen asleep, or had last come out of the queue.
+    """
 
     root: int
-    before: dict[tuple[int, str], float] = field(default_factory=dict)
-    now: dict[tuple[int, str], float] = field(default_factory=dict)
+    looked: float = field(default_factory=time.monotonic)
+    threads: dict[tuple[int, str], _Thread] = field(default_factory=dict)
 
     def look(self) -> None:
+        now = time.monotonic()
         for pid in _family(self.root):
-            self.now |= {(pid, thread): seconds for thread, seconds in _waits(pid)}
+            for thread, runs, counted in _waits(pid):
+                seen = self.threads.setdefault((pid, thread), _Thread(0.0, self.looked))
+                seen.waited += min(counted - seen.counted, now - seen.waiting_since)
+                if counted > seen.counted or not runs:
+                    seen.waiting_since = now
+                seen.counted = counted
+        self.looked = now
 
     def begin(self) -> None:
-        self.before = dict(self.now)
+        for thread in self.threads.values():
+            thread.waited = 0.0
 
     @property
     def longest(self) -> float:
-        return max((seconds - self.before.get(one, 0.0) for one, seconds in self.now.items()), default=0.0)
+        return max((thread.waited for thread in self.threads.values()), default=0.0)
 
 
 def watch(command: Sequence[str], *, echo: bool = True, cwd: Path | None = None) -> WatchedCommand:
@@ -140,12 +162,12 @@ def _family(root: int) -> Iterator[int]:
         yield from _family(child)
 
 
-def _waits(pid: int) -> Iterator[tuple[str, float]]:
-    """Yield (thread, seconds that it has waited for a processor) of a process, where the kernel says so."""
+def _waits(pid: int) -> Iterator[tuple[str, bool, float]]:
+    """Yield (thread, whether it runs or could, seconds in the queue for a processor), where the kernel says so."""
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        words = _read(path).split()
+        words, stat = _read(path).split(), _read(path.with_name("stat"))
         if len(words) == 3:
-            yield path.parent.name, int(words[1]) * 1e-9
+            yield path.parent.name, stat.rpartition(")")[2].split()[:1] == ["R"], int(words[1]) * 1e-9
 
 
 def _read(path: Path) -> str:

@@ -56,6 +56,14 @@ def test_time_in_the_processor_s_queue_is_not_the_command_s() -> None:
     assert seen.longest.own < seen.longest.seconds
 
 
+def test_a_sleep_that_the_kernel_counts_as_a_wait_is_not_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel was seen to do it: a thread sleeps, and when it wakes, its whole sleep is in the count of waits."""
+    counts = iter([0.0, 0.0, 0.0, 0.0, 0.0])
+    monkeypatch.setattr("scripts.silence._waits", lambda _: [("1", False, next(counts, 1.0))])
+    seen = watch([sys.executable, "-c", "import time; time.sleep(1); print('late')"], echo=False)
+    assert seen.first.own > 0.7
+
+
 @pytest.fixture(scope="module")
 def trained(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder, and beside it an export of it."""
