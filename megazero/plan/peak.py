@@ -31,14 +31,7 @@ from megazero.plan.model import ModelShape
 
 
 def moments(
-    shape: ModelShape,
-    micro: Micro,
-    blocks: int,
-    recompute: str,
-    *,
-    head: bool,
-    fused: bool,
-    widened: bool,
+    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
 ) -> Iterator[tuple[str, int]]:
     """Yield (where in backward, bytes) of one micro-batch on a stage.
 
@@ -78,14 +71,7 @@ def moments(
 
 
 def peak(
-    shape: ModelShape,
-    micro: Micro,
-    blocks: int,
-    recompute: str,
-    *,
-    head: bool,
-    fused: bool,
-    widened: bool,
+    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
 ) -> tuple[int, str]:
     """Return the largest of `moments`, as (bytes, where)."""
     every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)
