@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import doing
-from megazero.base.reading import looked_up
 from megazero.build.assemble import DTYPES, build_model
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
@@ -41,9 +40,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
             no tokenizer; 402, it has no weights yet; 404, they are another model's; 410, they are damaged.
     """
-    if not folder.config.is_file():
-        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
-        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
+    folder.require_run()
     config = load(str(folder.config))
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.files import new_folder
-from megazero.base.reading import looked_up
 from megazero.build.assemble import DTYPES, build_model
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import read_manifest
@@ -33,9 +32,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
             the last one tried is damaged; and those of `export`.
     """
-    if not folder.config.is_file():
-        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
-        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
+    folder.require_run()
     config = load(str(folder.config))
     source = newest_whole(Store(folder.checkpoints), warn)
     manifest, model = read_manifest(source), config.model.model_dump()
