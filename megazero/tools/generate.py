@@ -17,6 +17,7 @@ from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
 from megazero.config.file import load
 from megazero.model.batch_context import BatchContext
+from megazero.model.parameter import whole_shapes
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
 from megazero.run.build import open_tokenizer
@@ -54,9 +55,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
 def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> None:
     """Give the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
-    parameters = dict(model.named_parameters())
-    _, weights = newest_weights(store, {name: tuple(p.shape) for name, p in parameters.items()}, warn)
-    for name, parameter in parameters.items():
+    _, weights = newest_weights(store, whole_shapes(model), warn)
+    for name, parameter in dict(model.named_parameters()).items():
         torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
 
 
