@@ -43,11 +43,15 @@ class Micro:
     dropout: bool
     documents: bool = False
 
+    def local(self, whole: int) -> int:
+        """Return a rank's part of something that is as long as the residual stream."""
+        return whole // self.tensor if self.sequence else whole
+
 
 def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
     """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
-    stream = tokens // t if micro.sequence else tokens
+    stream = micro.local(tokens)
     if recompute == "full":
         return stream * shape.hidden * item // (t if partition and not micro.sequence else 1)
     heads = tokens * (shape.hidden + 2 * shape.kv_width + shape.hidden) * item // t

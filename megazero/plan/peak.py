@@ -43,7 +43,7 @@ def moments(
     """
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
     whole = tokens * shape.hidden * item
-    stream = whole // t if micro.sequence else whole
+    stream = micro.local(whole)
     gathered, scattered = (whole, stream) if micro.sequence else (0, 0)
     wide = 4 * stream * max(item, 4) // item
     ffn = tokens * shape.ffn * item // t

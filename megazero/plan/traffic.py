@@ -283,7 +283,7 @@ def _shard(job: Job, unit: _Unit) -> int:
 
 
 def _pipeline(job: Job, share: Share) -> Iterator[Flow]:
-    rows = job.shape.seq_len // (job.tensor if job.sequence else 1) * job.micro_batch
+    rows = job.micro.local(job.shape.seq_len * job.micro_batch)
     size, m = rows * job.shape.hidden * job.bytes.parameter, job.micro_batches
     yield Flow("pipeline", "activations", m * share.sends, m * share.sends * size)
     yield Flow("pipeline", "gradients", m * share.returns, m * share.returns * size)
