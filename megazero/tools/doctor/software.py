@@ -12,49 +12,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.base.packages import PACKAGES, Package
 from megazero.launch.scratch import scratch_folder
 from megazero.tools.doctor.finding import Finding
 
 _INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too
 _COMPILE_SECONDS = 8
 _PROGRAM = "#include <vector>\nint sum(const std::vector<int>& v) { int s = 0; for (int x : v) s += x; return s; }\n"
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package, and whether training needs it.
-
-    Attributes:
-        name: as pip knows it.
-        module: as Python imports it.
-        least: the oldest version that does, () for any.
-        use: what an optional one is for; "" for one that is needed.
-    """
-
-    name: str
-    module: str
-    least: tuple[int, ...] = ()
-    use: str = ""
-
-
-PACKAGES = (
-    Package("torch", "torch", (2, 10)),
-    Package("numpy", "numpy"),
-    Package("einops", "einops"),
-    Package("pydantic", "pydantic", (2, 10)),
-    Package("ruamel.yaml", "ruamel.yaml", (0, 18)),
-    Package("safetensors", "safetensors"),
-    Package("sentencepiece", "sentencepiece"),
-    Package("rich", "rich"),
-    Package("xxhash", "xxhash"),
-    Package("matplotlib", "matplotlib"),
-    Package("wandb", "wandb", use="observe.wandb"),
-    Package("tensorboard", "tensorboard", use="observe.tensorboard"),
-    Package("transformers", "transformers", use="the tests of export and import"),
-)
 
 
 def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megazero.base.packages import PACKAGES, Package
 from megazero.tools.doctor import software
 from megazero.tools.doctor.finding import Finding, examine
-from megazero.tools.doctor.software import PACKAGES, Package, apex, cpp_compiler, cuda_compiler, packages
+from megazero.tools.doctor.software import apex, cpp_compiler, cuda_compiler, packages
 from tests.tiny_run import ROOT
 
 
