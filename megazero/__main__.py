@@ -31,10 +31,10 @@ from megazero.base.command_line import at_least as _at_least
 from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART, doing
 from megazero.base.packages import missing
+from megazero.base.picture import check_name
 from megazero.base.terminal import width
 from megazero.config import rules
 from megazero.launch.interruption import Interrupted, Interruption, ended_at_once
-from megazero.schedules.draw import check_name
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 

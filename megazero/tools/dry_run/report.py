@@ -1,13 +1,12 @@
 """Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megazero.base.files import replace_file
+from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
 from megazero.comm.grid import Grid
 from megazero.observe.timeline import MemoryMoment, by_origin
@@ -79,31 +78,24 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
 
 def draw(found: Simulated, name: str, path: Path) -> None:
     """Draw memory by category over both steps as an SVG or PNG, by the path's suffix. Raises OSError."""
-    # Imported here: half a second that only a picture needs.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     steps = [list(record.timeline.stretches()) for record in (found.first, found.steady)]
     moments = [stretch.highest for stretches in steps for stretch in stretches]
     categories = list(dict.fromkeys(category for moment in moments for category in moment.bytes))
-    figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    heights = [[moment.bytes.get(category, 0) / 1e9 for moment in moments] for category in categories]
-    axes.stackplot(range(len(moments)), heights, labels=categories, step="mid", linewidth=0)
-    axes.axvline(len(steps[0]) - 0.5, color="black", linewidth=0.6)
-    axes.annotate("second step", (len(steps[0]), axes.get_ylim()[1]), (2, -8), textcoords="offset points", fontsize=8)
-    axes.set_xlim(-0.5, len(moments) - 0.5)
-    axes.set_xlabel("parts of the model, forward, backward, and the update")
-    axes.set_ylabel("GB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(
-        f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
-    )
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
-    replace_file(path, image.getvalue())
+    with picture(path, 12, 5) as figure:
+        axes = figure.add_subplot()
+        heights = [[moment.bytes.get(category, 0) / 1e9 for moment in moments] for category in categories]
+        axes.stackplot(range(len(moments)), heights, labels=categories, step="mid", linewidth=0)
+        axes.axvline(len(steps[0]) - 0.5, color="black", linewidth=0.6)
+        second = len(steps[0]), axes.get_ylim()[1]
+        axes.annotate("second step", second, (2, -8), textcoords="offset points", fontsize=8)
+        axes.set_xlim(-0.5, len(moments) - 0.5)
+        axes.set_xlabel("parts of the model, forward, backward, and the update")
+        axes.set_ylabel("GB")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(
+            f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
+        )
+        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def as_planned(moment: MemoryMoment) -> int:
