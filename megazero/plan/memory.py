@@ -33,7 +33,7 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Return the bytes on the device."""
-        return sum(size for category, size in self.held.items() if not category.startswith("host_"))
+        return sum(self.held.values()) - self.host
 
     @property
     def host(self) -> int:
