@@ -77,7 +77,7 @@ def test_a_tree_beside_itself_has_the_same_losses(tree: Path):
 
 
 def test_each_of_ours_is_followed_by_itself_before():
-    systems = [System(name, float, (), 1, ranks=2) for name in ("ours-a", "peer", "ours, b")]
+    systems = [System(name, lambda: float, (), 1, ranks=2) for name in ("ours-a", "peer", "ours, b")]
     assert with_before(systems, None, "script", ()) == systems
     found = with_before(systems, "/tree", "script", (1,))
     assert [one.name for one in found] == ["ours-a", "before-a", "peer", "ours, b", "before, b"]
