@@ -15,14 +15,16 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import comb
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 FOREIGN_LIMIT = 0.10  # of all CPUs, by processes that are not ours, in a round that counts
@@ -45,6 +47,8 @@ class System:
         threads: of torch, in each process.
         ranks: processes that the system consists of. Its loss is the mean of theirs.
         exchanges: whether its ranks train one model together, so that its losses can be compared with others'.
+        needs_script: whether its processes import the script that runs, as spawned ones do. `build` of a system that
+            does not lies in a module.
     """
 
     name: str
@@ -53,6 +57,7 @@ class System:
     threads: int
     ranks: int = 1
     exchanges: bool = True
+    needs_script: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, and the losses of each system that exchanges, in order of its steps (warm-up included)."""
+    """The rows, and the losses of each system that exchanges, in order of its steps (warm-up included).
+
+    `seconds` has each system's step times, one for each round that counts.
+    """
 
     rows: list[Measured]
     losses: dict[str, list[float]]
     quiet_rounds: int
     rounds: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def reference_s(self) -> float:
@@ -106,7 +115,7 @@ class _Running:
         for rank in range(system.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(system, rank, store, theirs), daemon=True)
-            process.start()
+            _start(process, system.needs_script)
             theirs.close()
             running.ends.append(ours)
             running.processes.append(process)
@@ -193,7 +202,8 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     names = [system.name for system in everyone]
     rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
     comparable = {one.name: history for one, history in zip(everyone, losses, strict=True) if one.exchanges}
-    return Comparison(rows, comparable, quiet, len(columns[0]))
+    seconds = {name: list(column) for name, column in zip(names, columns, strict=True)}
+    return Comparison(rows, comparable, quiet, len(columns[0]), seconds)
 
 
 def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) -> None:
@@ -280,6 +290,17 @@ def dump(reports: Sequence[dict[str, Any]]) -> str:
     merged = dict(reports[0]) | {"rows": [row for one in reports for row in one["rows"]]}
     merged["loss_difference"] = max(one["loss_difference"] for one in reports)
     return json.dumps(merged, indent=1)
+
+
+def _start(process: BaseProcess, needs_script: bool) -> None:
+    """Start a process; hide the script that runs from one that does not need it, so that it imports no more of ours."""
+    script = sys.modules["__main__"]
+    try:
+        if not needs_script:
+            sys.modules["__main__"] = ModuleType("__main__")  # without a file
+        process.start()
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _serve(system: System, rank: int, store: str, end: Connection) -> None:
