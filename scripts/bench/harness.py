@@ -2,7 +2,7 @@
 
 Machines are noisy, so absolute times mean nothing and two runs cannot be compared. Every system is one process, or
 several ranks that work together, which stay alive with their model built; the parent lets one system at a time do one
-step, round after round: the reference first, then each system. A round gives one *paired* ratio per system, step time /
+step, round after round, in an order drawn anew for each. A round gives one *paired* ratio per system, step time /
 reference step time of the same round. A step of several ranks takes as long as its slowest rank.
 Rounds during which other processes of the machine took more than 10 % of the CPU are thrown away and repeated (up to a
 limit, then all that is left is kept and said so). Reported are the median of the paired ratios and its 95 % interval by
@@ -24,6 +24,7 @@ from math import comb
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -185,13 +186,14 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         running = [_Running.start(context, one, f"{folder}/store-{i}") for i, one in enumerate(everyone)]
         losses: list[list[float]] = [[] for _ in running]
+        order = Random(0)
         for _ in range(WARM_UP):
-            _round(running, losses)
+            _round(running, losses, order)
         kept: list[list[float]] = []
         noisy: list[list[float]] = []
         while len(kept) < rounds and len(kept) + len(noisy) < MAX_ROUNDS * rounds:
             before = _cpu_times()
-            seconds, own = _round(running, losses)
+            seconds, own = _round(running, losses, order)
             (kept if _foreign_share(before, _cpu_times(), own) <= FOREIGN_LIMIT else noisy).append(seconds)
         peaks = [max(peak for peak, _, _ in one.ask("peak")) for one in running]
         for one in running:
@@ -320,14 +322,14 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
         end.send((time.perf_counter() - began, time.process_time() - cpu, loss))
 
 
-def _round(running: Sequence[_Running], losses: list[list[float]]) -> tuple[list[float], float]:
+def _round(running: Sequence[_Running], losses: list[list[float]], order: Random) -> tuple[list[float], float]:
     """Run one step of each system; return (their seconds, the CPU seconds that all their ranks took)."""
-    seconds, own = [], 0.0
-    for history, one in zip(losses, running, strict=True):
-        answers = one.ask("step")
-        seconds.append(max(elapsed for elapsed, _, _ in answers))
+    seconds, own = [0.0] * len(running), 0.0
+    for number in order.sample(range(len(running)), len(running)):
+        answers = running[number].ask("step")
+        seconds[number] = max(elapsed for elapsed, _, _ in answers)
         own += sum(cpu for _, cpu, _ in answers)
-        history.append(statistics.fmean(loss for _, _, loss in answers))
+        losses[number].append(statistics.fmean(loss for _, _, loss in answers))
     return seconds, own
 
 
