@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megazero.base.atomic import write_atomically
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import doing
 from megazero.base.reading import looked_up
 
 PIECE_BYTES = 256 * 1024

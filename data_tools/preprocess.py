@@ -35,8 +35,9 @@ from data_tools.command import Parser, add_inputs, add_output, positive, run
 from data_tools.corpus import Skipped, check_files, find_files, read_pieces
 from data_tools.encoding import encode_pieces
 from megazero.base.answers import tell
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART, doing
+from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import Tokenizer
 

@@ -30,8 +30,9 @@ from data_tools.corpus import Skipped, find_files, read_pieces
 from data_tools.training import TrainingError, train_apart
 from megazero.base.answers import tell
 from megazero.base.atomic import write_atomically
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART, doing
+from megazero.base.heartbeat import HEART
 from megazero.data.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little

@@ -28,8 +28,9 @@ from megazero.base.answers import answer, fail, flush_output, leave, tell
 from megazero.base.command_line import OVERRIDES
 from megazero.base.command_line import Parser as _Parser
 from megazero.base.command_line import at_least as _at_least
+from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError, of_system
-from megazero.base.heartbeat import HEART, doing
+from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
 from megazero.base.picture import check_name
 from megazero.base.terminal import width
@@ -79,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from megazero.base.stop_signals import NOTED
     from megazero.config.file import load, name_of, refuse_unbuilt
     from megazero.launch.environment import world_from_environment
-    from megazero.launch.signals import NOTED
     from megazero.run.early_look import look
 
     world = world_from_environment()
@@ -155,7 +156,7 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
         raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
     if len(layouts) > options.layouts:
         tell(f"{len(layouts)} layouts, not {options.layouts}: as many are needed to have every two values together")
-    HEART.now("comparing layouts", "")
+    ACTIVITIES.now("comparing layouts", "")
     rows = []
     for row in certify(config, layouts, options.steps, interruption):
         rows.append(row)
@@ -182,8 +183,8 @@ def _plant(config: Any, options: argparse.Namespace, interruption: Interruption)
 def _schedule(options: argparse.Namespace) -> int:
     from megazero.build.job import job_of
     from megazero.build.pipeline import check_world
-    from megazero.build.schedule_report import as_json, as_text, report
     from megazero.config.file import load
+    from megazero.plan.schedule_report import as_json, as_text, report
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)

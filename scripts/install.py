@@ -27,7 +27,8 @@ from pathlib import Path
 if __name__ == "__main__":  # as a script: from the repository, where megazero is
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from megazero.base.heartbeat import HEART, doing
+from megazero.base.doing import doing
+from megazero.base.heartbeat import HEART
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"

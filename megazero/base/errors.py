@@ -94,6 +94,13 @@ def is_refusal(code: int, step: int) -> bool:
     return not 300 <= code < 400 or code == 330
 
 
+class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
+    """An error that another rank has raised, and reports."""
+
+    def __init__(self, rank: int, code: int):
+        super().__init__(code, f"stopped, because rank {rank} failed")
+
+
 class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind of one
     """A list of faults found at once (a config with three broken relations), printed one line each."""
 

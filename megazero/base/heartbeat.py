@@ -1,7 +1,7 @@
 """Print a heartbeat: no command is silent for more than two seconds.
 
-Code that may take longer names its work with `doing`; one thread looks every quarter of a second, and when nothing has
-been written for a while it writes what is being done:
+Code that may take longer names its work with `doing` (`doing.py`); one thread looks every quarter of a second, and
+when nothing has been written for a while it writes what is being done:
 
     compiling the CPU kernels  12 s                      a terminal: one line, redrawn every second, cleared afterwards
     compiling the CPU kernels............ 12 s           anywhere else: the words once, then a dot a second
@@ -20,11 +20,11 @@ import atexit
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TextIO
+
+from megazero.base.doing import ACTIVITIES, Activities, Doing
 
 FIRST = 0.6  # seconds of silence before the words: within the first second, with some room for a busy machine
 SECOND = 1.0  # between dots
@@ -34,40 +34,14 @@ _WIDTH = 100  # characters of a line with dots before it is ended
 _PROGRESS_EVERY = 10  # dots
 
 
-@dataclass(eq=False)
-class Doing:
-    """An activity that may take long.
-
-    Attributes:
-        what: the words to print: "validating".
-        detail: the current part of it; one line shows several.
-        done, total: the progress, where it is known.
-    """
-
-    what: str
-    detail: str = ""
-    done: int = 0
-    total: int | None = None
-    began: float = 0.0
-
-    def advance(self, count: int = 1) -> None:
-        """Add `count` to what is done."""
-        self.done += count
-
-    @property
-    def progress(self) -> str:
-        return f" {self.done:,}/{self.total:,}" if self.total else ""
-
-
 class Heartbeat:
     """A thread that prints the current activity when nothing else is written. Silent until `begin`."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock, self._lock = clock, threading.RLock()
+    def __init__(self, activities: Activities):
+        self._activities, self._clock, self._lock = activities, activities.clock, threading.RLock()
         self._stream: TextIO | None = None
         self._redraws = False
         self._live: Callable[[str], object] | None = None
-        self._doing: list[Doing] = []
         self._wrote = 0.0
         self._open: Doing | None = None  # whose line has no end yet
         self._since = 0.0  # when what the line tells began
@@ -86,7 +60,7 @@ class Heartbeat:
         self._stream = stream
         self._redraws = stream is not None and stream.isatty()
         self._wrote = self._clock()
-        self._doing = [Doing(what, began=self._wrote)]
+        self._activities.restart(what)
         atexit.register(self.end)
         self.resume()
 
@@ -121,27 +95,6 @@ class Heartbeat:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
-    def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
-        """Name an activity that may take long while the context is open; yield its progress counter."""
-        entry = Doing(what, total=total, began=self._clock())
-        if threading.current_thread() is threading.main_thread():  # others work beside what the process waits for
-            self._doing.append(entry)
-        try:
-            yield entry
-        finally:
-            if entry in self._doing:  # `begin` forgets all
-                self._doing.remove(entry)
-
-    def now(self, what: str, detail: str) -> None:
-        """Set what the process does from here on, until the next call."""
-        if not self._doing:
-            self._doing.append(Doing(""))
-        base = self._doing[0]
-        if base.what != what:
-            base.what, base.began = what, self._clock()
-        base.detail = detail
-
-    @contextmanager
     def paused(self) -> Iterator[None]:
         """Let other code write to the stream: the open line ends first, and none begins before the context closes."""
         with self._lock:
@@ -171,9 +124,9 @@ class Heartbeat:
                 self._close()
                 self._write(self._promised + "\n", now)
                 self._promised = ""
-            if not self._doing or now - self._wrote < (SECOND if self._open else FIRST):
+            current = self._activities.current
+            if current is None or now - self._wrote < (SECOND if self._open else FIRST):
                 return
-            current = self._doing[-1]
             if self._live is not None or self._redraws:
                 self._redraw(current, now)
             else:
@@ -238,5 +191,4 @@ class Heartbeat:
             self.tick()
 
 
-HEART = Heartbeat()
-doing = HEART.doing
+HEART = Heartbeat(ACTIVITIES)

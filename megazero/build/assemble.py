@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.base.heartbeat import doing
-from megazero.build.pipeline import layers_of, lowered
+from megazero.base.doing import doing
+from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
-from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset
 from megazero.kernels.operations import REFERENCE, Operations
-from megazero.kernels.select import for_host
-from megazero.launch.environment import World
 from megazero.model.batch_context import BatchContext
 from megazero.model.contract import TIED, Layer, Model
 from megazero.model.parameter import Declaration, declarations_by_name
@@ -34,7 +31,7 @@ from megazero.optim.adamw import AdamW
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
-from megazero.schedules.layers import Layers
+from megazero.schedules.layers import Layers, lowered
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
@@ -43,6 +40,8 @@ from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
+    from megazero.data.loader import MicroBatch
+    from megazero.launch.environment import World
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,6 @@ def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
     parallel, device_type = config.parallel, "cuda" if comm.backend == "nccl" else "cpu"
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "shard_ranks": config.zero.shard_ranks}
     return make_grid(comm=comm, device_type=device_type, **sizes)
-
-
-def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
-    """Return the loader of the micro-batches of each step on one rank of the data axis."""
-    return BatchLoader(
-        train,
-        seed=config.run.seed,
-        global_batch=config.batch.global_,
-        micro_batch=config.batch.micro,
-        data_rank=data.rank,
-        num_data=data.size,
-    )
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
@@ -252,16 +239,35 @@ class Built:
     layers: Layers
 
 
-def build(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host | None = None) -> Built:
+def build(
+    config: Config,
+    grid: Grid,
+    device: torch.device,
+    ops: Operations,
+    host: Host | None = None,
+    *,
+    host_ops: Operations | None = None,
+) -> Built:
     """Build the model that a config asks for, as one rank of a grid has it.
 
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
+        host_ops: the kernels of an update on the host; None: those of the device, which is the host.
     """
-    return assemble(config, grid, device, ops, host or Host(device, grid.comm.ledger), config.run.seed)
+    host = host or Host(device, grid.comm.ledger)
+    return assemble(config, grid, device, ops, host, config.run.seed, host_ops=host_ops)
 
 
-def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, host: Host, seed: int | None) -> Built:
+def assemble(
+    config: Config,
+    grid: Grid,
+    device: torch.device,
+    ops: Operations,
+    host: Host,
+    seed: int | None,
+    *,
+    host_ops: Operations | None = None,
+) -> Built:
     """Build the same with initial values of another seed; None: with anything in its memory."""
     layers, precision = layers_of(config), precision_of(config)
     stages = layers.of_rank(grid["pipeline"].rank)
@@ -280,7 +286,7 @@ def assemble(config: Config, grid: Grid, device: torch.device, ops: Operations, 
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
         ops=ops,
-        update_ops=for_host(config.precision.kernels, precision.masters) if updates_there else ops,
+        update_ops=(host_ops or ops) if updates_there else ops,
         recomputed=recomputed,
         offload=offload,
     )

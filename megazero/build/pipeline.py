@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING
 from megazero.base.errors import UserError
 from megazero.comm.sizes import shards_and_replicas
 from megazero.plan.model import ModelShape
-from megazero.schedules.actions import Schedule
-from megazero.schedules.catalogue import make
 from megazero.schedules.layers import Layers, cut
-from megazero.schedules.lower import add_reductions, add_transfers
-from megazero.schedules.simulate import simulate
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config
@@ -71,19 +67,3 @@ def layers_of(config: Config) -> Layers:
     name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
     assert chunks is not None, "a resolved config"
     return cut(name, ranks, chunks, config.model.layers, model_shape(config).head_in_blocks())
-
-
-def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:
-    """Return what every rank does in a step, proven to end.
-
-    Args:
-        each: gradients are reduced after each micro-batch, not once a step.
-        tied: the first and the last stage share a weight.
-
-    Raises:
-        ScheduleError: it would not end; a fault of ours.
-    """
-    schedule = add_transfers(make(layers.schedule, layers.ranks, micro_batches, layers.chunks))
-    schedule = add_reductions(schedule, each=each, tied=tied)
-    simulate(schedule)
-    return schedule

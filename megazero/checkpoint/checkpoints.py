@@ -6,7 +6,7 @@ import time
 import torch
 
 from megazero.base.errors import UserError
-from megazero.checkpoint.manifest import Progress
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.save import Saver
 from megazero.comm.agreement import agree, until_all
 from megazero.comm.collectives import all_gather

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.base.heartbeat import doing
+from megazero.base.doing import doing
 from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import ShardState

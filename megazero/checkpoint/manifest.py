@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import StringConstraints, ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.reading import MIB, UnexpectedFileError, parse_object, read_file
+from megazero.checkpoint.progress import Count, Part, Progress, StepCount
 from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
 
 FILE_NAME = "manifest.json"
@@ -29,17 +30,10 @@ _STEP = re.compile(r"step_([0-9]{8,10})")
 _MOST_DIMS, _MOST_METRICS = 8, 100
 _DO = "restore the file, or resume from another step"
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-StepCount = Annotated[int, Field(ge=0, lt=2**31)]  # as of run.steps
-Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)]
 ShardName = Annotated[str, StringConstraints(pattern=r"^shard_[0-9]{5}\.safetensors$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class File(_Part):
+class File(Part):
     """One shard: name in the folder, bytes, and xxh3 (64 bits, hex) of each block of the manifest's `block` bytes."""
 
     name: ShardName
@@ -47,7 +41,7 @@ class File(_Part):
     blocks: list[str]
 
 
-class Logical(_Part):
+class Logical(Part):
     """One parameter over all ranks, without padding.
 
     Attributes:
@@ -64,45 +58,14 @@ class Logical(_Part):
         return math.prod(self.shape)
 
 
-class PartFile(_Part):
+class PartFile(Part):
     """A rank's report to the first rank: the shard that it has written, and the pieces in it by parameter."""
 
     shard: File
     tensors: dict[str, list[list[Count]]]
 
 
-class Progress(_Part):
-    """The progress of the run, beyond the tensors.
-
-    Attributes:
-        updates: of the run, steps that were not skipped; the learning rate's count.
-        carried: updates that the moments had seen before the run began (`checkpoint.load` optimizer): the optimizer's
-            own count, for its bias correction, is `carried` + `updates`. Left out of the file where it is 0.
-        skipped: steps, over the whole run.
-        overflows: skipped steps in a row, up to this one.
-        next_sample: id of the first sample not consumed.
-        loss_scale: of the next step; None where none is used.
-        good_steps: since the loss scale last changed.
-        row: the step's row of metrics; None where it was not logged. A run that goes on from here writes it where
-            metrics.jsonl lacks it. Left out of the file where there is none.
-    """
-
-    updates: StepCount
-    skipped: StepCount
-    overflows: StepCount
-    next_sample: Count
-    loss_scale: Annotated[float, Field(allow_inf_nan=False)] | None
-    good_steps: Count
-    row: dict[str, Number | dict[str, Number | None] | None] | None = None
-    carried: StepCount = 0
-
-    @property
-    def moments_age(self) -> int:
-        """Return the number of updates that the moments have seen."""
-        return self.carried + self.updates
-
-
-class Manifest(_Part):
+class Manifest(Part):
     """The content of a checkpoint's manifest.
 
     Attributes:

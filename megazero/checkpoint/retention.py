@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import doing
 from megazero.checkpoint.load import headers
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.shard import ShardReader

@@ -26,8 +26,9 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.base.files import announce_file, flush_folder
 from megazero.base.reading import parse_object, read_file
-from megazero.checkpoint.manifest import PartFile, Progress, shard_name
+from megazero.checkpoint.manifest import PartFile, shard_name
 from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 

@@ -10,10 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from megazero.base.errors import UserError, of_system
+from megazero.base.errors import FailedElsewhere, UserError, of_system
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Axis
-from megazero.comm.lobby import FailedElsewhere
 
 T = TypeVar("T")
 _SLICE = 1.0  # seconds

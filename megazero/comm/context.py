@@ -1,20 +1,43 @@
 """Hold what all collectives of one rank share: the backend, the timeout, the ledger, the status slot."""
 
+from __future__ import annotations  # who watches, and who carries, is told from outside
+
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megazero.comm.ledger import Ledger
-from megazero.comm.lobby import Lobby
 from megazero.comm.pool import Pool
-from megazero.comm.status_board import StatusBoard, StatusSlot
-from megazero.comm.transport.shared_memory import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from megazero.comm.status_board import StatusSlot
+    from megazero.comm.transport.shared_memory import SharedMemoryTransport
 
 BUCKET = 64 << 20  # bytes
+
+
+class Unseen:
+    """The place of a status slot for a rank whose operations nobody looks at: they are numbered, and no more."""
+
+    def __init__(self) -> None:
+        self._numbers: Counter[str] = Counter()
+
+    def begin(self, axis: str, ranks: range, text: str) -> int:
+        """Return the number of an operation on its axis."""
+        self._numbers[axis] += 1
+        return self._numbers[axis]
+
+    def end(self, axis: str) -> None:
+        """Do nothing."""
+
+    def now(self, step: int, phase: str) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +54,8 @@ class CommContext:
         split_group: makes communicators of a few ranks each; all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
-        lobby: the start-up of the ranks through the store; None: there is one rank.
+        together: the context of something that all ranks do in start-up, by its name: `Lobby.together`. With one rank
+            there is nobody to wait for.
         staging: buffers for messages received through sockets.
     """
 
@@ -40,10 +64,10 @@ class CommContext:
     bucket: int = BUCKET
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
-    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
+    status_slot: StatusSlot | Unseen = field(default_factory=lambda: Unseen())
     split_group: Callable[..., dist.ProcessGroup | None] = dist.split_group
     host_staging: Pool | None = None
-    lobby: Lobby | None = None
+    together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
     staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 

@@ -3,9 +3,9 @@
     rank = ((pipeline rank x replicas + replica rank) x shards + shard rank) x tensor size + tensor rank
 
 so that the ranks that communicate most, those of one tensor axis, are neighbours on one host, and next to them those
-over which ZeRO shards. A new axis is one row of `AXES`: its place in the rank order, and the sums of which its ranks
-have summands. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1 is the
-identity: the same code runs, and every region, reduction and slice along it returns its input.
+over which ZeRO shards. A new axis is one row of `AXES` (`axes.py`): its place in the rank order, and the sums of which
+its ranks have summands. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1
+is the identity: the same code runs, and every region, reduction and slice along it returns its input.
 
 An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
@@ -19,32 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from megazero.comm.axes import AXES, JOINED
 from megazero.comm.context import CommContext
-from megazero.comm.lobby import together
 from megazero.comm.sizes import shards_and_replicas
-
-
-@dataclass(frozen=True)
-class AxisRow:
-    """One row of the table of axes.
-
-    Attributes:
-        name: of the axis.
-        partial: the sums of which each rank along the axis has a summand: "gradients" (its ranks see other samples)
-            and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
-    """
-
-    name: str
-    partial: frozenset[str]
-
-
-AXES = (  # slowest first
-    AxisRow("pipeline", frozenset({"loss"})),
-    AxisRow("replica", frozenset({"gradients", "loss"})),
-    AxisRow("shard", frozenset({"gradients", "loss"})),
-    AxisRow("tensor", frozenset()),
-)
-JOINED = {"data": ("replica", "shard"), "world": tuple(row.name for row in AXES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +161,7 @@ def make_grid(
     """
     sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks}
     grid = lay_out(dist.get_rank(), dist.get_world_size(), comm=comm, **sizes)
-    with together(comm.lobby, "axes"):
+    with comm.together("axes"):
         groups = _groups_of_mesh(grid, device_type) if comm.backend == "nccl" else {}
         for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
             if axis.size > 1 and axis.name not in groups:

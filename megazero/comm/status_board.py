@@ -4,7 +4,7 @@ A hung run is silent: the ranks that wait know what they wait for, not for which
 report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory shared with the
 parent that started it (or of a file in the run's folder), and writes there its step, its phase and the last operation
 it began on each axis. That costs about a microsecond per operation and needs no thread, no network and no cooperation:
-any process that is left reads the slots of all (`diagnosis.py`).
+any process that is left reads the slots of all (`launch/diagnosis.py`).
 """
 
 import hashlib
@@ -15,19 +15,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from megazero.comm.axes import LANES
 from megazero.comm.processes import Process, host_id
-
-# Where operations go on: what one rank waits for from one other, and the axes of the grid. "ends" are the first and the
-# last rank of a pipeline.
-P2P = "p2p"
-AXES = (P2P, "world", "pipeline", "data", "tensor", "ends", "replica", "shard")
 
 _HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
 _IDENTITY, _IDENTITY_AT = struct.Struct("<Q8s"), 128  # start of the process, digest of the host's identity
 _OPERATION = struct.Struct("<QHIII160s")  # number on its axis, how many are open, first rank, stride, size, text
 _OPEN, _OPEN_AT = struct.Struct("<H"), 8
 _OPERATIONS_AT = 192
-_MESSAGE_AT = _OPERATIONS_AT + len(AXES) * _OPERATION.size
+_MESSAGE_AT = _OPERATIONS_AT + len(LANES) * _OPERATION.size
 _MESSAGE = struct.Struct("<1000s")
 SLOT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
 assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
@@ -92,7 +88,7 @@ class RankStatus:
         return self.state == FAILED and self.message != ""
 
     def on(self, axis: str) -> Operation:
-        return self.operations[AXES.index(axis)]
+        return self.operations[LANES.index(axis)]
 
     @property
     def open(self) -> Operation | None:
@@ -130,7 +126,7 @@ class StatusBoard:
         at = rank * SLOT_SIZE
         state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
         operations = []
-        for i, axis in enumerate(AXES):
+        for i, axis in enumerate(LANES):
             number, still, first, stride, size, text = _OPERATION.unpack_from(
                 self._memory, at + _OPERATIONS_AT + i * _OPERATION.size
             )
@@ -138,7 +134,7 @@ class StatusBoard:
             ranks = range(first, first + size * max(stride, 1), max(stride, 1))
             operations.append(Operation(axis, number, still > 0, ranks, _text(text)))
         (message,) = _MESSAGE.unpack_from(self._memory, at + _MESSAGE_AT)
-        last = operations[axis_from_1 - 1] if 0 < axis_from_1 <= len(AXES) else None
+        last = operations[axis_from_1 - 1] if 0 < axis_from_1 <= len(LANES) else None
         started, near = _IDENTITY.unpack_from(self._memory, at + _IDENTITY_AT)
         here = pid > 0 and started > 0 and near == _here()
         process = Process(pid, started) if here else None
@@ -159,7 +155,7 @@ class StatusSlot:
     def __init__(self, memory: mmap.mmap, at: int):
         self._memory, self._at = memory, at
         self.board: StatusBoard | None = None
-        self._numbers: dict[str, int] = dict.fromkeys(AXES, 0)
+        self._numbers: dict[str, int] = dict.fromkeys(LANES, 0)
 
     def take(self, host: str) -> None:
         """Claim the slot for this process, on the host of that name."""
@@ -206,17 +202,17 @@ class StatusSlot:
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """Record the start of an operation; return its number on the axis."""
         number = self._numbers[axis] = self._numbers[axis] + 1
-        at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size
+        at = self._at + _OPERATIONS_AT + LANES.index(axis) * _OPERATION.size
         (still,) = _OPEN.unpack_from(self._memory, at + _OPEN_AT)
         _OPERATION.pack_into(
             self._memory, at, number, still + 1, ranks.start, ranks.step, len(ranks), text.encode()[:160]
         )
-        self._memory[self._at + 1] = AXES.index(axis) + 1
+        self._memory[self._at + 1] = LANES.index(axis) + 1
         return number
 
     def end(self, axis: str) -> None:
         """Record the end of one of the operations begun on the axis."""
-        at = self._at + _OPERATIONS_AT + AXES.index(axis) * _OPERATION.size + _OPEN_AT
+        at = self._at + _OPERATIONS_AT + LANES.index(axis) * _OPERATION.size + _OPEN_AT
         (still,) = _OPEN.unpack_from(self._memory, at)
         _OPEN.pack_into(self._memory, at, still - 1)
 

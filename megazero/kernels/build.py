@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from megazero.base.doing import doing
 from megazero.base.files import flush_file, modified_at
-from megazero.base.heartbeat import doing
 from megazero.base.reading import read_file
 from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, seal
 from megazero.kernels.compiler import compile_with

@@ -11,14 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from megazero.base.errors import UserError
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.heartbeat import HEART
-from megazero.comm.agreement import FailedElsewhere
+from megazero.base.stop_signals import REQUEUE
 from megazero.comm.collectives import CollectiveError
-from megazero.comm.diagnosis import stuck
 from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard
+from megazero.launch.diagnosis import stuck
 from megazero.launch.environment import RankContext
-from megazero.launch.signals import REQUEUE, StoppedEarly
+from megazero.launch.signals import StoppedEarly
 from megazero.launch.stacks import ask_for_stacks
 
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended

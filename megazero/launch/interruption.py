@@ -13,7 +13,8 @@ from types import FrameType
 from typing import NoReturn
 
 from megazero.base.heartbeat import HEART
-from megazero.launch.signals import NOTED, REQUEUE, noted, stopped_by
+from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
+from megazero.launch.signals import noted
 
 
 class Interrupted(BaseException):

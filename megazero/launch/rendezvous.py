@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megazero.base.errors import UserError
-from megazero.comm.attendance import NOWHERE, InvalidPresenceError, Presence
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.context import BUCKET, CommContext
 from megazero.comm.ledger import Ledger
-from megazero.comm.lobby import FailedElsewhere, Lobby, absent
 from megazero.comm.processes import Process, host_id
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
+from megazero.launch.attendance import NOWHERE, InvalidPresenceError, Presence
 from megazero.launch.environment import Meeting, RankContext, World, host_name, meeting_of_step, secret_of_step, stay_on
+from megazero.launch.lobby import Lobby, absent
 from megazero.store import addresses
 from megazero.store.channel import Refused
 from megazero.store.client import JobStore, NoAnswer
@@ -91,7 +91,14 @@ def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket:
     ledger = Ledger()
     staging = staging_pool(device, ledger) if on_gpu and backend == "gloo" else None
     comm = CommContext(
-        backend, timeout, bucket, ledger, shared_memory, place.status_slot, host_staging=staging, lobby=lobby
+        backend,
+        timeout,
+        bucket,
+        ledger,
+        shared_memory,
+        place.status_slot,
+        host_staging=staging,
+        together=lobby.together,
     )
     if shared_memory is not None:
         comm.ledger.hold("staging", Outbox.size(world.size))

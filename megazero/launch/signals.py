@@ -16,14 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+from megazero.base.stop_signals import NOTED, stopped_by
+
 TWICE = 0.5  # seconds between two interruptions that are meant as two
-REQUEUE = 75  # the exit code that says: saved, start me again (EX_TEMPFAIL of sysexits.h)
-
-
-def stopped_by(number: int) -> str:
-    """Return the reason in words: "stopped by SIGTERM"."""
-    return f"stopped by {signal.Signals(number).name}"
 
 
 class StoppedEarly(BaseException):

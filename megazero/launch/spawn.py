@@ -1,7 +1,7 @@
 """Start the local ranks from one parent, watch them, and leave no process behind.
 
 The parent forks after torch is imported and before anything is computed, so ranks start in a moment. It computes
-nothing itself. It ends all ranks when one fails, says once why (`comm/diagnosis.py`), and forwards the signals that a
+nothing itself. It ends all ranks when one fails, says once why (`diagnosis.py`), and forwards the signals that a
 run handles. Each rank dies with the parent, whatever kills it: on Linux the kernel ensures that, elsewhere a thread of
 the rank.
 """
@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 import torch
 
 from megazero.base.heartbeat import HEART
-from megazero.comm.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
+from megazero.base.stop_signals import NOTED, REQUEUE
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
+from megazero.launch.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
 from megazero.launch.environment import RankContext, World, host_name, threads_for
 from megazero.launch.exit_status import outcome
 from megazero.launch.scratch import scratch_folder
-from megazero.launch.signals import NOTED, REQUEUE, TWICE, noted
+from megazero.launch.signals import TWICE, noted
 from megazero.launch.stacks import ask_for_stacks
 
 _POLL = 0.02  # seconds between looks at the ranks

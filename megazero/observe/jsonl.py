@@ -19,20 +19,9 @@ from typing import Any
 
 from megazero.base.files import replace_file
 from megazero.base.reading import MIB, open_regular, parse_object
-from megazero.observe.metrics import Value
+from megazero.observe.numbers import Value, finite
 
 _LINE_BYTES = 64 << 10
-
-
-def finite(row: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a row with None for every value that is not finite."""
-    return {key: _finite(value) for key, value in row.items()}
-
-
-def _finite(value: Value) -> Value:
-    if isinstance(value, dict):
-        return {key: number if number is None or math.isfinite(number) else None for key, number in value.items()}
-    return value if value is None or math.isfinite(value) else None
 
 
 def encode(row: Mapping[str, Value]) -> bytes:

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-Number = float | int | None
-Value = Number | dict[str, Number]
+from megazero.observe.numbers import Number, Value
 
 # What is another each time the same steps are trained: times, and what the process happened to hold.
 TIMING_KEYS = (

@@ -9,7 +9,8 @@ import torch
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
-from megazero.observe.metrics import Interval, Row, Smoothed, Value, memory_peak_bytes, rates, validated
+from megazero.observe.metrics import Interval, Row, Smoothed, memory_peak_bytes, rates, validated
+from megazero.observe.numbers import Numbers, Value
 from megazero.observe.phases import PhaseSeconds, together
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
@@ -34,20 +35,6 @@ class Work:
     peak_flops: float | None
     device: torch.device
     num_devices: int = 1
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The results of a step, read from the device; see `Row` for their meaning."""
-
-    loss: float
-    grad_norm: float
-    clipped: int
-    lr: float
-    loss_scale: float
-    skipped: int
-    samples: int
-    epoch: float
 
 
 class Recorder:

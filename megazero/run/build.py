@@ -8,20 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART, doing
-from megazero.build.assemble import DTYPES, build, feeds_of, loader_of
+from megazero.base.doing import ACTIVITIES, doing
+from megazero.base.errors import FailedElsewhere, UserError
+from megazero.build.assemble import DTYPES, build, feeds_of, precision_of
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.save import ShardState
-from megazero.comm.agreement import FailedElsewhere
 from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Grid
+from megazero.comm.grid import Axis, Grid
 from megazero.config.file import flatten
 from megazero.config.schema import Config
-from megazero.data.loader import MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.kernels.operations import Operations
-from megazero.kernels.select import choose
+from megazero.kernels.select import choose, for_host
 from megazero.observe.console import ConsoleSink
 from megazero.observe.jsonl import JsonlSink
 from megazero.observe.phases import PhaseSeconds
@@ -78,7 +77,10 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
             config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
         )
     ops = choose(config.precision.kernels, device, dtype)
-    built = build(config, grid, device, ops)
+    host_ops = None
+    if config.zero.offload.optimizer == "cpu" and device.type != "cpu":
+        host_ops = for_host(config.precision.kernels, precision_of(config).masters)
+    built = build(config, grid, device, ops, host_ops=host_ops)
     engine, pipeline = built.engine, built.pipeline
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     flops = model_shape(config).flops_per_token()
@@ -91,7 +93,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         """Record what this rank does where the others can read it, and on the terminal if it takes long."""
         comm.status_slot.now(step, phase)
         phases.now(phase)
-        HEART.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
+        ACTIVITIES.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
 
     about = about_run(config, built, grid, site, Identity.of(train, tokenizer))
     trainer = Trainer(
@@ -121,6 +123,18 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         lambda own, say: _blame(own, say, grid, device),
     )
     return Ready(trainer, about, holdings_to_load(built, grid), ops)
+
+
+def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
+    """Return the loader of the micro-batches of each step on one rank of the data axis."""
+    return BatchLoader(
+        train,
+        seed=config.run.seed,
+        global_batch=config.batch.global_,
+        micro_batch=config.batch.micro,
+        data_rank=data.rank,
+        num_data=data.size,
+    )
 
 
 def _blame(

@@ -21,8 +21,9 @@ from megazero.base.errors import UserError
 from megazero.base.files import flush_file
 from megazero.build.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, Progress
+from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest
 from megazero.checkpoint.pieces import pieces_of
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Saver, ShardState, WrittenShard
 from megazero.checkpoint.shard import BLOCK, NAMES

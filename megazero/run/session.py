@@ -16,15 +16,16 @@ import torch
 import xxhash
 
 from megazero import __version__
+from megazero.base.doing import doing
 from megazero.base.errors import UserError, is_refusal
-from megazero.base.heartbeat import HEART, doing
+from megazero.base.heartbeat import HEART
+from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
 from megazero.build.assemble import bucket_of, grid_of
 from megazero.build.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
-from megazero.comm.lobby import together
 from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, RankStatus
 from megazero.config.file import dump, flatten, run_dir
 from megazero.config.schema import Config
@@ -39,7 +40,7 @@ from megazero.launch.environment import (
 )
 from megazero.launch.exit_status import outcome, say_why
 from megazero.launch.rendezvous import connect, disconnect
-from megazero.launch.signals import NOTED, REQUEUE, StoppedEarly, stopped_by
+from megazero.launch.signals import StoppedEarly
 from megazero.launch.spawn import run_local
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
@@ -149,7 +150,7 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
             return dead
 
     try:
-        with together(grid.comm.lobby, "run folder"):  # whose board does not tell yet who is missing
+        with grid.comm.together("run folder"):  # whose board does not tell yet who is missing
             dead = agree(grid["world"], place.world.device, create)
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
@@ -172,7 +173,7 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
 
 def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
-    with together(grid.comm.lobby, "logs"):
+    with grid.comm.together("logs"):
         log_file = agree(grid["world"], device, lambda: settle_in(folder, place))
     log = logging.getLogger("megazero")
     if place.world.shares_gpus:

@@ -6,12 +6,12 @@ import torch
 
 from megazero.build.job import job_of
 from megazero.build.pipeline import model_shape
-from megazero.build.schedule_report import report, summary
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
 from megazero.config.schema import Config
 from megazero.launch.environment import World
 from megazero.observe.console import clock_text
+from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready
 from megazero.run.checkpointing import RunContext
 from megazero.run.folder import RunFolder

@@ -1,4 +1,4 @@
-"""Cut the model into stages: which blocks belong to which stage.
+"""Cut the model into stages, which blocks belong to which, and lower a schedule to what every rank does.
 
 Blocks are alike, the ends are not: the first stage has the embedding too, the last the final norm and the output
 projection, which costs about as much as V / (12 h) blocks. Every stage has at least one block, and each further block
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
-from megazero.schedules.simulate import peak_inputs
+from megazero.schedules.lower import add_reductions, add_transfers
+from megazero.schedules.simulate import peak_inputs, simulate
 
 
 @dataclass(frozen=True)
@@ -73,3 +75,19 @@ def split(blocks: int, rank_of: Sequence[int], *, embedding: float, head: float)
     cuts[0] = range(cuts[0].stop)
     cuts[-1] = range(cuts[-1].start, blocks + 2)
     return cuts
+
+
+def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:
+    """Return what every rank does in a step, proven to end.
+
+    Args:
+        each: gradients are reduced after each micro-batch, not once a step.
+        tied: the first and the last stage share a weight.
+
+    Raises:
+        ScheduleError: it would not end; a fault of ours.
+    """
+    schedule = add_transfers(make(layers.schedule, layers.ranks, micro_batches, layers.chunks))
+    schedule = add_reductions(schedule, each=each, tied=tied)
+    simulate(schedule)
+    return schedule

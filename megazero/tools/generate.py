@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import doing
 from megazero.build.assemble import DTYPES, build_model
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights

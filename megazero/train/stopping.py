@@ -6,18 +6,24 @@ answer is read with the step's other numbers, when the next step is under way: a
 one in which it was told to.
 """
 
+from __future__ import annotations  # signals are told from outside
+
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-from megazero.launch.signals import NOTED, REQUEUE, Signals, stopped_by
+
+if TYPE_CHECKING:
+    from megazero.launch.signals import Signals
 
 
 @dataclass(frozen=True)

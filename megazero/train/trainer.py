@@ -13,27 +13,31 @@ A step that was not finite has changed nothing. Before the run ends, every rank 
 others, so that the error names the rank and the parameter with which it began.
 """
 
+from __future__ import annotations  # the loop needs what it is given by name only
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.manifest import Progress
-from megazero.data.loader import BatchLoader, MicroBatch
-from megazero.observe.jsonl import finite
-from megazero.observe.metrics import Value
-from megazero.observe.recorder import Numbers, Recorder
+from megazero.checkpoint.progress import Progress
+from megazero.observe.numbers import Numbers, Value, finite
 from megazero.optim.learning_rate import LearningRate
 from megazero.pipeline.executor import BACKWARDS, Pipeline
-from megazero.pipeline.stage import StageInputs
 from megazero.schedules.actions import Kind
 from megazero.train.stopping import FAILED, Reason, Stopping
 from megazero.train.validation import Score, Validation
 from megazero.zero.engine import Engine, StepResult
+
+if TYPE_CHECKING:  # what the loop is given
+    from megazero.checkpoint.checkpoints import Checkpoints
+    from megazero.data.loader import BatchLoader, MicroBatch
+    from megazero.observe.recorder import Recorder
+    from megazero.pipeline.stage import StageInputs
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megazero.build.assemble import Built, build
 from megazero.checkpoint import shard
 from megazero.checkpoint.choose import load_newest
-from megazero.checkpoint.manifest import Progress
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.store import Store
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid

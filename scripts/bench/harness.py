@@ -2,7 +2,7 @@
 
 Machines are noisy, so absolute times mean nothing and two runs cannot be compared. Every system is one process, or
 several ranks that work together, which stay alive with their model built; the parent lets one system at a time do one
-step, round after round: the reference first, then each system. A round gives one *paired* ratio per system, step time /
+step, round after round, in an order drawn anew for each. A round gives one *paired* ratio per system, step time /
 reference step time of the same round. A step of several ranks takes as long as its slowest rank.
 Rounds during which other processes of the machine took more than 10 % of the CPU are thrown away and repeated (up to a
 limit, then all that is left is kept and said so). Reported are the median of the paired ratios and its 95 % interval by
@@ -15,14 +15,17 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import comb
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
+from random import Random
+from types import ModuleType
 from typing import Any
 
 FOREIGN_LIMIT = 0.10  # of all CPUs, by processes that are not ours, in a round that counts
@@ -45,6 +48,8 @@ class System:
         threads: of torch, in each process.
         ranks: processes that the system consists of. Its loss is the mean of theirs.
         exchanges: whether its ranks train one model together, so that its losses can be compared with others'.
+        needs_script: whether its processes import the script that runs, as spawned ones do. `build` of a system that
+            does not lies in a module.
     """
 
     name: str
@@ -53,6 +58,7 @@ class System:
     threads: int
     ranks: int = 1
     exchanges: bool = True
+    needs_script: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, and the losses of each system that exchanges, in order of its steps (warm-up included)."""
+    """The rows, and the losses of each system that exchanges, in order of its steps (warm-up included).
+
+    `seconds` has each system's step times, one for each round that counts.
+    """
 
     rows: list[Measured]
     losses: dict[str, list[float]]
     quiet_rounds: int
     rounds: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def reference_s(self) -> float:
@@ -106,7 +116,7 @@ class _Running:
         for rank in range(system.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(system, rank, store, theirs), daemon=True)
-            process.start()
+            _start(process, system.needs_script)
             theirs.close()
             running.ends.append(ours)
             running.processes.append(process)
@@ -176,13 +186,14 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         running = [_Running.start(context, one, f"{folder}/store-{i}") for i, one in enumerate(everyone)]
         losses: list[list[float]] = [[] for _ in running]
+        order = Random(0)
         for _ in range(WARM_UP):
-            _round(running, losses)
+            _round(running, losses, order)
         kept: list[list[float]] = []
         noisy: list[list[float]] = []
         while len(kept) < rounds and len(kept) + len(noisy) < MAX_ROUNDS * rounds:
             before = _cpu_times()
-            seconds, own = _round(running, losses)
+            seconds, own = _round(running, losses, order)
             (kept if _foreign_share(before, _cpu_times(), own) <= FOREIGN_LIMIT else noisy).append(seconds)
         peaks = [max(peak for peak, _, _ in one.ask("peak")) for one in running]
         for one in running:
@@ -193,7 +204,8 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     names = [system.name for system in everyone]
     rows = [_row(name, column, denominators, peak) for name, column, peak in zip(names, columns, peaks, strict=True)]
     comparable = {one.name: history for one, history in zip(everyone, losses, strict=True) if one.exchanges}
-    return Comparison(rows, comparable, quiet, len(columns[0]))
+    seconds = {name: list(column) for name, column in zip(names, columns, strict=True)}
+    return Comparison(rows, comparable, quiet, len(columns[0]), seconds)
 
 
 def present(measured: Iterable[tuple[str, float, Comparison]], as_json: bool) -> None:
@@ -282,6 +294,17 @@ def dump(reports: Sequence[dict[str, Any]]) -> str:
     return json.dumps(merged, indent=1)
 
 
+def _start(process: BaseProcess, needs_script: bool) -> None:
+    """Start a process; hide the script that runs from one that does not need it, so that it imports no more of ours."""
+    script = sys.modules["__main__"]
+    try:
+        if not needs_script:
+            sys.modules["__main__"] = ModuleType("__main__")  # without a file
+        process.start()
+    finally:
+        sys.modules["__main__"] = script
+
+
 def _serve(system: System, rank: int, store: str, end: Connection) -> None:
     """Run one rank of a system in its process: do what the parent says until it says stop (or is gone)."""
     import torch
@@ -299,14 +322,14 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
         end.send((time.perf_counter() - began, time.process_time() - cpu, loss))
 
 
-def _round(running: Sequence[_Running], losses: list[list[float]]) -> tuple[list[float], float]:
+def _round(running: Sequence[_Running], losses: list[list[float]], order: Random) -> tuple[list[float], float]:
     """Run one step of each system; return (their seconds, the CPU seconds that all their ranks took)."""
-    seconds, own = [], 0.0
-    for history, one in zip(losses, running, strict=True):
-        answers = one.ask("step")
-        seconds.append(max(elapsed for elapsed, _, _ in answers))
+    seconds, own = [0.0] * len(running), 0.0
+    for number in order.sample(range(len(running)), len(running)):
+        answers = running[number].ask("step")
+        seconds[number] = max(elapsed for elapsed, _, _ in answers)
         own += sum(cpu for _, cpu, _ in answers)
-        history.append(statistics.fmean(loss for _, _, loss in answers))
+        losses[number].append(statistics.fmean(loss for _, _, loss in answers))
     return seconds, own
 
 

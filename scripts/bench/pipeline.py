@@ -1,6 +1,7 @@
 """Training speed of pipeline parallelism over two ranks beside torch.distributed.pipelining, and beside its own bounds.
 
     python scripts/bench/pipeline.py [--pairs 15] [--json] [--only ours | peers]
+    python scripts/bench/pipeline.py --only ours --before TREE       our engine beside itself in another checkout
 
 The model: 7 blocks, hidden 512, 8 heads, vocabulary 8,192 untied (the head costs about as much as a block), sequence
 256; 8 micro-batches of one sequence. Stages: 4 blocks | 3 and the head; with two chunks 2 | 2 | 2 | 1 and the head.
@@ -37,6 +38,7 @@ from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 from scripts.bench.dtensor_gpt import UntiedGPT
 from scripts.bench.harness import Comparison, System, compare, measure, present
+from scripts.bench.other_tree import checkout, with_before, with_ratios
 from scripts.bench.ours import (
     BETAS,
     CLIP,
@@ -67,14 +69,15 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", choices=["ours", "peers"])
+    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
     options = parser.parse_args()
-    present(measured(options.pairs, options.only), options.json)
+    present(measured(options.pairs, options.only, options.before), options.json)
     return 0
 
 
-def measured(pairs: int, only: str | None) -> Iterator[tuple[str, float, Comparison]]:
+def measured(pairs: int, only: str | None, before: str | None) -> Iterator[tuple[str, float, Comparison]]:
     """Yield (title, seconds that are 1.000, comparison)."""
-    reference, *systems = systems_of(only)
+    reference, *systems = with_before(systems_of(only), before, "pipeline", (only,))
     ideal = bounds()
     comparison = compare(reference, systems, pairs, divide_by=RANKS)
     both = next((row.ratio for row in comparison.rows if row.system == TWO_AT_ONCE), None)
@@ -85,7 +88,8 @@ def measured(pairs: int, only: str | None) -> Iterator[tuple[str, float, Compari
         ]
         comparison = replace(comparison, rows=rows)
     floor_s = comparison.reference_s / RANKS
-    yield f"{MICRO_BATCHES} micro-batches over {RANKS} stages, 1.000 = {floor_s:.3f} s", floor_s, comparison
+    title = f"{MICRO_BATCHES} micro-batches over {RANKS} stages, 1.000 = {floor_s:.3f} s"
+    yield title, floor_s, with_ratios(comparison)
 
 
 def systems_of(only: str | None) -> list[System]:

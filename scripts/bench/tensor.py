@@ -1,6 +1,7 @@
 """Training speed of tensor parallelism over two ranks beside torch DTensor.
 
     python scripts/bench/tensor.py [--model small wide] [--pairs 15] [--json]
+    python scripts/bench/tensor.py --only ours --before TREE         our engine beside itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 untied, sequence 256, micro-batch 4     33.7M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 2      130.4M
@@ -26,6 +27,7 @@ from megazero.config.schema import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
 from scripts.bench.harness import Comparison, System, compare, present
+from scripts.bench.other_tree import checkout, with_before, with_ratios
 from scripts.bench.ours import (
     CPU,
     SEQ_LEN,
@@ -42,17 +44,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so, beside the reference")
+    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    present(measured(options.model, options.pairs), options.json)
+    present(measured(options.model, options.pairs, tuple(options.only), options.before), options.json)
     return 0
 
 
-def measured(models: list[str], pairs: int) -> Iterator[tuple[str, float, Comparison]]:
+def measured(
+    models: list[str], pairs: int, only: tuple[str, ...], before: str | None
+) -> Iterator[tuple[str, float, Comparison]]:
     """Yield (title, seconds that are 1.000, comparison) of each model."""
     for model in models:
-        reference, *systems = systems_of(model)
-        comparison = compare(reference, systems, pairs, divide_by=RANKS)
+        reference, *others = systems_of(model)
+        chosen = [reference, *(system for system in others if system.name.startswith(only))]
+        reference, *systems = with_before(chosen, before, "tensor", (model,))
+        comparison = with_ratios(compare(reference, systems, pairs, divide_by=RANKS))
         floor_s = comparison.reference_s / RANKS
         yield f"{model}, 1.000 = {floor_s:.3f} s", floor_s, comparison
 

@@ -1,6 +1,7 @@
 """Training speed and memory of ZeRO's stages over two ranks beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed.
 
     python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--pairs 15] [--json]
+    python scripts/bench/zero.py --only ours-stage --before TREE     each stage beside itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
@@ -41,6 +42,7 @@ from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
 from scripts.bench import data_parallel as peers
 from scripts.bench.harness import WARM_UP, Comparison, Measured, System, compare, present, versions
+from scripts.bench.other_tree import checkout, with_before, with_ratios
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step, grid_of
 
 Stage = Literal[0, 1, 2, 3]
@@ -56,6 +58,7 @@ def main() -> int:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so")
+    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
     parser.add_argument("--gpu", action="store_true", help="the engine alone, 1.3B parameters in bf16")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -65,12 +68,13 @@ def main() -> int:
         found = on_gpu()
         print(json.dumps(found, indent=1) if options.json else "\n".join(f"{k:<18} {v}" for k, v in found.items()))
         return 0
-    present(measured(options.model, options.accumulation, options.pairs, tuple(options.only)), options.json)
+    only = tuple(options.only)
+    present(measured(options.model, options.accumulation, options.pairs, only, options.before), options.json)
     return 0
 
 
 def measured(
-    models: list[str], accumulation: int, pairs: int, only: tuple[str, ...]
+    models: list[str], accumulation: int, pairs: int, only: tuple[str, ...], before: str | None
 ) -> Iterator[tuple[str, float, Comparison]]:
     """Yield (title, seconds that are 1.000, comparison) of each group of systems of each model."""
     for model in models:
@@ -78,8 +82,10 @@ def measured(
         floor = System("floor", peers.floor_rank, (config,), 1, RANKS, exchanges=False)
         systems = [system for system in systems_of(model, accumulation) if system.name.startswith(only)]
         present_ones = [system for system in systems if missing(system.name) is None]
-        for start in range(0, len(present_ones), TOGETHER[model]):
-            comparison = compare(floor, present_ones[start : start + TOGETHER[model]], pairs)
+        present_ones = with_before(present_ones, before, "zero", (model, accumulation))
+        together = TOGETHER[model] if before is None else TOGETHER[model] // 2 * 2  # pairs stay together
+        for start in range(0, len(present_ones), together):
+            comparison = with_ratios(compare(floor, present_ones[start : start + together], pairs))
             floor_s = comparison.reference_s
             yield f"{model}, accumulation {accumulation}, 1.000 = {floor_s:.3f} s", floor_s, comparison
         absent = [Measured.absent(s.name, reason) for s in systems if (reason := missing(s.name)) is not None]

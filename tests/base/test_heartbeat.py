@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megazero.base.doing import Activities
 from megazero.base.heartbeat import FIRST, SECOND, Heartbeat
 from tests.tiny_run import ROOT
 
@@ -30,7 +31,8 @@ class Beating:
 
     def __init__(self, stream: io.StringIO) -> None:
         self.clock, self.stream = Clock(), stream
-        self.heart = Heartbeat(self.clock)
+        self.activities = Activities(self.clock)
+        self.heart = Heartbeat(self.activities)
         self.heart.begin(stream, "starting")
 
     def after(self, seconds: float, times: int = 1) -> str:
@@ -61,7 +63,7 @@ def on_terminal() -> Iterator[Beating]:
 
 def test_what_is_quick_is_not_spoken_of(beating: Beating) -> None:
     for _ in range(10):
-        with beating.heart.doing("something quick"):
+        with beating.activities.doing("something quick"):
             beating.after(FIRST / 2)
         with beating.heart.paused():
             pass
@@ -69,7 +71,7 @@ def test_what_is_quick_is_not_spoken_of(beating: Beating) -> None:
 
 
 def test_words_then_a_dot_a_second_then_how_long_it_took(beating: Beating) -> None:
-    with beating.heart.doing("compiling"):
+    with beating.activities.doing("compiling"):
         assert beating.after(FIRST + 0.01) == "compiling"
         assert beating.after(SECOND / 2) == "compiling"
         assert beating.after(SECOND, 3) == "compiling..."
@@ -84,14 +86,14 @@ def test_the_words_come_within_the_first_second(beating: Beating) -> None:
 
 
 def test_the_inner_of_two_is_what_is_said(beating: Beating) -> None:
-    with beating.heart.doing("building"):
-        with beating.heart.doing("compiling"):
+    with beating.activities.doing("building"):
+        with beating.activities.doing("compiling"):
             beating.after(1.0)
         assert beating.after(1.0) == "compiling 2 s\nbuilding"
 
 
 def test_progress_now_and_then_and_at_the_end(beating: Beating) -> None:
-    with beating.heart.doing("validating", 40) as progress:
+    with beating.activities.doing("validating", 40) as progress:
         beating.after(1.0)
         progress.advance(20)
         beating.after(1.0, 11)
@@ -102,11 +104,11 @@ def test_progress_now_and_then_and_at_the_end(beating: Beating) -> None:
 
 
 def test_phases_of_a_step_share_a_line(beating: Beating) -> None:
-    beating.heart.now("step 3/9", "forward")
+    beating.activities.now("step 3/9", "forward")
     beating.after(1.0, 2)
-    beating.heart.now("step 3/9", "backward")
+    beating.activities.now("step 3/9", "backward")
     beating.after(1.0, 2)
-    beating.heart.now("step 4/9", "data")
+    beating.activities.now("step 4/9", "data")
     assert beating.after(1.0) == "step 3/9 forward. backward., step 4/9 data"
     with beating.heart.paused():
         pass
@@ -115,21 +117,21 @@ def test_phases_of_a_step_share_a_line(beating: Beating) -> None:
 
 def test_a_line_of_steps_says_how_long_since_its_first_began(beating: Beating) -> None:
     for step in range(3):
-        beating.heart.now(f"step {step}/9", "forward")
+        beating.activities.now(f"step {step}/9", "forward")
         beating.after(1.0)
-    with beating.heart.doing("validating"):
+    with beating.activities.doing("validating"):
         beating.after(1.0)
     assert beating.stream.getvalue() == "step 0/9 forward, step 1/9 forward, step 2/9 forward 4 s\nvalidating"
 
 
 def test_a_line_of_dots_is_ended_before_it_is_too_long(beating: Beating) -> None:
-    with beating.heart.doing("training"):
+    with beating.activities.doing("training"):
         lines = beating.after(1.0, 300).splitlines()
     assert len(lines) > 1 and max(map(len, lines)) < 120 and all(line.startswith("training") for line in lines)
 
 
 def test_a_terminal_has_one_line_that_is_cleared(on_terminal: Beating) -> None:
-    with on_terminal.heart.doing("compiling", 3) as progress:
+    with on_terminal.activities.doing("compiling", 3) as progress:
         on_terminal.after(1.0)
         progress.advance()
         on_terminal.after(1.0)
@@ -141,14 +143,14 @@ def test_a_terminal_has_one_line_that_is_cleared(on_terminal: Beating) -> None:
 def test_a_line_that_somebody_else_redraws_takes_the_words(on_terminal: Beating) -> None:
     shown: list[str] = []
     on_terminal.heart.show_on(shown.append)
-    with on_terminal.heart.doing("saving"):
+    with on_terminal.activities.doing("saving"):
         on_terminal.after(1.0)
     on_terminal.heart.show_on(None)
     assert shown == ["saving  1 s"] and on_terminal.stream.getvalue() == ""
 
 
 def test_what_a_handler_of_signals_says_comes_at_the_next_beat(beating: Beating) -> None:
-    with beating.heart.doing("saving"):
+    with beating.activities.doing("saving"):
         beating.after(1.0)
         beating.heart.say("SIGTERM has come")
         assert beating.after(0.0) == "saving 1 s\nSIGTERM has come\n"
@@ -165,7 +167,7 @@ def test_who_does_not_read_is_not_written_to_again(beating: Beating) -> None:
 def test_it_is_silent_before_and_after(beating: Beating) -> None:
     beating.heart.end()
     assert beating.after(10.0) == ""
-    silent = Heartbeat()
+    silent = Heartbeat(Activities())
     silent.begin(None, "starting")
     assert silent._thread is None
 
@@ -198,7 +200,7 @@ def test_on_a_real_terminal_the_words_fit_its_width() -> None:
     try:
         with open(theirs, "w", closefd=False) as stream:
             clock = Clock()
-            heart = Heartbeat(clock)
+            heart = Heartbeat(Activities(clock))
             heart.begin(stream, "w" * 500)
             clock.now += 1
             heart.tick()

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import Manifest, Progress, read_manifest
+from megazero.checkpoint.manifest import Manifest, read_manifest
 from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store

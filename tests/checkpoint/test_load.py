@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megazero.__main__ import main
 from megazero.base.errors import FaultList, UserError
-from megazero.build.assemble import build_model, loader_of
-from megazero.checkpoint.manifest import Progress, read_manifest
+from megazero.build.assemble import build_model
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Axis
 from megazero.config.file import load
@@ -24,6 +25,7 @@ from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.loader import MicroBatch, open_datasets
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
+from megazero.run.build import loader_of
 from megazero.run.folder import RunFolder
 from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, Progress, read_manifest, step_of
+from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, read_manifest, step_of
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import BLOCK
 
 

@@ -12,8 +12,9 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.checkpoint import save, shard, store
-from megazero.checkpoint.manifest import Progress, read_manifest
+from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire, verify
 from megazero.checkpoint.store import Store
 from megazero.run.folder import RunFolder

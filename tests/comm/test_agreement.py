@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megazero.base.errors import UserError
-from megazero.comm.agreement import FailedElsewhere, agree
+from megazero.base.errors import FailedElsewhere, UserError
+from megazero.comm.agreement import agree
 from megazero.comm.grid import Grid, single
 from tests.ranks import run_ranks
 

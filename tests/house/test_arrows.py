@@ -18,7 +18,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "base": set(),
     # ground floor
     "store": set(),
-    "comm": {"store.client"},
+    "comm": set(),
     "launch": {"comm", "store"},
     "kernels": set(),
     "schedules": set(),
@@ -50,8 +50,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "build": {  # from a config to what computes a step
         "comm",
         "config",
-        "data",
-        "kernels",
+        "data.loader",
+        "kernels.operations",
         "launch.environment",
         "memory",
         "model",

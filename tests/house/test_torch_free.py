@@ -27,7 +27,6 @@ FREE += (
     "megazero.tools.planning.machine_file",
     "megazero.build.job",
     "megazero.build.pipeline",
-    "megazero.build.schedule_report",
 )
 CHECK = "import importlib, sys; [importlib.import_module(m) for m in sys.argv[1:]]; sys.exit('torch' in sys.modules)"
 

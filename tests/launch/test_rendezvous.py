@@ -52,7 +52,7 @@ def free_port() -> str:
 
 SLOW = """
 import time
-from megazero.comm.attendance import Presence
+from megazero.launch.attendance import Presence
 heard = Presence.from_json
 Presence.from_json = lambda raw: time.sleep(0.8) or heard(raw)
 """

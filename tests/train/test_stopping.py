@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megazero.base.stop_signals import NOTED
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import single
-from megazero.launch.signals import NOTED, Signals
+from megazero.launch.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.train.stopping import BY_SIGNAL, FAILED, FILE, TIME, Stopping
 from tests.processes import alive, children, interrupt_twice, until

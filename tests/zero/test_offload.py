@@ -162,7 +162,6 @@ def test_one_pass_over_everything_changes_no_bit(
     cpu.load()
     kernel = torch.ops.megazero.adamw_
     monkeypatch.setattr("tests.layouts.REFERENCE", replace(REFERENCE, adamw_=kernel))
-    monkeypatch.setattr("megazero.build.assemble.for_host", lambda preference, dtype: replace(REFERENCE, adamw_=kernel))
     found = train(layout, "gpt", DTYPES[dtype])
     # torch's kernel leaves gradients unscaled and clipped, ours leaves them alone
     equal(replace(found, gradients={}), replace(plain, gradients={}))
@@ -258,7 +257,7 @@ def test_an_update_waits_for_what_is_published_to_leave(monkeypatch: pytest.Monk
 def test_a_skipped_first_step_leaves_the_parameters(delayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel that publishes leaves what it publishes alone then: it has to be there already."""
     kernel = replace(REFERENCE, adamw_=reference.adamw_)
-    monkeypatch.setattr("megazero.build.assemble.for_host", lambda preference, dtype: kernel)
+    monkeypatch.setattr("tests.layouts.REFERENCE", kernel)
     rank = Rank(single(), job_on(stage=2, offload_optimizer=True, delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
     before = rank.weights()
     rank.engine.loss_scale.scale.fill_(2.0**40)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm.axes import P2P
 from megazero.comm.grid import Axis, pipelines
-from megazero.comm.status_board import P2P
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.host_staging import HostStaging
 from megazero.comm.transport.shared_memory import SLOT_BYTES, SharedMemoryTransport

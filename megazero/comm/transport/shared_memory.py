@@ -37,7 +37,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megazero.comm.status_board import AXES
+from megazero.comm.axes import LANES
 
 T = TypeVar("T")
 SLOTS, SLOT_BYTES = 8, 8 << 20
@@ -72,15 +72,15 @@ class Outbox:
         raw = torch.frombuffer(memory, dtype=torch.uint8)
         slots = SLOTS + P2P_SLOTS
         numbers = raw[slots * SLOT_BYTES :].view(torch.int64).numpy()
-        labels, p2p = len(AXES) * LABELS * _LABEL_WORDS, P2P_SLOTS * _P2P_WORDS
+        labels, p2p = len(LANES) * LABELS * _LABEL_WORDS, P2P_SLOTS * _P2P_WORDS
         self.slots = raw[: slots * SLOT_BYTES].view(slots, SLOT_BYTES)
-        self.labels = numbers[:labels].reshape(len(AXES), LABELS, _LABEL_WORDS)
+        self.labels = numbers[:labels].reshape(len(LANES), LABELS, _LABEL_WORDS)
         self.p2p = numbers[labels : labels + p2p].reshape(P2P_SLOTS, _P2P_WORDS)
         self.read = numbers[labels + p2p : labels + p2p + SLOTS * readers].reshape(SLOTS, readers)
 
     @staticmethod
     def size(readers: int) -> int:
-        numbers = len(AXES) * LABELS * _LABEL_WORDS + P2P_SLOTS * _P2P_WORDS + SLOTS * readers
+        numbers = len(LANES) * LABELS * _LABEL_WORDS + P2P_SLOTS * _P2P_WORDS + SLOTS * readers
         return (SLOTS + P2P_SLOTS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def view(self, slot: int, start: int, like: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class SharedMemoryTransport:
         Raises:
             TimeoutError: no reader makes room.
         """
-        row = self._own.labels[AXES.index(axis), label.place % LABELS]
+        row = self._own.labels[LANES.index(axis), label.place % LABELS]
         slot = self._wait(lambda: self._free_slot(int(row[1])), [k for _, waiting in self._awaited for k in waiting])
         self._number += 1
         self._awaited[slot] = (self._number, readers)
@@ -204,7 +204,7 @@ class SharedMemoryTransport:
 
     def find(self, sender: int, axis: str, label: Label) -> Message | None:
         """Return the message that `sender` has posted under (axis, label); None: not yet."""
-        row = self._outboxes[sender].labels[AXES.index(axis), label.place % LABELS]
+        row = self._outboxes[sender].labels[LANES.index(axis), label.place % LABELS]
         return Message(sender, int(row[2]), int(row[1])) if row[0] == label.key else None
 
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:

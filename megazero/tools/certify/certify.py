@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import doing
 from megazero.build.job import job_of, laid_out
 from megazero.build.pipeline import check_world
 from megazero.config.file import flatten

@@ -19,7 +19,6 @@ from megazero.build.assemble import (
     build_model,
     feeds_of,
     grid_of,
-    loader_of,
 )
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import ShardState
@@ -31,6 +30,7 @@ from megazero.kernels.select import choose
 from megazero.launch.environment import RankContext
 from megazero.launch.rendezvous import connect, disconnect
 from megazero.model.parameter import declaration_of
+from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
 from megazero.tools.certify.rank import Results, record, write_results
 from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, eps_of

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megazero import __version__
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file, new_folder, replace_file
-from megazero.base.heartbeat import doing
 from megazero.base.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, shard_name
 from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, key_of, plan_shard, write_shard

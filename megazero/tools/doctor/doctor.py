@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
-from megazero.base.heartbeat import doing
 from megazero.base.terminal import wrapped
 from megazero.tools.doctor import host, software
 from megazero.tools.doctor.finding import Finding, amount, duration, examine, reason

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megazero.base.heartbeat import doing
+from megazero.base.doing import doing
 
 State = Literal["there", "absent", "missing", "unknown"]
 

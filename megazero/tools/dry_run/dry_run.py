@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megazero.base.heartbeat import Doing, doing
-from megazero.build.assemble import DTYPES, Built, StageInputs, assemble, bucket_of, feeds_of
+from megazero.base.doing import Doing, doing
+from megazero.build.assemble import DTYPES, Built, StageInputs, assemble, bucket_of, feeds_of, precision_of
 from megazero.build.job import job_of
 from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
@@ -28,7 +28,7 @@ from megazero.comm.ledger import Ledger, Sent
 from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
-from megazero.kernels.select import choose
+from megazero.kernels.select import choose, for_host
 from megazero.launch.signals import Signals
 from megazero.observe.timeline import MemoryTimeline
 from megazero.plan.memory import RankMemory
@@ -133,10 +133,13 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
         )
         dtype = DTYPES[config.precision.dtype]
         ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
-        return two_steps(config, grid, ops, IdleHost(CPU, grid.comm.ledger, apart=device == "cuda"), device)
+        host_ops = for_host(config.precision.kernels, precision_of(config).masters) if device == "cuda" else ops
+        return two_steps(config, grid, ops, IdleHost(CPU, grid.comm.ledger, apart=device == "cuda"), device, host_ops)
 
 
-def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str) -> Simulated:
+def two_steps(
+    config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str, host_ops: Operations | None = None
+) -> Simulated:
     """Simulate two steps on a given grid; within a FakeTensorMode.
 
     Args:
@@ -145,7 +148,7 @@ def two_steps(config: Config, grid: Grid, ops: Operations, host: IdleHost, devic
     ledger = grid.comm.ledger
     assert isinstance(ledger, ToldLedger)
     with doing("building the rank's model"):
-        built = assemble(config, grid, CPU, ops, host, seed=None)
+        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops)
     stopping = Stopping(grid["world"], CPU, Signals(), Path(os.devnull, "STOP"), None)
     feed = feeds_of(grid["tensor"], CPU, config.parallel.sequence)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megazero.__main__ import main
-from megazero.build.schedule_report import report
 from megazero.comm.grid import Grid
 from megazero.plan.job import Job
+from megazero.plan.schedule_report import report
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, job_on, planned

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.comm.status_board import DONE, EMPTY, FAILED, P2P, RUNNING, STUCK, Operation, RankStatus
+from megazero.comm.axes import P2P
+from megazero.comm.status_board import DONE, EMPTY, FAILED, RUNNING, STUCK, Operation, RankStatus
 
 SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
 STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"

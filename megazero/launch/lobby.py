@@ -14,26 +14,14 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megazero.base.errors import UserError
-from megazero.comm.attendance import Presence
-from megazero.comm.diagnosis import SLOW, STOPPED
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.processes import Process
+from megazero.launch.attendance import Presence
+from megazero.launch.diagnosis import SLOW, STOPPED
 from megazero.store.client import NoAnswer
 
 _SLACK = 1.0  # seconds that ranks may give up later than the first one
 _SHORTEST, _SLICE = 0.02, 0.5  # seconds of one wait
-
-
-class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
-    """An error that another rank has raised, and reports."""
-
-    def __init__(self, rank: int, code: int):
-        super().__init__(code, f"stopped, because rank {rank} failed")
-
-
-def together(lobby: "Lobby | None", what: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of `Lobby.together`; with one rank there is nothing to wait for."""
-    return contextlib.nullcontext() if lobby is None else lobby.together(what)
 
 
 @dataclass(frozen=True)

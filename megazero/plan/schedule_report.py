@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.base.terminal import wrapped
-from megazero.build.pipeline import lowered
 from megazero.plan.job import Job
 from megazero.plan.states import units
 from megazero.schedules.actions import Kind, Schedule
+from megazero.schedules.layers import lowered
 from megazero.schedules.lower import TrafficBill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.comm.attendance import NOWHERE, InvalidPresenceError, Presence
 from megazero.comm.transport.shared_memory import Handle, Outbox, SharedMemoryTransport
+from megazero.launch.attendance import NOWHERE, InvalidPresenceError, Presence
 from tests.launch.test_rendezvous import free_port, task
 
 GOOD = Presence("node7", "megazero 1, config 0a1b", 77, 123456, "boot 0 pid:[1]", Handle(77, 5, 30, 99))
@@ -79,7 +79,7 @@ def test_fuzz():
 
 
 LIE = """
-from megazero.comm.attendance import Presence
+from megazero.launch.attendance import Presence
 Presence.to_json = lambda self: '["node7", "same", 1]'
 """
 

@@ -1,0 +1,30 @@
+"""The table of axes: their order, and what is partial along each. Free of torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AxisRow:
+    """One row of the table of axes.
+
+    Attributes:
+        name: of the axis.
+        partial: the sums of which each rank along the axis has a summand: "gradients" (its ranks see other samples)
+            and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
+    """
+
+    name: str
+    partial: frozenset[str]
+
+
+AXES = (  # slowest first
+    AxisRow("pipeline", frozenset({"loss"})),
+    AxisRow("replica", frozenset({"gradients", "loss"})),
+    AxisRow("shard", frozenset({"gradients", "loss"})),
+    AxisRow("tensor", frozenset()),
+)
+JOINED = {"data": ("replica", "shard"), "world": tuple(row.name for row in AXES)}
+ENDS = "ends"  # the first and the last rank of a pipeline
+P2P = "p2p"  # what one rank waits for from one other
+# Where operations go on; the place of each in a rank's status slot and outbox.
+LANES = (P2P, *JOINED, *(row.name for row in AXES), ENDS)

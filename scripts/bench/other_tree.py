@@ -1,0 +1,81 @@
+"""The engine of another checkout of this project, as systems of the same run beside those of this one.
+
+Their processes import megazero from there, and nothing of it from here before: torch takes the fused operations of one
+tree in a process. Only numbers and text go over, because the classes of two trees differ.
+"""
+
+import argparse
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from scripts.bench.harness import Comparison, System, median_interval
+
+
+def checkout(path: str) -> str:
+    """Return the whole path of a checkout; a type of argparse."""
+    if not (Path(path) / "megazero/__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{path} is no checkout of this project: it has no megazero/__init__.py")
+    return str(Path(path).resolve())
+
+
+def with_before(systems: Sequence[System], tree: str | None, script: str, arguments: tuple) -> list[System]:
+    """Return the systems, each of ours ("ours...") followed by itself in the checkout `tree`, if any ("before...").
+
+    Both trees have them in `systems_of(*arguments)` of the script, a name in scripts/bench.
+    """
+    found = []
+    for one in systems:
+        found.append(one)
+        if tree is not None and _before(one.name) != one.name:
+            told = (tree, script, one.name, arguments)
+            found.append(replace(one, name=_before(one.name), build=in_tree, arguments=told, needs_script=False))
+    return found
+
+
+def with_ratios(comparison: Comparison) -> Comparison:
+    """Add a row for each pair: the ratio of our time to that before in the same round; seconds and memory are ours."""
+    rows, seconds = list(comparison.rows), comparison.seconds
+    for row in comparison.rows:
+        if (before := _before(row.system)) != row.system and before in seconds:
+            ratios = [ours / theirs for ours, theirs in zip(seconds[row.system], seconds[before], strict=True)]
+            ratio, interval = statistics.median(ratios), median_interval(ratios)
+            rows.append(replace(row, system=f"{row.system} / {before}", ratio=ratio, ci95=interval, bound=None))
+    return replace(comparison, rows=rows)
+
+
+def in_tree(tree: str, script: str, name: str, arguments: tuple, *place: int | str) -> Callable[[], float]:
+    """Build the system `name` of a script of another tree; `place` is what System.build gets behind its arguments.
+
+    Raises:
+        SystemExit: a module is not in the tree, or the system is not in the module; the text is one line.
+    """
+    assert "megazero" not in sys.modules, "this process has imported another tree"
+    for module in [module for module in sys.modules if module.partition(".")[0] == "scripts"]:
+        del sys.modules[module]
+    sys.path.insert(0, tree)
+    _import_from(tree, "megazero")
+    systems_of = getattr(_import_from(tree, f"scripts.bench.{script}"), "systems_of", lambda *_: [])
+    system = next((one for one in systems_of(*arguments) if one.name == name), None)
+    if system is None:
+        raise SystemExit(f"{tree}: scripts/bench/{script}.py has no system {name!r}")
+    return system.build(*system.arguments, *place)
+
+
+def _before(name: str) -> str:
+    return "before" + name.removeprefix("ours") if name.startswith("ours") else name
+
+
+def _import_from(tree: str, name: str) -> ModuleType:
+    """Return a module of the tree; elsewhere on the path there may be an installed one."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise SystemExit(f"{tree}: cannot import {name}: {error}") from None
+    if not Path(module.__file__ or "/").resolve().is_relative_to(Path(tree).resolve()):
+        raise SystemExit(f"{tree}: {name} is not there, but in {module.__file__}")
+    return module

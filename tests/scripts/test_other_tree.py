@@ -1,0 +1,92 @@
+"""A benchmark beside the engine of another checkout: imports come from there, and errors are one line."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.harness import Comparison, Measured, System
+from scripts.bench.other_tree import checkout, with_before, with_ratios
+from tests.tiny_run import ROOT
+
+BUILD = """
+import json, sys, torch
+from scripts.bench.other_tree import in_tree
+torch.set_num_threads(1)
+step = in_tree(sys.argv[1], "tensor", sys.argv[2], ("small",))
+step()
+ours = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("megazero", "scripts")]
+print(json.dumps([module.__file__ for module in ours]))
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of this tree whose small model is tiny."""
+    for folder in ("megazero", "scripts"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    script = tmp_path / "scripts/bench/tensor.py"
+    script.write_text(script.read_text().replace('"small": (8, 512, 8, 4)', '"small": (1, 32, 2, 1)'))
+    return tmp_path
+
+
+def built(tree: Path, name: str = "ours, one process, small") -> subprocess.CompletedProcess[str]:
+    """Build a system of the tree in a fresh process and do one step of it."""
+    command = [sys.executable, "-c", BUILD, str(tree), name]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_modules_come_from_the_other_tree(tree: Path):
+    done = built(tree)
+    assert done.returncode == 0, done.stderr
+    files = [Path(file) for file in json.loads(done.stdout)]
+    assert {tree / "megazero/__init__.py", tree / "scripts/bench/tensor.py", tree / "scripts/bench/ours.py"} <= {*files}
+    assert [file for file in files if not file.is_relative_to(tree)] == []
+
+
+def test_a_system_that_the_tree_lacks_is_one_line(tree: Path):
+    done = built(tree, "ours-tp1024")
+    assert done.returncode == 1
+    assert done.stderr == f"{tree}: scripts/bench/tensor.py has no system 'ours-tp1024'\n"
+
+
+def test_a_folder_without_megazero_is_one_line(tmp_path: Path):
+    done = built(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{tmp_path}: megazero is not there, but in ") and done.stderr.count("\n") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="is no checkout of this project"):
+        checkout(str(tmp_path))
+
+
+@pytest.mark.full
+def test_a_tree_beside_itself_has_the_same_losses(tree: Path):
+    """Spawned processes import the script that runs, except those of the other tree."""
+    command = [sys.executable, str(tree / "scripts/bench/tensor.py"), "--only", "ours-tp2-sequence", "--pairs", "1"]
+    done = subprocess.run([*command, "--json", "--before", str(tree)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["loss_difference"] < 1e-6
+    one, sequence = "one process, small", "tp2-sequence, small"
+    names = [f"ours, {one}", f"before, {one}", f"ours-{sequence}", f"before-{sequence}"]
+    names += [f"ours, {one} / before, {one}", f"ours-{sequence} / before-{sequence}"]
+    assert [row["system"] for row in report["rows"]] == names
+
+
+def test_each_of_ours_is_followed_by_itself_before():
+    systems = [System(name, lambda: float, (), 1, ranks=2) for name in ("ours-a", "peer", "ours, b")]
+    assert with_before(systems, None, "script", ()) == systems
+    found = with_before(systems, "/tree", "script", (1,))
+    assert [one.name for one in found] == ["ours-a", "before-a", "peer", "ours, b", "before, b"]
+    assert (found[1].arguments, found[1].ranks) == (("/tree", "script", "ours-a", (1,)), 2)
+
+
+def test_ratios_are_of_the_same_round():
+    seconds = {"floor": [9.0] * 3, "ours-a": [1.0, 4.0, 9.0], "before-a": [2.0, 4.0, 6.0], "ours-b": [1.0] * 3}
+    rows = [Measured(name, 1.0, (1.0, 1.0), 100.0, 4.0, bound=0.9) for name in seconds]
+    found = with_ratios(Comparison(rows, {}, 3, 3, seconds)).rows
+    assert found[:-1] == rows
+    assert found[-1] == Measured("ours-a / before-a", 1.0, (0.5, 1.5), 100.0, 4.0)
