@@ -18,34 +18,7 @@ Their 5 a s^2 b for scores is what fused attention never stores. Selective recom
 of documents and what rotary adds; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
 
-from dataclasses import dataclass
-
-from megazero.plan.model import ModelShape
-
-
-@dataclass(frozen=True)
-class Micro:
-    """A micro-batch on one rank.
-
-    Attributes:
-        sequences: their number.
-        tensor: ranks of the tensor axis.
-        sequence: the residual stream is split over these ranks.
-        item: bytes of an activation.
-        dropout: the model has dropout.
-        documents: attention has a mask of its own, so that it does not cross the ends of documents.
-    """
-
-    sequences: int
-    tensor: int
-    sequence: bool
-    item: int
-    dropout: bool
-    documents: bool = False
-
-    def local(self, whole: int) -> int:
-        """Return a rank's part of something that is as long as the residual stream."""
-        return whole // self.tensor if self.sequence else whole
+from megazero.plan.model import Micro, ModelShape
 
 
 def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:

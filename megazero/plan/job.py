@@ -6,8 +6,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazero.plan.activations import Micro
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Micro, ModelShape
 from megazero.plan.placements import STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes
 from megazero.schedules.layers import Layers, cut

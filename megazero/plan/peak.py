@@ -26,8 +26,8 @@ a matrix more. With full recompute K is what the replayed block keeps, less its 
 
 from collections.abc import Iterator
 
-from megazero.plan.activations import Micro, kept_by_block, logits
-from megazero.plan.model import ModelShape
+from megazero.plan.activations import kept_by_block, logits
+from megazero.plan.model import Micro, ModelShape
 
 
 def moments(
