@@ -24,9 +24,10 @@ from math import comb
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
-from random import Random
 from types import ModuleType
 from typing import Any
+
+import torch
 
 FOREIGN_LIMIT = 0.10  # of all CPUs, by processes that are not ours, in a round that counts
 WARM_UP = 2  # steps before the first round
@@ -186,7 +187,7 @@ def compare(reference: System, systems: Sequence[System], rounds: int, divide_by
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         running = [_Running.start(context, one, f"{folder}/store-{i}") for i, one in enumerate(everyone)]
         losses: list[list[float]] = [[] for _ in running]
-        order = Random(0)
+        order = torch.Generator().manual_seed(0)
         for _ in range(WARM_UP):
             _round(running, losses, order)
         kept: list[list[float]] = []
@@ -322,10 +323,12 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
         end.send((time.perf_counter() - began, time.process_time() - cpu, loss))
 
 
-def _round(running: Sequence[_Running], losses: list[list[float]], order: Random) -> tuple[list[float], float]:
+def _round(
+    running: Sequence[_Running], losses: list[list[float]], order: np.random.Generator
+) -> tuple[list[float], float]:
     """Run one step of each system; return (their seconds, the CPU seconds that all their ranks took)."""
     seconds, own = [0.0] * len(running), 0.0
-    for number in order.sample(range(len(running)), len(running)):
+    for number in torch.randperm(len(running), generator=order).tolist():
         answers = running[number].ask("step")
         seconds[number] = max(elapsed for elapsed, _, _ in answers)
         own += sum(cpu for _, cpu, _ in answers)
