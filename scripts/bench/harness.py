@@ -323,9 +323,7 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
         end.send((time.perf_counter() - began, time.process_time() - cpu, loss))
 
 
-def _round(
-    running: Sequence[_Running], losses: list[list[float]], order: np.random.Generator
-) -> tuple[list[float], float]:
+def _round(running: Sequence[_Running], losses: list[list[float]], order: torch.Generator) -> tuple[list[float], float]:
     """Run one step of each system; return (their seconds, the CPU seconds that all their ranks took)."""
     seconds, own = [0.0] * len(running), 0.0
     for number in torch.randperm(len(running), generator=order).tolist():
