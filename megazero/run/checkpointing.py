@@ -36,10 +36,10 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.launch.signals import Signals
 from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
+from megazero.plan.placements import aligned
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
-from megazero.zero.layout import aligned
 from megazero.zero.unit import Unit
 
 
