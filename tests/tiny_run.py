@@ -30,6 +30,7 @@ from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
+from tests import warm
 from tests.quiet import without_heartbeat
 
 ROOT = Path(__file__).parents[1]
@@ -120,9 +121,16 @@ def train(config: Config) -> Outcome:
 
 
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python arguments ...` from the repository's root, as a user runs it; without the heartbeat's lines."""
+    """`python arguments ...` from the repository's root, in a process that has torch already; without heartbeat."""
+    return _quiet(warm.run(arguments, env=os.environ | environment))
+
+
+def fresh_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python arguments ...` from the repository's root, as a user starts it; without the heartbeat's lines."""
     line = [sys.executable, *map(str, arguments)]
-    env = {**os.environ, **environment}
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)
+    return _quiet(subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment))
+
+
+def _quiet(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     done.stdout, done.stderr = without_heartbeat(done.stdout), without_heartbeat(done.stderr)
     return done
