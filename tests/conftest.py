@@ -1,6 +1,7 @@
 """Tiny data, and one finished tiny run, shared by all tests that need them and not to be changed by any."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -17,13 +18,24 @@ from hypothesis import settings
 from data_tools import preprocess, train_tokenizer
 from megazero.launch.environment import MEETING, SLURM, TORCHRUN
 from megazero.run.folder import RunFolder
-from tests.tiny_run import CONFIG, VOCAB, TinyData
+from tests.tiny_run import CONFIG, VOCAB, TinyData, plain_picture
+
+
+@functools.cache
+def in_memory() -> str | None:
+    """A place for folders whose files are in memory, where there is room: on a disk a test waits for every save."""
+    place = "/dev/shm"
+    if not os.access(place, os.W_OK):
+        return None
+    found = os.statvfs(place)
+    roomy = found.f_bavail * found.f_frsize >= 4 * 2**30
+    return place if roomy and not found.f_flag & os.ST_NOEXEC else None
 
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
     """A folder of its own with a short name: a line of an error has 300 characters, and leaves out the middle."""
-    folder = Path(tempfile.mkdtemp(prefix="mz-"))
+    folder = Path(tempfile.mkdtemp(prefix="mz-", dir=in_memory()))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -58,6 +70,14 @@ def finished(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> R
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def plain_pictures() -> Iterator[None]:
+    """Runs in this process draw no loss curve; `tests/observe/test_plot.py` and fresh commands do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megazero.run.session.draw_loss", plain_picture)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's environment and one thread: tests are one process unless they say otherwise."""
@@ -79,7 +99,8 @@ def usual_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     """One thread here and in the processes that tests start; no deadlines for hypothesis: machines are busy.
 
     Tiny models gain nothing from a second one, and threads that wait for each other by spinning make a busy machine ten
@@ -89,3 +110,6 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     settings.register_profile("megazero", deadline=None)
     settings.load_profile("megazero")
+    if config.option.basetemp is None and (place := in_memory()):  # of a worker it is a folder in that of its parent
+        config.option.basetemp = tempfile.mkdtemp(prefix="mz-", dir=place)
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))

@@ -1,6 +1,6 @@
 """The same few steps on any grid, and the logical tensors put together from all ranks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -241,17 +241,19 @@ def assert_same(name: str, a: Tensor, b: Tensor) -> None:
 
 def pairwise(cases: list[tuple]) -> list[tuple]:
     """A few of the cases in which every two values that occur together somewhere occur together."""
-    missing = set().union(*(_pairs(case) for case in cases))
+    bits: dict[tuple, int] = {}  # of each pair of values
+    masks = [sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs(case)) for case in cases]
+    missing = (1 << len(bits)) - 1
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(_pairs(case) & missing))
-        chosen.append(best)
-        missing -= _pairs(best)
+        best = max(masks, key=lambda mask: (mask & missing).bit_count())
+        chosen.append(cases[masks.index(best)])
+        missing &= ~best
     return chosen
 
 
-def _pairs(case: tuple) -> set[tuple]:
-    return {(i, case[i], j, case[j]) for i in range(len(case)) for j in range(i)}
+def _pairs(case: tuple) -> Iterator[tuple]:
+    return ((i, case[i], j, case[j]) for i in range(len(case)) for j in range(i))
 
 
 def _anybody(size: int):

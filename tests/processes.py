@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megazero.launch.signals import TWICE
+from tests.warm import Process
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def until_gone(pids: Iterable[int]) -> None:
         until(lambda pid=pid: not alive(pid))
 
 
-def interrupt_twice(process: subprocess.Popen[str]) -> None:
+def interrupt_twice(process: Process) -> None:
     """Interrupt a process as somebody does who does not want to wait, until it has ended.
 
     A busy machine may deliver two interruptions so late that they count as one: then they come again, after a pause

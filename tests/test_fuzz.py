@@ -29,6 +29,7 @@ from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import Tokenizer
+from megazero.run import lock as lock_module
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import owed_row
@@ -299,11 +300,18 @@ class Import(Subject):
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory, tiny_data: TinyData, finished: RunFolder) -> list[Subject]:
+def subjects(
+    tmp_path_factory: pytest.TempPathFactory, tiny_data: TinyData, finished: RunFolder
+) -> Iterator[list[Subject]]:
     base = tmp_path_factory.mktemp("fuzz")
     plain = (Config, Override, MachineFile, Metrics, Lock, Part, Index, Import)
     found: list[Subject] = [kind(base / kind.__name__) for kind in plain]
-    return [*found, Manifests(base / "manifests", finished), TokenizerFile(base / "tokenizer", tiny_data.tokenizer)]
+    found += [Manifests(base / "manifests", finished), TokenizerFile(base / "tokenizer", tiny_data.tokenizer)]
+    torch.cat([torch.ones(1, device="meta")] * 2)  # the first one imports for a second, which is no case's time
+    with pytest.MonkeyPatch.context() as patch:  # whether another host's owner lives is waited for, and told elsewhere
+        patch.setattr(lock_module, "_TOUCH", 0.004)
+        patch.setattr(lock_module, "_WATCH", 0.01)
+        yield found
 
 
 def examine(read: Callable[[], object]) -> str | None:

@@ -22,7 +22,7 @@ from megazero.launch.environment import MEETING, TORCHRUN, World
 from megazero.run import session as run
 from megazero.run.words import sharing
 from tests.quiet import without_heartbeat
-from tests.tiny_run import ROOT, TinyData, all_tokens, command
+from tests.tiny_run import ROOT, TinyData, all_tokens, fresh_command
 
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
 WITNESS = """
@@ -87,15 +87,15 @@ def test_wrong_config_costs_a_fraction_of_a_second_and_no_torch(tmp_path: Path):
     config = tmp_path / "bad.yaml"
     config.write_text("model:\n  layers: 2\n  hiden: 64\n")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    result = command("train.py", "--config", config)
+    result = fresh_command("train.py", "--config", config)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     line = "MZ-104 bad.yaml:3: unknown key model.hiden; did you mean model.hidden?\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0  # CPU seconds; about 0.25
     for arguments, exit_code in ((["train.py", "--config", config], 2), (["train.py", "--config", "nowhere"], 2)):
-        result = command("-c", WITNESS, *arguments)
+        result = fresh_command("-c", WITNESS, *arguments)
         assert (result.returncode, result.stdout) == (exit_code, "False\n")
-    result = command("-c", WITNESS, "megazero/__main__.py", "explain", "model")
+    result = fresh_command("-c", WITNESS, "megazero/__main__.py", "explain", "model")
     assert result.returncode == 0 and result.stdout.endswith("\nFalse\n")
 
 
@@ -211,7 +211,7 @@ def test_run_folders_that_cannot_be_used(refused, tiny_data: TinyData, tmp_path:
 
 @pytest.mark.parametrize(("arguments", "lines"), [(["explain"], 100), (["explain", "run.steps"], 2)])
 def test_reader_that_goes_away_is_no_fault(arguments: list[str], lines: int):
-    assert command("-m", "megazero", *arguments).stdout.count("\n") >= lines
+    assert fresh_command("-m", "megazero", *arguments).stdout.count("\n") >= lines
     line = [sys.executable, "-m", "megazero", *arguments]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -232,7 +232,7 @@ def test_answer_that_cannot_be_written_is_a_failure():
 def test_console_script_and_module_are_the_same(capsys):
     assert main(["explain", "--json", "batch"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(
-        command("-m", "megazero", "explain", "--json", "batch").stdout
+        fresh_command("-m", "megazero", "explain", "--json", "batch").stdout
     )
 
 

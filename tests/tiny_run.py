@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.base.files import replace_file
 from megazero.build.assemble import bucket_of
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
@@ -30,6 +31,7 @@ from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
+from tests import warm
 from tests.quiet import without_heartbeat
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,12 @@ schedule: {{warmup: 2, min_lr: 2e-4}}
 batch: {{global: 4, micro: 2}}
 observe: {{every: 1}}
 """
+
+
+PIXEL = bytes.fromhex(  # a PNG
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+    "0000000a49444154789c636000000002000148afa4710000000049454e44ae426082"
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,11 @@ def repeating(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in TIMING_KEYS}
 
 
+def plain_picture(_: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """A picture of nothing instead of the loss curve, which takes as long to draw as a tiny run to train."""
+    replace_file(path, PIXEL)
+
+
 def train(config: Config) -> Outcome:
     """Trains in this process, up to the last row and the weights; draws nothing."""
     trainer, folder = built(config)
@@ -120,9 +133,16 @@ def train(config: Config) -> Outcome:
 
 
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python arguments ...` from the repository's root, as a user runs it; without the heartbeat's lines."""
+    """`python arguments ...` from the repository's root, in a process that has torch already; without heartbeat."""
+    return _quiet(warm.run(arguments, env=os.environ | environment))
+
+
+def fresh_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python arguments ...` from the repository's root, as a user starts it; without the heartbeat's lines."""
     line = [sys.executable, *map(str, arguments)]
-    env = {**os.environ, **environment}
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=env)
+    return _quiet(subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=os.environ | environment))
+
+
+def _quiet(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
     done.stdout, done.stderr = without_heartbeat(done.stdout), without_heartbeat(done.stderr)
     return done

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from megazero.__main__ import main
 from megazero.base.errors import FaultList, UserError
@@ -216,7 +216,8 @@ def test_an_import_in_another_length_and_precision(tiny_data: TinyData, tmp_path
     """The first loss is transformers' own."""
     generator = torch.Generator().manual_seed(3)
     shape = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=100, vocab_size=400, max_position_embeddings=64))
+    config = transformers.LlamaConfig(**shape, intermediate_size=100, vocab_size=400, max_position_embeddings=64)
+    model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + (parameter.dim() == 1) * 0.5)

@@ -4,7 +4,7 @@ file cannot express code.
 
 from pathlib import Path
 
-from tests.tiny_run import TinyData, command
+from tests.tiny_run import TinyData, fresh_command
 
 WATCH = """
 import os, pickle, sys
@@ -38,7 +38,7 @@ def test_training_saving_resuming_resharding_and_exporting_unpickle_nothing(
         ["import", "--from", "hf", "--model", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")],
         [*train, f"run.dir={tmp_path / 'on'}", "run.steps=1", f"checkpoint.resume={tmp_path / 'imported'}"],
     ]
-    done = command("-c", WATCH.format(lines=lines, seen=str(tmp_path / "seen")))
+    done = fresh_command("-c", WATCH.format(lines=lines, seen=str(tmp_path / "seen")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tensor 2" in done.stdout
     before, _, after = (tmp_path / "seen").read_text().partition("now ours:\n")

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from datetime import timedelta
@@ -18,6 +16,7 @@ import pytest
 
 from megazero.comm.transport.shared_memory import Handle, Outbox, SharedMemoryTransport
 from megazero.launch.attendance import NOWHERE, InvalidPresenceError, Presence
+from tests import warm
 from tests.launch.test_rendezvous import free_port, task
 
 GOOD = Presence("node7", "megazero 1, config 0a1b", 77, 123456, "boot 0 pid:[1]", Handle(77, 5, 30, 99))
@@ -109,13 +108,10 @@ sys.stdin.read()
 
 @pytest.fixture
 def other():
-    line = [sys.executable, "-c", textwrap.dedent(OTHER)]
-    root = Path(__file__).parents[2]
-    process = subprocess.Popen(line, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = warm.Process(["-c", textwrap.dedent(OTHER)], stdin=True)
     pid, number, device, inode, unsealed, its_inode = map(int, process.stdout.readline().split())
     yield Handle(pid, number, device, inode), Handle(pid, unsealed, device, its_inode)
-    process.communicate("")
+    process.communicate()
 
 
 def shared_memory() -> SharedMemoryTransport:

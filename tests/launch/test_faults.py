@@ -6,18 +6,16 @@ Real processes, real signals. `faulty.py` has the cases.
 import os
 import re
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.processes import interrupt_twice, is_stopped, until, until_gone
+from tests.warm import Process
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 3  # seconds that ranks wait for each other
 
 
@@ -30,13 +28,11 @@ class Ended:
     pids: list[int]
 
 
-def start(case: str, rank: int, size: int, timeout: float = TIMEOUT) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "tests.launch.faulty", case, str(rank), str(timeout), str(size)]
-    return subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(case: str, rank: int, size: int, timeout: float = TIMEOUT) -> Process:
+    return Process(["-m", "tests.launch.faulty", case, rank, timeout, size])
 
 
-def pids_of(process: subprocess.Popen[str], size: int) -> list[int]:
-    assert process.stdout is not None
+def pids_of(process: Process, size: int) -> list[int]:
     return [int(process.stdout.readline().split()[1]) for _ in range(size)]
 
 
@@ -112,7 +108,7 @@ def test_the_chain_of_waiting_ends_at_the_rank_to_blame():
 def test_signals_are_passed_on(number: int):
     process = start("sleep", 1, 2, timeout=30)
     pids = pids_of(process, 2)
-    assert process.stdout is not None and process.stdout.readline() == "asleep\n"
+    assert process.stdout.readline() == "asleep\n"
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 128 + number
@@ -143,7 +139,7 @@ def test_no_port_is_open_beyond_the_loopback():
     """Neither the meeting nor the connections of local ranks can be reached from another machine."""
     process = start("sleep", 1, 2, timeout=30)
     pids = pids_of(process, 2)
-    assert process.stdout is not None and process.stdout.readline() == "asleep\n"
+    assert process.stdout.readline() == "asleep\n"
     found = {address for pid in (*pids, process.pid) for address in listening(pid)}
     process.kill()
     process.communicate()

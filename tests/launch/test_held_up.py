@@ -4,30 +4,27 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.test_faults import ROOT, TIMEOUT, pids_of
+from tests.launch.test_faults import TIMEOUT, pids_of
 from tests.launch.test_rendezvous import STEP, free_port
 from tests.processes import until_gone
+from tests.warm import Process
 
 
-def start(case: str, rank: int, *more: object, **environment: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "tests.launch.held_up", case, str(rank), str(TIMEOUT), "2", *map(str, more)]
-    env = os.environ | environment
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+def start(case: str, rank: int, *more: object, **environment: str) -> Process:
+    line = ["-m", "tests.launch.held_up", case, rank, TIMEOUT, 2, *more]
+    return Process(line, env=os.environ | environment, stdin=True)
 
 
-def start_step(case: str, rank: int, *more: object) -> tuple[list[subprocess.Popen[str]], list[int]]:
+def start_step(case: str, rank: int, *more: object) -> tuple[list[Process], list[int]]:
     """Start two tasks as srun does, rank 0 first, and let them meet when both are there; with their process ids."""
     step = STEP | {"MASTER_PORT": free_port()}
     tasks = [start(case, rank, *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in (0, 1)]
     pids = [pids_of(task, 1)[0] for task in tasks]
     for task in tasks:
-        assert task.stdin is not None
         task.stdin.write("\n")
         task.stdin.flush()
     return tasks, pids
@@ -114,15 +111,15 @@ def test_a_stopped_rank_has_no_stacks_to_show_and_is_not_waited_for(tmp_path: Pa
 
 def test_nobody_is_signalled_who_has_no_handler_for_it():
     """A process whose number was told, and that is not what it was told to be, goes on unharmed."""
-    from megazero.comm.processes import Process, _stat
+    from megazero.comm import processes
     from megazero.launch.stacks import ASK
 
     assert ASK is not None
     bystander = subprocess.Popen(["sleep", "60"])
     try:
-        started = int(_stat(bystander.pid)[19])
-        assert not Process(bystander.pid, started).send(ASK)
-        assert not Process(bystander.pid, started + 1).send(signal.SIGTERM)
+        started = int(processes._stat(bystander.pid)[19])
+        assert not processes.Process(bystander.pid, started).send(ASK)
+        assert not processes.Process(bystander.pid, started + 1).send(signal.SIGTERM)
         assert bystander.poll() is None
     finally:
         bystander.kill()

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from tests.launch.test_faults import listening
 from tests.processes import until_gone
+from tests.warm import Process
 
 ROOT = Path(__file__).parents[2]
 STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "MASTER_ADDR": "127.0.0.1", "MEGAZERO_TOKEN": "t" * 64}
@@ -58,25 +57,20 @@ Presence.from_json = lambda raw: time.sleep(0.8) or heard(raw)
 """
 
 
-def task(
-    rank: int, port: str, timeout: float, fingerprint: str, *more: str, before: str = "", **other: str
-) -> subprocess.Popen[str]:
+def task(rank: int, port: str, timeout: float, fingerprint: str, *more: str, before: str = "", **other: str) -> Process:
     """One task of a step of two, as srun would start it."""
     env = os.environ | STEP | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": port} | other
-    line = [sys.executable, "-c", before + MEET, str(timeout), fingerprint, *more]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return Process(["-c", before + MEET, timeout, fingerprint, *more], env=env, stdin=True)
 
 
 def test_tasks_of_a_step_meet_on_one_address_only():
     port = free_port()
     tasks = [task(rank, port, 60, "same", "wait", GLOO_SOCKET_IFNAME="lo") for rank in (0, 1)]
     for process in tasks:
-        assert process.stdout is not None
         assert process.stdout.readline() == "sum [2.0, 2.0, 2.0]\n"
     assert [listening(process.pid) for process in tasks] == [{"127.0.0.1"}, {"127.0.0.1"}]
     for process in tasks:
-        _, err = process.communicate("")
+        _, err = process.communicate()
         assert process.returncode == 0 and "MZ-" not in err
     until_gone([process.pid for process in tasks])
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from megazero.comm.processes import Process, boot_id
 from megazero.launch.scratch import scratch_folder
-from tests.launch.test_faults import ROOT
+from tests import warm
 from tests.processes import until_gone
 
 HOLD = """
@@ -30,10 +28,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def holder(place: Path, *purpose: str) -> tuple[subprocess.Popen[str], Path]:
-    line, env = [sys.executable, "-c", HOLD, *purpose], os.environ | {"TMPDIR": str(place)}
-    process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+def holder(place: Path, *purpose: str) -> tuple[warm.Process, Path]:
+    process = warm.Process(["-c", HOLD, *purpose], env=os.environ | {"TMPDIR": str(place)}, stdin=True)
     return process, Path(process.stdout.readline().strip())
 
 
@@ -51,7 +47,7 @@ def test_the_next_start_removes_what_killed_ones_left(place: Path):
     with scratch_folder("doctor") as folder:
         assert left(place) == sorted([kept, folder])
     assert left(place) == [kept] and (kept / "store").read_text() == "x"
-    living.communicate("")
+    living.communicate()
     assert left(place) == []
 
 
@@ -118,17 +114,15 @@ def test_two_starters_do_not_disturb_each_other(place: Path):
     starters = [holder(place) for _ in range(2)]
     assert left(place) == sorted(folder for _, folder in starters)
     for process, _ in starters:
-        process.communicate("")
+        process.communicate()
         assert process.returncode == 0
 
 
 def test_a_killed_parent_leaves_nothing_for_long(place: Path):
     """What a run's parent leaves when it is killed, the next one takes away."""
     for _ in range(2):
-        line = [sys.executable, "-m", "tests.launch.faulty", "sleep", "1", "30", "2"]
-        env = os.environ | {"TMPDIR": str(place)}
-        process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        line = ["-m", "tests.launch.faulty", "sleep", 1, 30, 2]
+        process = warm.Process(line, env=os.environ | {"TMPDIR": str(place)})
         pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
         process.kill()
         process.communicate()

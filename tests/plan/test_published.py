@@ -1,6 +1,6 @@
 """The planner against published tables: what is exact, what was fitted, and what no fit has seen.
 
-python scripts/fit_planner.py        prints the tables of docs/planning.md
+python scripts/fit_planner.py        prints the tables of docs/planning.md and docs/published.md
 """
 
 import csv
@@ -144,9 +144,11 @@ def test_the_shares_are_where_the_fit_ends(device: str) -> None:
         assert getattr(found, name) == pytest.approx(getattr(shipped.reached, name), abs=0.011), name
 
 
-@pytest.mark.parametrize("lines", [shares, summary, each_row])
-def test_tables_of_the_planning_page(lines) -> None:
-    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "lines"), [("planning.md", shares), ("planning.md", summary), ("published.md", each_row)]
+)
+def test_tables_of_the_pages(name: str, lines) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert "\n".join(lines(MACHINES)) in page, "python scripts/fit_planner.py prints it anew"
 
 

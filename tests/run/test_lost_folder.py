@@ -14,21 +14,22 @@ from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
-from tests.run.test_session import stream, training
+from tests.run.test_session import training
 from tests.tiny_run import ROOT, TinyData, all_tokens
+from tests.warm import Process
 
 ENDLESS = ("run.steps=100000", "data.valid=null", "schedule.decay=constant", "checkpoint.every=25", "checkpoint.keep=1")
 
 
-def after_step(process: subprocess.Popen[str], step: int) -> None:
+def after_step(process: Process | subprocess.Popen[str], step: int) -> None:
     """Returns once the run has shown a step."""
-    for line in stream(process.stdout):
+    for line in process.stdout:
         if line.startswith(f"step {step}/"):
             return
-    raise AssertionError(f"it ended before step {step}: {stream(process.stderr).read()}")
+    raise AssertionError(f"it ended before step {step}: {process.stderr.read()}")
 
 
-def rest_of(process: subprocess.Popen[str]) -> tuple[int, str]:
+def rest_of(process: Process | subprocess.Popen[str]) -> tuple[int, str]:
     """(exit code, what it said on stderr) of a run that ends by itself."""
     _, err = process.communicate(timeout=100)
     return process.returncode, err

@@ -1,6 +1,7 @@
 """A run that does not train changes nothing: not the folder of a run that is done; and a refused one leaves none."""
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from megazero.config.file import load, name_of
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.session import launch
+from tests import warm
 from tests.quiet import without_heartbeat
-from tests.tiny_run import TinyData, command
+from tests.tiny_run import ROOT, TinyData, command
 
 TWO = ("parallel.tensor=2",)
 
@@ -204,15 +206,9 @@ def test_a_run_s_own_config_is_called_after_its_folder(finished: RunFolder, tmp_
 
 def test_by_default_it_goes_on_in_that_folder(tiny_data: TinyData, tmp_path: Path) -> None:
     """`run.dir` is null in a config.yaml that was trained without one; the folder is that of the name."""
-    import os
-    import subprocess
-    import sys
-
-    from tests.tiny_run import ROOT
 
     def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, str(ROOT / "train.py"), *map(str, arguments), "data.valid=null"]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
+        done = warm.run([ROOT / "train.py", *arguments, "data.valid=null"], cwd=tmp_path)
         done.stdout = without_heartbeat(done.stdout)
         return done
 

@@ -13,7 +13,7 @@ from megazero.comm.grid import single
 from megazero.config.schema import Config
 from megazero.kernels.operations import REFERENCE
 from megazero.run.out_of_memory import explain_out_of_memory
-from tests.tiny_run import TinyData, command
+from tests.tiny_run import TinyData, fresh_command
 
 # Much to keep and little to compute: 48 blocks' inputs of 1 MB, of which Pa keeps half.
 WIDE = (
@@ -65,7 +65,7 @@ def test_a_model_that_fits_only_with_pa(tiny_data: TinyData, tmp_path: Path, mon
 
     def run(limit: int, name: str, *options: str):
         line = ("train", "--config", tiny_data.config, *WIDE, *options, f"run.dir={tmp_path / name}")
-        return command("-c", LIMITED, str(limit), str(tmp_path / name) + ".peaks", *map(str, line))
+        return fresh_command("-c", LIMITED, str(limit), str(tmp_path / name) + ".peaks", *map(str, line))
 
     pa = "memory.partition=true"
     free = run(0, "free", pa)

@@ -1,12 +1,9 @@
 """A run from the command line to its files: complete, repeatable to the bit, and hard to disturb."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import pytest
 from safetensors import safe_open
@@ -15,7 +12,8 @@ from megazero.config.file import load
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
 from megazero.run.session import launch
-from tests.tiny_run import PARAMETERS, ROOT, TinyData, command, repeating, saved_bytes, saved_weights
+from tests.tiny_run import PARAMETERS, TinyData, command, fresh_command, repeating, saved_bytes, saved_weights
+from tests.warm import Process
 
 KEYS = ["step", "time", "tokens", "samples", "epoch", "loss", "grad_norm", "clipped", "lr", "loss_scale", "skipped"]
 KEYS += ["step_time", "tokens_per_second", "tokens_per_second_mean", "tflops_per_device", "mfu", "memory_peak_bytes"]
@@ -28,29 +26,19 @@ def numbers(folder: RunFolder) -> list[dict]:
 
 
 @contextmanager
-def training(tiny_data: TinyData, folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    line = [sys.executable, "train.py", "--config", tiny_data.config, f"run.dir={folder}", *overrides]
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
-
-
-def stream(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
+def training(tiny_data: TinyData, folder: Path, *overrides: str) -> Iterator[Process]:
+    with Process(["train.py", "--config", tiny_data.config, f"run.dir={folder}", *overrides]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def first(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory):
-    """(the process's result, the folder) of `python train.py`."""
+    """(the process's result, the folder) of `python train.py`, as a user starts it."""
     folder = RunFolder(tmp_path_factory.mktemp("first") / "run")
-    return command("train.py", "--config", tiny_data.config, f"run.dir={folder.path}"), folder
+    return fresh_command("train.py", "--config", tiny_data.config, f"run.dir={folder.path}"), folder
 
 
 def test_command_succeeds_and_says_what_it_did(first, tiny_data: TinyData):
@@ -136,7 +124,7 @@ def test_default_folder_is_named_after_the_config(tiny_data: TinyData, tmp_path:
 def test_reader_that_goes_away_does_not_hurt(tiny_data: TinyData, finished: RunFolder, tmp_path: Path, early: bool):
     """`| true` and `| head -1`: the run is as long and as good as with a reader."""
     with training(tiny_data, tmp_path / "run") as process:
-        out, err = stream(process.stdout), stream(process.stderr)
+        out, err = process.stdout, process.stderr
         if not early:
             assert any(line.startswith("small: ") for line in iter(out.readline, ""))  # behind a slow start's words
         out.close()

@@ -16,6 +16,7 @@ from megazero.run.folder import RunFolder
 from tests.kernels.test_compiler import SLOW, lives
 from tests.quiet import without_heartbeat
 from tests.tiny_run import ROOT, TinyData, command
+from tests.warm import Process
 
 SAID = "stopped by SIGTERM before the first step, nothing to save\n"
 FULL = pytest.mark.full
@@ -56,19 +57,15 @@ PLANTS = {
 
 
 @contextmanager
-def started(line: list[object], **environment: str) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, *map(str, line)]
-    env = os.environ | environment
-    with subprocess.Popen(
-        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+def started(line: list[object], **environment: str) -> Iterator[Process]:
+    with Process(line, env=os.environ | environment) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def wait_for(path: Path, lines: int, process: subprocess.Popen[str]) -> list[int]:
+def wait_for(path: Path, lines: int, process: Process) -> list[int]:
     """The processes that say in a file that they have come to where they stay."""
     while not path.exists() or path.read_text().count("\n") < lines:
         assert process.poll() is None, process.communicate()
@@ -76,7 +73,7 @@ def wait_for(path: Path, lines: int, process: subprocess.Popen[str]) -> list[int
     return [int(word) for word in path.read_text().split()]
 
 
-def end(process: subprocess.Popen[str], pid: int, ranks: list[int]) -> None:
+def end(process: Process, pid: int, ranks: list[int]) -> None:
     """A signal to one process ends all of them, with the right code and line."""
     began = time.monotonic()
     os.kill(pid, signal.SIGTERM)

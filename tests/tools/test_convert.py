@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megazero.__main__ import main
 from megazero.build.assemble import build_model
@@ -34,15 +34,15 @@ from tests.tiny_run import TinyData, command
 LOGITS = 2e-5  # fp32 through a few layers, in two orders of addition; logits are of the order of 1
 
 
-def gpt2(**changes: Any) -> GPT2LMHeadModel:
+def gpt2(**changes: Any) -> "transformers.GPT2LMHeadModel":
     options = {"n_layer": 2, "n_embd": 40, "n_head": 4, "vocab_size": 400, "n_positions": 32} | changes
-    return _random(GPT2LMHeadModel(GPT2Config(**options)))
+    return _random(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)))
 
 
-def llama(**changes: Any) -> LlamaForCausalLM:
+def llama(**changes: Any) -> "transformers.LlamaForCausalLM":
     options = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
     options |= {"intermediate_size": 100, "vocab_size": 400, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}
-    return _random(LlamaForCausalLM(LlamaConfig(**(options | changes))))
+    return _random(transformers.LlamaForCausalLM(transformers.LlamaConfig(**(options | changes))))
 
 
 def _random(model: Any) -> Any:
@@ -75,7 +75,7 @@ def ours(run: RunFolder, tokens_BS: Tensor) -> Tensor:
 
 
 def theirs(folder: Path, tokens_BS: Tensor) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     with torch.no_grad():
         return model(tokens_BS).logits
 
@@ -390,7 +390,8 @@ def test_generation_stops_at_the_tokenizers_end(tiny_data: TinyData, tmp_path: P
     run = with_tokenizer(RunFolder(tmp_path / "run"), tiny_data.tokenizer)
     config = exported(run, tmp_path / "out")
     assert (config["bos_token_id"], config["eos_token_id"]) == (ends.bos, ends.eod)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, local_files_only=True).eval()
+    kind = transformers.AutoModelForCausalLM
+    again = kind.from_pretrained(tmp_path / "out", dtype=torch.float32, local_files_only=True).eval()
     assert (again.generation_config.bos_token_id, again.generation_config.eos_token_id) == (ends.bos, ends.eod)
 
     def generated() -> list[int]:
@@ -415,7 +416,7 @@ def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
     config = exported(run, tmp_path / "out")
     assert capsys.readouterr().err == ""
     assert {"bos_token_id", "eos_token_id"} <= config.keys()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     for part in (again.config, again.generation_config):
         assert part.bos_token_id is None and part.eos_token_id is None
     capsys.readouterr()

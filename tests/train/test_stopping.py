@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from megazero.launch.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.train.stopping import BY_SIGNAL, FAILED, FILE, TIME, Stopping
 from tests.processes import alive, children, interrupt_twice, until
-from tests.run.test_session import stream, training
+from tests.run.test_session import training
 from tests.tiny_run import TinyData, command
+from tests.warm import Process
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
 
@@ -26,11 +26,11 @@ ENDLESS = ("run.steps=1000000", "data.valid=null", "schedule.decay=constant")
 TWO = ("parallel.tensor=2",)
 
 
-def until_it_says(process: subprocess.Popen[str], text: str) -> None:
-    for line in stream(process.stdout):
+def until_it_says(process: Process, text: str) -> None:
+    for line in process.stdout:
         if line.startswith(text):
             return
-    raise AssertionError(f"it ended before {text!r}: {stream(process.stderr).read()}")
+    raise AssertionError(f"it ended before {text!r}: {process.stderr.read()}")
 
 
 def check_saved(folder: Path, out: str, by: str) -> int:
@@ -139,7 +139,7 @@ def test_a_second_interruption_leaves_at_once(tiny_data: TinyData, tmp_path: Pat
     with training(tiny_data, run, *long, *ranks) as process:
         said = ""
         while " forward" not in said:  # the heartbeat's line has no end as long as the step goes on
-            more = stream(process.stdout).read(1)
+            more = process.stdout.read(1)
             assert more, said
             said += more
         family = [process.pid, *children(process.pid)]

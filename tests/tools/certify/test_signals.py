@@ -10,6 +10,7 @@ import pytest
 
 from megazero.launch.interruption import Interrupted, Interruption
 from megazero.tools.certify.certify import Certificate
+from tests import warm
 from tests.tiny_run import ROOT, TinyData
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
@@ -64,16 +65,14 @@ def test_a_signal_ends_it_and_blames_no_layout(
     phase: str, number: signal.Signals, tiny_data: TinyData, tmp_path: Path
 ) -> None:
     options = ["certify", "--config", str(tiny_data.config), "--max-ranks", "2", "--steps", "1", "batch.micro=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import sys" + DRIVERS[phase] + MAIN, *options],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-    )
-    assert process.stdout is not None
+    words = ["-c", "import sys" + DRIVERS[phase] + MAIN, *options]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    if phase == "importing":
+        pipe = subprocess.PIPE
+        line = [sys.executable, *words]
+        process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    else:
+        process = warm.Process(words, env=env)
     lines = [process.stdout.readline().split() for _ in range(2 if phase == "training" else 1)]
     assert all(line[0] == "here" for line in lines)
     process.send_signal(number)

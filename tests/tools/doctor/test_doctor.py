@@ -13,7 +13,7 @@ from megazero.__main__ import main
 from megazero.tools.doctor import doctor, host, ranks, software
 from megazero.tools.doctor.finding import Finding, examine
 from megazero.tools.doctor.ranks import Measured
-from tests.tiny_run import command
+from tests.tiny_run import fresh_command
 
 LINKS = {"shared memory all-reduce": 2e9, "shared memory all-gather": 3e9, "sockets all-reduce": 1e9}
 FIGURES = {"threads": 1.0, "matmul fp32": 5e10, "memory copy": 2e10, "shared memory bandwidth": 2.5e9}
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     folder = tmp_path_factory.mktemp("doctor")
     file = folder / "machine.yaml"
-    result = command("-m", "megazero", "doctor", "--run", folder / "runs/next", "--json", "--write", file)
+    result = fresh_command("-m", "megazero", "doctor", "--run", folder / "runs/next", "--json", "--write", file)
     assert result.returncode == 0 and result.stderr in ("", f"warning: {file}: {doctor.BUSY}\n"), result.stderr
     return Answer(json.loads(result.stdout), YAML(typ="safe", pure=True).load(file), folder / "runs")
 
