@@ -19,8 +19,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from random import Random
 from typing import Any
+
+import torch
 
 from scripts.bench import figures
 from scripts.bench.processes import Memory, Running, System, running
@@ -96,14 +97,15 @@ def measure(systems: Sequence[System], launches: int, rounds: int) -> Measured:
     """Time every call of some systems in `rounds` rounds of each of some launches."""
     found = Measured([], [], {}, [])
     for launch in range(launches):
-        order = Random(launch)
+        order = torch.Generator().manual_seed(launch)
         with running(systems) as live:
             calls = [(one, call) for one in live for call in one.calls]
             times: dict[str, list[float]] = {call: [] for _, call in calls}
             losses: dict[str, list[float]] = {one.system.name: [] for one in live if one.system.has_loss}
             for number in range(WARM_UP + rounds):
                 before, own = _cpu_times(), 0.0
-                for one, call in order.sample(calls, len(calls)):
+                for place in torch.randperm(len(calls), generator=order).tolist():
+                    one, call = calls[place]
                     done = one.do(call)
                     own += done.processor
                     if number >= WARM_UP:
