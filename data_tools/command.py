@@ -18,8 +18,11 @@ from typing import NoReturn
 
 from data_tools.corpus import TEXT_SUFFIXES
 from megazero.base.answers import tell
+from megazero.base.command_line import at_least
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
+
+positive = at_least(1, int, 2**31 - 1)  # the type of an option that counts something
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,13 +30,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(190, message, "see --help", where=self.prog)
-
-
-def positive(text: str) -> int:
-    """Return the number of an option that counts something."""
-    if not text.isdecimal() or not 0 < int(text[:12]) < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 2^31 - 1, got {text[:20]}")
-    return int(text)
 
 
 def prefix(text: str) -> Path:
@@ -60,6 +56,13 @@ def add_inputs(parser: Parser) -> None:
     parser.add_argument("--suffix", nargs="+", type=suffix, default=TEXT_SUFFIXES, metavar=".END", help=instead)
     bad = "skip, count and list files that are not UTF-8 and damaged lines of a .jsonl, instead of refusing them"
     parser.add_argument("--skip-bad", action="store_true", help=bad)
+
+
+def add_output(parser: Parser) -> None:
+    """Add the option that names the data set to write."""
+    parser.add_argument(
+        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
+    )
 
 
 def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Sequence[str] | None) -> int:

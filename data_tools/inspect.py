@@ -11,11 +11,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.base.heartbeat import HEART
-    from megazero.base.packages import require
+    from data_tools import begin
 
-    require()
-    HEART.begin(sys.stderr, "starting inspect.py")  # before the imports, which take a second on a busy machine
+    begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
 import json

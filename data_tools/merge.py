@@ -11,16 +11,14 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.base.heartbeat import HEART
-    from megazero.base.packages import require
+    from data_tools import begin
 
-    require()
-    HEART.begin(sys.stderr, "starting merge.py")  # before the imports, which take a second on a busy machine
+    begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
 from collections.abc import Sequence
 
-from data_tools.command import Parser, prefix, run
+from data_tools.command import Parser, add_output, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
@@ -54,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="merge.py", description="Join token data sets into one.")
     parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx")
-    parser.add_argument(
-        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
-    )
+    add_output(parser)
     return run(merge, parser, argv)
 
 

@@ -16,11 +16,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from megazero.base.heartbeat import HEART
-    from megazero.base.packages import require
+    from data_tools import begin
 
-    require()
-    HEART.begin(sys.stderr, "starting preprocess.py")  # before the imports, which take a second on a busy machine
+    begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
 import os
@@ -33,7 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from data_tools.command import Parser, add_inputs, positive, prefix, run
+from data_tools.command import Parser, add_inputs, add_output, positive, run
 from data_tools.corpus import Skipped, check_files, find_files, read_pieces
 from data_tools.encoding import encode_pieces
 from megazero.base.answers import tell
@@ -136,9 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="preprocess.py", description="Turn text into a token data set.")
     add_inputs(parser)
-    parser.add_argument(
-        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
-    )
+    add_output(parser)
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="from train_tokenizer.py")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")

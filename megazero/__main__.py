@@ -32,10 +32,10 @@ from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
+from megazero.base.picture import check_name
 from megazero.base.terminal import width
 from megazero.config import rules
 from megazero.launch.interruption import Interrupted, Interruption, ended_at_once
-from megazero.schedules.draw import check_name
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -193,12 +193,7 @@ def _schedule(options: argparse.Namespace) -> int:
     check_world(config, world)
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
-    if options.draw is not None:
-        try:
-            with doing("drawing"):
-                draw(schedule, timeline, options.draw)
-        except OSError as error:
-            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="schedule") from None
+    _draw(lambda path: draw(schedule, timeline, path), options)
     answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found, width(), every=options.all))
     return 0
 
@@ -229,12 +224,7 @@ def _plan(options: argparse.Namespace) -> int:
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens)
-    if options.draw is not None:
-        try:
-            with doing("drawing"):
-                draw(planned, options.draw)
-        except OSError as error:
-            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="plan") from None
+    _draw(lambda path: draw(planned, path), options)
     answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned, width()))
     return 0
 
@@ -254,15 +244,21 @@ def _simulate(options: argparse.Namespace) -> int:
 
     check_world(config, options.gpus)
     found = simulate(config, options.rank, options.gpus, options.device)
-    if options.draw is not None:
-        try:
-            with doing("drawing"):
-                draw(found, name, options.draw)
-        except OSError as error:
-            raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where="simulate") from None
+    _draw(lambda path: draw(found, name, path), options)
     shown = as_text(found, name, options.device, width())
     answer(json.dumps(as_json(found, name, options.device), indent=1) if options.json else shown)
     return 0
+
+
+def _draw(draw: Callable[[Path], object], options: argparse.Namespace) -> None:
+    """Draw into the file of --draw, if there is one. Raises UserError 405: it cannot be written."""
+    if options.draw is None:
+        return
+    try:
+        with doing("drawing"):
+            draw(options.draw)
+    except OSError as error:
+        raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where=options.verb) from None
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -72,6 +72,21 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of it to a file without a buffer: the system may take less at a time."""
+    view = memoryview(data)
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def modified_at(path: Path) -> int | None:
+    """Return when a file was last written or touched, in nanoseconds; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def flush(file: BinaryIO) -> None:
     """Flush everything written so far to the disk."""
     file.flush()

@@ -1,12 +1,49 @@
-"""Report a missing package in one line: a user who forgot to activate the environment gets no traceback."""
+"""The packages that megazero imports; a missing one is reported in one line.
+
+A user who forgot to activate the environment gets no traceback.
+"""
 
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from megazero.base.errors import UserError
 
-_NEEDED = ("torch", "numpy", "einops", "pydantic", "ruamel", "safetensors", "sentencepiece", "rich", "xxhash")
+
+@dataclass(frozen=True)
+class Package:
+    """A package, and whether training needs it.
+
+    Attributes:
+        name: as pip knows it.
+        module: as Python imports it.
+        least: the oldest version that does, () for any.
+        use: what an optional one is for; "" for one that is needed.
+    """
+
+    name: str
+    module: str
+    least: tuple[int, ...] = ()
+    use: str = ""
+
+
+PACKAGES = (
+    Package("torch", "torch", (2, 10)),
+    Package("numpy", "numpy"),
+    Package("einops", "einops"),
+    Package("pydantic", "pydantic", (2, 10)),
+    Package("ruamel.yaml", "ruamel.yaml", (0, 18)),
+    Package("safetensors", "safetensors"),
+    Package("sentencepiece", "sentencepiece"),
+    Package("rich", "rich"),
+    Package("xxhash", "xxhash"),
+    Package("matplotlib", "matplotlib"),
+    Package("wandb", "wandb", use="observe.wandb"),
+    Package("tensorboard", "tensorboard", use="observe.tensorboard"),
+    Package("transformers", "transformers", use="the tests of export and import"),
+)
+_NEEDED = tuple(package.module.partition(".")[0] for package in PACKAGES if not package.use)
 
 
 def missing(name: str | None) -> UserError | None:

@@ -20,6 +20,11 @@ def width() -> int | None:
     return min(max(shutil.get_terminal_size().columns, least), most)
 
 
+def megabytes(size: float) -> str:
+    """Return bytes in megabytes, without the unit: 1,234.5."""
+    return f"{size / 1e6:,.1f}"
+
+
 def wrapped(text: str, columns: int | None, indent: str = "") -> list[str]:
     """Return a text as lines of at most so many columns, all but the first behind `indent`; None: one line."""
     if columns is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.doing import doing
+from megazero.build.job import job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
 from megazero.comm.context import CommContext
@@ -35,7 +36,7 @@ from megazero.schedules.layers import Layers, lowered
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
-from megazero.zero.placement import STAGES, Placement, Precision, UnitAxes
+from megazero.zero.placement import STAGES, Precision, UnitAxes
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -269,12 +270,12 @@ def assemble(
     host_ops: Operations | None = None,
 ) -> Built:
     """Build the same with initial values of another seed; None: with anything in its memory."""
-    layers, precision = layers_of(config), precision_of(config)
+    layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
     stages = layers.of_rank(grid["pipeline"].rank)
     model = build_model(config, ops, grid["tensor"])
     offload = offload_of(config, host)
     updates_there = offload is not None and offload.optimizer
-    recomputed = recompute(config, model, layers, stages, grid, precision.parameters, device, host)
+    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,
         list(stages.values()),
@@ -290,9 +291,7 @@ def assemble(
         recomputed=recomputed,
         offload=offload,
     )
-    each = STAGES[config.zero.stage or 0].gradients is Placement.SHARD
-    tied = config.model.tie_embeddings
-    local = config.model.seq_len // (grid["tensor"].size if config.parallel.sequence else 1)
+    local = job.micro.local(config.model.seq_len)
     chunks = {}
     for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):
         last = parts.stop == len(model.layers)
@@ -302,7 +301,7 @@ def assemble(
         chunks,
         len(layers.parts),
         grid["pipeline"].rank,
-        lambda m: lowered(layers, m, each=each, tied=tied),
+        lambda m: lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied),
         Transport(grid["pipeline"], layers.rank_of, precision.parameters, device),
         lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
         engine.reduce_tied,

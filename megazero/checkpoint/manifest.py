@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -99,6 +100,15 @@ class Manifest(Part):
     config: dict[str, Any]
     software: dict[str, str]
     digest: str = ""
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: logical.shape for name, logical in self.tensors.items()}
+
+    def other_shape(self, shapes: Mapping[str, list[int]]) -> str | None:
+        """Return the first name that has another shape here, or is not in both; None: there is none."""
+        own = self.shapes
+        return next((name for name in sorted({*own, *shapes}) if own.get(name) != shapes.get(name)), None)
 
     def to_bytes(self) -> bytes:
         """Return the file's content, with its digest."""

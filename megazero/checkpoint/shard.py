@@ -12,14 +12,14 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.base.files import flush
+from megazero.base.files import flush, write_all
 from megazero.base.reading import parse_object
 
 # Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
@@ -77,7 +77,7 @@ def write_shard(path: Path, beginning: bytes, tensors: Sequence[Tensor]) -> Shar
     with path.open("xb", buffering=0) as file:
         for block in _blocks([memoryview(beginning), *(_bytes(t) for t in tensors)]):
             hashes.append(hash_of(block))
-            _write(file, block)
+            write_all(file, block)
             size += len(block)
         flush(file)
     return Shard(path.name, size, tuple(hashes))
@@ -209,10 +209,3 @@ def _blocks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().view(torch.uint8).numpy().data
-
-
-def _write(file: BinaryIO, block: bytes | memoryview) -> None:
-    """Write the whole block: the system may take less at a time."""
-    view = memoryview(block)
-    while len(view):
-        view = view[file.write(view) :]

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def newest_weights(
-    store: Store, shapes: Mapping[str, tuple[int, ...]], warn: Callable[[str], object]
+    store: Store, shapes: Mapping[str, list[int]], warn: Callable[[str], object]
 ) -> tuple[Manifest, dict[str, Tensor]]:
     """Return the weights of the newest step that is whole, in the precision that the optimizer updates them in.
 
@@ -40,12 +40,10 @@ def newest_weights(
     return _newest(store, read, warn)
 
 
-def require_shapes(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: Path) -> None:
     """Refuse a checkpoint of another model. Raises UserError 404 with the first parameter that differs."""
-    theirs = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
-    if theirs != shapes:
-        odd = next(n for n in sorted({*theirs, *shapes}) if theirs.get(n) != shapes.get(n))
-        what = f"{odd}: expected {shapes.get(odd)}, got {theirs.get(odd)}"
+    if odd := manifest.other_shape(shapes):
+        what = f"{odd}: expected {shapes.get(odd)}, got {manifest.shapes.get(odd)}"
         raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
 
 

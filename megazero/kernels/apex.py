@@ -1,12 +1,15 @@
 """LayerNorm and RMSNorm of NVIDIA's apex (github.com/NVIDIA/apex, built with its CUDA extensions)."""
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+
+_NAMES = ("amp_C", "apex.optimizers:FusedAdam", "apex.normalization:FusedLayerNorm", "fused_layer_norm_cuda")
 
 
 @cache
@@ -50,16 +53,22 @@ NORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
 )
 
 
-def is_there() -> bool:
-    """Return True if NVIDIA's apex is installed with its CUDA extensions.
+def lacking() -> list[str]:
+    """Return which names of NVIDIA's apex, built with its CUDA extensions, are not here; none if it is installed.
 
-    It is recognised by its symbols, because the package that the index has under this name is another project's.
+    It is recognised by them, because the package that the index has under its name is another project's.
     """
+    return [name.replace(":", ".") for name in _NAMES if not _is_here(name)]
+
+
+def _is_here(name: str) -> bool:
     try:
-        importlib.import_module("amp_C")
-        optimizers = importlib.import_module("apex.optimizers")
-        normalization = importlib.import_module("apex.normalization")
-        _extension()
-    except ImportError:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
         return False
-    return hasattr(optimizers, "FusedAdam") and hasattr(normalization, "FusedLayerNorm")
+    return True
+
+
+def is_there() -> bool:
+    """Return True if NVIDIA's apex is installed with its CUDA extensions."""
+    return not lacking()

@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from megazero.base.doing import doing
-from megazero.base.files import flush_file
+from megazero.base.files import flush_file, modified_at
 from megazero.base.reading import read_file
 from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, seal
 from megazero.kernels.compiler import compile_with
@@ -124,9 +124,9 @@ def build_library(
         make_private_folder(folder)
         if is_sealed(library):
             return library
-        earlier = _stamp(failed)
+        earlier = modified_at(failed)
         with _locked(library.with_suffix(".lock")):
-            if _stamp(failed) not in (None, earlier) and (reason := _reason(failed)):
+            if modified_at(failed) not in (None, earlier) and (reason := _reason(failed)):
                 raise BuildError(reason)
             if not is_sealed(library):
                 with doing(f"compiling {source.name}"):
@@ -214,14 +214,6 @@ def _cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"
     except RuntimeError:  # no HOME, and a user without an entry in the password file
         raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME") from None
-
-
-def _stamp(path: Path) -> int | None:
-    """Return when a file was last written; None if it does not exist."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def _reason(failed: Path) -> str:

@@ -4,6 +4,7 @@ The norm of a sum makes the sum on its way: its backward adds what reaches the s
 direction has a pass for the addition alone.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,94 +14,39 @@ from megazero.kernels.operations import Operations
 from megazero.model.contract import GradientSlot
 from megazero.model.parameter import declare, deliver, use
 
+Pair = tuple[Callable[..., Any], Callable[..., Any]]  # of operations: the forward and its backward
+Slots = tuple[GradientSlot | None, ...]  # of the weight, and of the bias where there is one; parameters_D likewise
 
-class _LayerNorm(torch.autograd.Function):
+
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_D: Tensor,
-        bias_D: Tensor,
-        eps: float,
-        ops: Operations,
-        weight_slot: GradientSlot | None,
-        bias_slot: GradientSlot | None,
-    ) -> Tensor:
-        y, mean, rstd = ops.layer_norm(x, weight_D, bias_D, eps)
-        ctx.save_for_backward(x, mean, rstd, weight_D)
-        ctx.ops, ctx.slots = ops, (weight_slot, bias_slot)
+    def forward(ctx: Any, x: Tensor, eps: float, pair: Pair, slots: Slots, *parameters_D: Tensor) -> Tensor:
+        y, *statistics = pair[0](x, *parameters_D, eps)
+        ctx.save_for_backward(x, *statistics, parameters_D[0])
+        ctx.operation, ctx.slots = pair[1], slots
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight, grad_bias = ctx.ops.layer_norm_backward(grads[0].contiguous(), *ctx.saved_tensors)
-        weight_slot, bias_slot = ctx.slots
-        return grad_x, deliver(weight_slot, grad_weight), deliver(bias_slot, grad_bias), None, None, None, None
+        grad_x, *gradients_D = ctx.operation(grads[0].contiguous(), *ctx.saved_tensors)
+        return grad_x, None, None, None, *map(deliver, ctx.slots, gradients_D)
 
 
-class _AddLayerNorm(torch.autograd.Function):
+class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight_D: Tensor,
-        bias_D: Tensor,
-        eps: float,
-        ops: Operations,
-        weight_slot: GradientSlot | None,
-        bias_slot: GradientSlot | None,
+        ctx: Any, x: Tensor, residual: Tensor, eps: float, pair: Pair, slots: Slots, *parameters_D: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total, y, mean, rstd = ops.add_layer_norm(x, residual, weight_D, bias_D, eps)
-        ctx.save_for_backward(total, mean, rstd, weight_D)
-        ctx.ops, ctx.slots = ops, (weight_slot, bias_slot)
+        total, y, *statistics = pair[0](x, residual, *parameters_D, eps)
+        ctx.save_for_backward(total, *statistics, parameters_D[0])
+        ctx.operation, ctx.slots = pair[1], slots
         return total, y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_total, grad = (each.contiguous() for each in grads)
-        grad_x, grad_weight, grad_bias = ctx.ops.add_layer_norm_backward(grad, grad_total, *ctx.saved_tensors)
-        weight_slot, bias_slot = ctx.slots
-        return grad_x, grad_x, deliver(weight_slot, grad_weight), deliver(bias_slot, grad_bias), None, None, None, None
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight_D: Tensor, eps: float, ops: Operations, weight_slot: GradientSlot | None
-    ) -> Tensor:
-        y, rrms = ops.rms_norm(x, weight_D, eps)
-        ctx.save_for_backward(x, rrms, weight_D)
-        ctx.ops, ctx.slot = ops, weight_slot
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = ctx.ops.rms_norm_backward(grads[0].contiguous(), *ctx.saved_tensors)
-        return grad_x, deliver(ctx.slot, grad_weight), None, None, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight_D: Tensor,
-        eps: float,
-        ops: Operations,
-        weight_slot: GradientSlot | None,
-    ) -> tuple[Tensor, Tensor]:
-        total, y, rrms = ops.add_rms_norm(x, residual, weight_D, eps)
-        ctx.save_for_backward(total, rrms, weight_D)
-        ctx.ops, ctx.slot = ops, weight_slot
-        return total, y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_total, grad = (each.contiguous() for each in grads)
-        grad_x, grad_weight = ctx.ops.add_rms_norm_backward(grad, grad_total, *ctx.saved_tensors)
-        return grad_x, grad_x, deliver(ctx.slot, grad_weight), None, None, None
+        grad_x, *gradients_D = ctx.operation(grad, grad_total, *ctx.saved_tensors)
+        return grad_x, grad_x, None, None, None, *map(deliver, ctx.slots, gradients_D)
 
 
 class LayerNorm(nn.Module):
@@ -113,13 +59,14 @@ class LayerNorm(nn.Module):
         self.eps, self.ops = eps, ops
 
     def forward(self, x: Tensor) -> Tensor:
-        slots = use(self.weight), use(self.bias)
-        return _LayerNorm.apply(x.contiguous(), self.weight, self.bias, self.eps, self.ops, *slots)
+        pair, slots = (self.ops.layer_norm, self.ops.layer_norm_backward), (use(self.weight), use(self.bias))
+        return _Norm.apply(x.contiguous(), self.eps, pair, slots, self.weight, self.bias)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + residual, and its norm."""
         both, slots = (x.contiguous(), residual.contiguous()), (use(self.weight), use(self.bias))
-        return _AddLayerNorm.apply(*both, self.weight, self.bias, self.eps, self.ops, *slots)
+        pair = self.ops.add_layer_norm, self.ops.add_layer_norm_backward
+        return _AddNorm.apply(*both, self.eps, pair, slots, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -131,12 +78,13 @@ class RMSNorm(nn.Module):
         self.eps, self.ops = eps, ops
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x.contiguous(), self.weight, self.eps, self.ops, use(self.weight))
+        pair = self.ops.rms_norm, self.ops.rms_norm_backward
+        return _Norm.apply(x.contiguous(), self.eps, pair, (use(self.weight),), self.weight)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + residual, and its norm."""
-        both = x.contiguous(), residual.contiguous()
-        return _AddRMSNorm.apply(*both, self.weight, self.eps, self.ops, use(self.weight))
+        both, pair = (x.contiguous(), residual.contiguous()), (self.ops.add_rms_norm, self.ops.add_rms_norm_backward)
+        return _AddNorm.apply(*both, self.eps, pair, (use(self.weight),), self.weight)
 
 
 def make_norm(kind: str, hidden: int, eps: float, ops: Operations) -> LayerNorm | RMSNorm:

@@ -98,6 +98,11 @@ def declarations_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
     return {name: declaration_of(parameter) for name, parameter in named}
 
 
+def whole_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shape of every parameter over all ranks, as a checkpoint's manifest has it."""
+    return {name: list(declaration_of(parameter).shape) for name, parameter in model.named_parameters()}
+
+
 def use(parameter: nn.Parameter) -> GradientSlot | None:
     """Announce one use of a parameter in forward; return the slot for the one gradient of this use, if there is one."""
     slot: GradientSlot | None = getattr(parameter, "gradient_slot", None)

@@ -6,11 +6,8 @@ weights: Cleveland 1979, "Robust locally weighted regression and smoothing scatt
 all and at least LEAST. A mean would lag behind a falling loss where the rows lie to one side only; a window that
 shrinks towards the ends would end on the noise of the last batch. A line has neither fault, so both ends mean what the
 middle means. Validation losses are joined points: few, and each one a measurement.
-
-matplotlib is used through its object interface, on the Agg canvas: no display, no shared state with a caller's plots.
 """
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megazero.base.files import replace_file
+from megazero.base.picture import picture
 
 WIDTH, LEAST = 0.1, 15  # of the rows, and in rows: the window of the trend
 POINTS = 1000  # that the trend is drawn through, at most
@@ -32,39 +29,32 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
         rows: as read from metrics.jsonl; losses that are missing or not finite are left out.
         path: the PNG to write.
     """
-    # Imported here: half a second and 30 MB that a training process needs once, at its end.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     rows = list(rows)
     train = _points(rows, "loss")
     valid = _points(rows, "valid_loss")
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    if train:
-        steps = [step for step, _ in train]
-        losses = [loss for _, loss in train]
-        axes.plot(steps, losses, color=TRAIN, linewidth=0.8, marker="o" if len(train) == 1 else "", label="training")
-        axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label="training, trend")
-    if valid:
-        axes.plot(*zip(*valid, strict=True), "o-", color=VALID, linewidth=1, markersize=4, label="validation")
-        step, loss = valid[-1]
-        axes.annotate(f"{loss:.3f}", (step, loss), (0, 7), textcoords="offset points", ha="right", color=VALID)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats/token)")
-    axes.grid(color="#e3e3e3", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    if train or valid:
-        axes.legend(frameon=False, loc="upper right")
-    else:
-        axes.text(0.5, 0.5, "no finite loss was logged", transform=axes.transAxes, ha="center", color="#777777")
-    image = io.BytesIO()
-    canvas.print_png(image)
-    replace_file(path, image.getvalue())
+    with picture(path, 8, 4.5) as figure:
+        axes = figure.add_subplot()
+        if train:
+            steps = [step for step, _ in train]
+            losses, marker = [loss for _, loss in train], "o" if len(train) == 1 else ""
+            axes.plot(steps, losses, color=TRAIN, linewidth=0.8, marker=marker, label="training")
+            axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label="training, trend")
+        if valid:
+            axes.plot(*zip(*valid, strict=True), "o-", color=VALID, linewidth=1, markersize=4, label="validation")
+            step, loss = valid[-1]
+            axes.annotate(f"{loss:.3f}", (step, loss), (0, 7), textcoords="offset points", ha="right", color=VALID)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats/token)")
+        axes.grid(color="#e3e3e3", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if train or valid:
+            axes.legend(frameon=False, loc="upper right")
+        else:
+            axes.text(0.5, 0.5, "no finite loss was logged", transform=axes.transAxes, ha="center", color="#777777")
 
 
 def trend(steps: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:

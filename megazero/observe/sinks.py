@@ -37,28 +37,26 @@ class Sinks:
 
     def start(self) -> None:
         """Start every sink. Never raises an `Exception`."""
-        for place, sink in enumerate(self._sinks):
-            self._guard(place, sink.start)
+        self._each(lambda sink: sink.start())
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Pass one row to every sink. Never raises an `Exception`."""
-        for place, sink in enumerate(self._sinks):
-            self._guard(place, lambda sink=sink: sink.row(row))
+        self._each(lambda sink: sink.row(row))
 
     def close(self) -> None:
         """Close every sink. Never raises an `Exception`; a second call does nothing."""
-        for place, sink in enumerate(self._sinks):
-            self._guard(place, sink.close)
+        self._each(lambda sink: sink.close())
         self._sinks = []
 
-    def _guard(self, place: int, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # whatever a sink's library raises, training goes on
-            if place not in self._warned:
-                self._warned.add(place)
-                name = type(self._sinks[place]).__name__
-                warn(f"{name}: {type(error).__name__}: {error}; training goes on, rows may be missing there")
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for place, sink in enumerate(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # whatever a sink's library raises, training goes on
+                if place not in self._warned:
+                    self._warned.add(place)
+                    what = f"{type(sink).__name__}: {type(error).__name__}: {error}"
+                    warn(f"{what}; training goes on, rows may be missing there")
 
 
 def warn(text: str) -> None:

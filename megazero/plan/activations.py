@@ -18,36 +18,13 @@ Their 5 a s^2 b for scores is what fused attention never stores. Selective recom
 of documents and what rotary adds; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
 
-from dataclasses import dataclass
-
-from megazero.plan.model import ModelShape
-
-
-@dataclass(frozen=True)
-class Micro:
-    """A micro-batch on one rank.
-
-    Attributes:
-        sequences: their number.
-        tensor: ranks of the tensor axis.
-        sequence: the residual stream is split over these ranks.
-        item: bytes of an activation.
-        dropout: the model has dropout.
-        documents: attention has a mask of its own, so that it does not cross the ends of documents.
-    """
-
-    sequences: int
-    tensor: int
-    sequence: bool
-    item: int
-    dropout: bool
-    documents: bool = False
+from megazero.plan.model import Micro, ModelShape
 
 
 def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
     """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
-    stream = tokens // t if micro.sequence else tokens
+    stream = micro.local(tokens)
     if recompute == "full":
         return stream * shape.hidden * item // (t if partition and not micro.sequence else 1)
     heads = tokens * (shape.hidden + 2 * shape.kv_width + shape.hidden) * item // t

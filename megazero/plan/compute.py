@@ -111,7 +111,7 @@ class Compute:
         self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.attention
         self._bandwidth = machine.memory_bandwidth * machine.reached.memory
         self.tokens = self.shape.seq_len * job.micro_batch
-        self.stream = self.tokens // self.t if job.sequence else self.tokens
+        self.stream = job.micro.local(self.tokens)
 
     def moved(self, size: float) -> float:
         """Return the seconds of an operation that only moves so many bytes through the memory."""

@@ -27,7 +27,7 @@ class Device:
 
 def _peaks(half: float, fp32: float, fp64: float) -> dict[str, float]:
     """Convert peaks from TFLOP/s to FLOP/s; bf16 runs at the rate of fp16 from Ampere on."""
-    return {"bf16": half * 1e12, "fp16": half * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12}
+    return {"bf16": half * 1e12, **_volta(half, fp32, fp64)}
 
 
 def _volta(half: float, fp32: float, fp64: float) -> dict[str, float]:

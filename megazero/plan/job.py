@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Micro, ModelShape
 from megazero.plan.placements import STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes
 from megazero.schedules.layers import Layers, cut
@@ -73,6 +73,11 @@ class Job:
     def micro_batches(self) -> int:
         """Return the micro-batches of a step, on each data rank."""
         return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def micro(self) -> Micro:
+        """Return one micro-batch, on one rank."""
+        return Micro(self.micro_batch, self.tensor, self.sequence, self.bytes.parameter, self.dropout, self.documents)
 
     @property
     def shard(self) -> int:

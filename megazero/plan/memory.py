@@ -15,7 +15,7 @@ gradients too; parameters of stage 3.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megazero.plan.activations import Micro, kept_by_block, logits
+from megazero.plan.activations import kept_by_block, logits
 from megazero.plan.job import Job
 from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.peak import peak
@@ -33,7 +33,7 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Return the bytes on the device."""
-        return sum(size for category, size in self.held.items() if not category.startswith("host_"))
+        return sum(self.held.values()) - self.host
 
     @property
     def host(self) -> int:
@@ -59,7 +59,7 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
 def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int]:
     if job.recompute != "full":
         return {}
-    micro, shape = micro_of(job), job.shape
+    micro, shape = job.micro, job.shape
     each = kept_by_block(shape, micro, "full", job.partition)
     slots = sum(live.most[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
     split = job.partition and not job.sequence and job.tensor > 1
@@ -88,7 +88,7 @@ def _messages(job: Job, rank: int) -> int:
     """Return the bytes of one message awaited and one on its way; the last rank of the pipeline has only one."""
     if job.pipeline == 1:
         return 0
-    return kept_by_block(job.shape, micro_of(job), "full") * (1 if rank == job.pipeline - 1 else 2)
+    return kept_by_block(job.shape, job.micro, "full") * (1 if rank == job.pipeline - 1 else 2)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Walk:
     @cached_property
     def kept(self) -> int:
         """Return the bytes kept between forward and backward."""
-        job, micro = self.job, micro_of(self.job)
+        job, micro = self.job, self.job.micro
         each = kept_by_block(job.shape, micro, job.recompute) if job.recompute != "full" else 0
         stream = kept_by_block(job.shape, micro, "full")
         head = 2 * stream + logits(job.shape, micro) if self._head else 0
@@ -145,7 +145,7 @@ class _Walk:
     def _noted_by_head(self) -> int:
         if not self._head:
             return 0
-        shape, micro = self.job.shape, micro_of(self.job)
+        shape, micro = self.job.shape, self.job.micro
         return kept_by_block(shape, replace(micro, sequence=False), "full") + logits(shape, micro)
 
     @property
@@ -159,7 +159,7 @@ class _Walk:
         job = self.job
         return peak(
             job.shape,
-            micro_of(job),
+            job.micro,
             blocks,
             job.recompute,
             head=head,
@@ -188,8 +188,3 @@ def _offloaded(job: Job, sizes: list[UnitSize], held: dict[str, int]) -> dict[st
 
 def _blocks(parts: range, layers: int) -> int:
     return sum(1 <= part <= layers for part in parts)
-
-
-def micro_of(job: Job) -> Micro:
-    """Return one micro-batch of a job."""
-    return Micro(job.micro_batch, job.tensor, job.sequence, job.bytes.parameter, job.dropout, job.documents)

@@ -26,19 +26,12 @@ a matrix more. With full recompute K is what the replayed block keeps, less its 
 
 from collections.abc import Iterator
 
-from megazero.plan.activations import Micro, kept_by_block, logits
-from megazero.plan.model import ModelShape
+from megazero.plan.activations import kept_by_block, logits
+from megazero.plan.model import Micro, ModelShape
 
 
 def moments(
-    shape: ModelShape,
-    micro: Micro,
-    blocks: int,
-    recompute: str,
-    *,
-    head: bool,
-    fused: bool,
-    widened: bool,
+    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
 ) -> Iterator[tuple[str, int]]:
     """Yield (where in backward, bytes) of one micro-batch on a stage.
 
@@ -50,7 +43,7 @@ def moments(
     """
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
     whole = tokens * shape.hidden * item
-    stream = whole // t if micro.sequence else whole
+    stream = micro.local(whole)
     gathered, scattered = (whole, stream) if micro.sequence else (0, 0)
     wide = 4 * stream * max(item, 4) // item
     ffn = tokens * shape.ffn * item // t
@@ -78,14 +71,7 @@ def moments(
 
 
 def peak(
-    shape: ModelShape,
-    micro: Micro,
-    blocks: int,
-    recompute: str,
-    *,
-    head: bool,
-    fused: bool,
-    widened: bool,
+    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
 ) -> tuple[int, str]:
     """Return the largest of `moments`, as (bytes, where)."""
     every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+# Every group and every shard is a multiple of this many elements. Vectorised kernels treat the last few elements of a
+# tensor one by one, and may round them otherwise: with this they treat an element alike wherever the buffer is cut, and
+# AdamW gives the same bits in every stage.
+ALIGNMENT = 16
+
 
 class Placement(Enum):
     """The part of a flat buffer that each rank of an axis holds."""
@@ -45,3 +50,9 @@ STAGES = {
 def stages_that_shard(what: Literal["parameters", "gradients", "optimizer"]) -> list[int]:
     """Return the numbers of the stages in which one of the model states is sharded, the lowest first."""
     return [number for number, stage in STAGES.items() if getattr(stage, what) is Placement.SHARD]
+
+
+def aligned(numel: int, parts: int = 1) -> int:
+    """Return `numel` rounded up so that each of `parts` equal parts is a multiple of the alignment."""
+    unit = ALIGNMENT * parts
+    return -(-numel // unit) * unit

@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.plan.model import ModelShape
-from megazero.plan.placements import STAGES, Placement
-
-ALIGNMENT = 16
+from megazero.plan.placements import STAGES, Placement, aligned
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class UnitSize:
 
     def padded(self, shard: int) -> int:
         """Return the elements of the flat buffer that `shard` ranks share."""
-        return _aligned(_aligned(self.decayed) + self.rest, shard)
+        return aligned(aligned(self.decayed) + self.rest, shard)
 
 
 def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) -> list[UnitSize]:
@@ -94,8 +92,3 @@ def _block(shape: ModelShape, tensor: int, layer: int) -> UnitSize:
     norms = 2 * (2 if shape.layernorm else 1) * h
     biases = (h + 2 * kv + inputs * f) // tensor + 2 * h if shape.layernorm else 0  # those of row products are whole
     return UnitSize(f"blocks.{layer}", matrices // tensor, biases + norms)
-
-
-def _aligned(numel: int, parts: int = 1) -> int:
-    unit = ALIGNMENT * parts
-    return -(-numel // unit) * unit

@@ -33,7 +33,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.plan.job import Job
-from megazero.plan.states import ALIGNMENT, UnitSize, units
+from megazero.plan.placements import aligned
+from megazero.plan.states import UnitSize, units
 
 WIDE = 8  # bytes of a scalar that ranks sum
 
@@ -201,7 +202,7 @@ def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
     shape, split = job.shape, 0
     if name == "blocks" and shape.layernorm:
         split = (shape.hidden + 2 * shape.kv_width + shape.num_mlp_inputs * shape.ffn) // job.tensor
-    tail = -(-unit.decayed // ALIGNMENT) * ALIGNMENT + split if unit.rest else unit.decayed
+    tail = aligned(unit.decayed) + split if unit.rest else unit.decayed
     return _Unit(name, unit.padded(job.shard), tail, count)
 
 
@@ -283,7 +284,7 @@ def _shard(job: Job, unit: _Unit) -> int:
 
 
 def _pipeline(job: Job, share: Share) -> Iterator[Flow]:
-    rows = job.shape.seq_len // (job.tensor if job.sequence else 1) * job.micro_batch
+    rows = job.micro.local(job.shape.seq_len * job.micro_batch)
     size, m = rows * job.shape.hidden * job.bytes.parameter, job.micro_batches
     yield Flow("pipeline", "activations", m * share.sends, m * share.sends * size)
     yield Flow("pipeline", "gradients", m * share.returns, m * share.returns * size)

@@ -34,18 +34,18 @@ from megazero.config.schema import Config
 from megazero.data.loader import WindowDataset
 from megazero.data.tokenizer import Tokenizer
 from megazero.launch.signals import Signals
-from megazero.model.parameter import declaration_of
+from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
+from megazero.plan.placements import aligned
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
-from megazero.zero.layout import aligned
 from megazero.zero.unit import Unit
 
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
     """Return the whole shape of every parameter of the model."""
-    return {name: list(declaration_of(p).shape) for name, p in built.model.named_parameters()}
+    return whole_shapes(built.model)
 
 
 def holdings_to_save(built: Built, grid: Grid) -> list[ShardState]:

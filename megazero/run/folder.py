@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.base.errors import UserError
+from megazero.base.reading import looked_up
 from megazero.run.early_stops import EarlyStops
 from megazero.run.lock import RunLock
 
@@ -117,6 +118,12 @@ class RunFolder:
     def _has_begun(self) -> bool:
         rows = self.metrics.exists() and self.metrics.stat().st_size > 0
         return rows or any(self.checkpoints.glob("*step_*"))
+
+    def require_run(self) -> None:
+        """Refuse a folder that is no run's. Raises UserError 113."""
+        if not self.config.is_file():
+            what = f"is not a run's folder (no config.yaml){looked_up(self.path)}"
+            raise UserError(113, what, "give --run runs/NAME", where=self.path)
 
     def fault(self) -> str | None:
         """Return why a running job can save nothing here any more; None: it can."""

@@ -64,10 +64,8 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if load == "all":
         mine, found = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}, manifest.identity
         odd += [f"{key} {found.get(key)} -> {mine[key]}" for key in mine if found.get(key) != mine[key]]
-    shapes = {name: logical.shape for name, logical in manifest.tensors.items()}
-    if not odd and shapes != dict(about.shapes):
-        name = next(n for n in sorted({*shapes, *about.shapes}) if shapes.get(n) != about.shapes.get(n))
-        odd = [f"{name} {shapes.get(name)} -> {about.shapes.get(name)}"]
+    if not odd and (name := manifest.other_shape(about.shapes)):
+        odd = [f"{name} {manifest.shapes.get(name)} -> {about.shapes.get(name)}"]
     if not odd and not _fits(manifest.dtype, about.dtype, load):
         odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
     if odd:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.base.files import temporary_name
+from megazero.base.files import modified_at, temporary_name
 from megazero.base.reading import UnexpectedFileError, parse_object, read_file
 
 _TOUCH = 2.0  # seconds
@@ -156,10 +156,10 @@ class RunLock:
     def _is_dead(self, owner: dict[str, Any]) -> bool:
         if (owner["host"], owner["kernel"]) == (socket.gethostname(), _kernel()):
             return _born(owner["pid"]) != owner["born"]
-        before, until = _touched(self._path), time.monotonic() + _WATCH
+        before, until = modified_at(self._path), time.monotonic() + _WATCH
         while time.monotonic() < until:
             time.sleep(_TOUCH / 4)
-            if _touched(self._path) != before:
+            if modified_at(self._path) != before:
                 return False
         return True
 
@@ -215,13 +215,6 @@ def _kernel() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _touched(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return -1
 
 
 def _born(pid: int) -> str:

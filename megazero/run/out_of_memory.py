@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from megazero.base.errors import UserError
+from megazero.base.terminal import megabytes
 from megazero.build.job import job_of
 from megazero.comm.grid import Grid
 from megazero.config.schema import Config
@@ -35,12 +36,13 @@ def explain_out_of_memory(config: Config, grid: Grid, device: torch.device) -> I
         if not _is_it(error):
             raise
         found = _ASKED.search(str(error))
-        asked = f" when {_mb(float(found[1]) * _UNITS[found[2]])} MB more were asked for" if found else ""
+        asked = f" when {megabytes(float(found[1]) * _UNITS[found[2]])} MB more were asked for" if found else ""
         held = {category: held.now for category, held in grid.comm.ledger.bytes.items() if held.now}
         shown = sorted(held.items(), key=lambda pair: -pair[1])[:_SHOWN]
-        what = f"out of memory{asked}; there are " + ", ".join(f"{name} {_mb(size)}" for name, size in shown) + " MB"
+        listed = ", ".join(f"{name} {megabytes(size)}" for name, size in shown)
+        what = f"out of memory{asked}; there are {listed} MB"
         spare = sorted(_spare(config, grid, device), reverse=True)
-        do = ", ".join(f"{option} spares {_mb(size)} MB" for size, option in spare[:3]) or "more ranks"
+        do = ", ".join(f"{option} spares {megabytes(size)} MB" for size, option in spare[:3]) or "more ranks"
         raise UserError(330, what, do, rank=grid["world"].rank) from None
 
 
@@ -78,7 +80,3 @@ def _changes(job: Job, *, apart: bool) -> Iterator[tuple[str, Job]]:
     if job.micro_batch > 1 and job.micro_batch % 2 == 0:
         half = job.micro_batch // 2
         yield f"batch.micro={half}", replace(job, micro_batch=half)
-
-
-def _mb(size: float) -> str:
-    return f"{size / 1e6:,.1f}"

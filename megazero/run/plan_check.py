@@ -9,6 +9,7 @@ import torch
 
 from megazero.base.files import replace_file
 from megazero.base.heartbeat import HEART
+from megazero.base.terminal import megabytes
 from megazero.build.job import job_of
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
@@ -57,13 +58,13 @@ class Expectation:
         """
         planned, held = self._of(self._grid["pipeline"].rank), measured(self._ledger, activations)
         there = sum(held.values())
-        line = f"memory of rank {self._grid['world'].rank}: {there / 1e6:,.1f} MB, planned {planned.peak / 1e6:,.1f} MB"
+        line = f"memory of rank {self._grid['world'].rank}: {megabytes(there)} MB, planned {megabytes(planned.peak)} MB"
         logging.getLogger("megazero").info(line)
         far = abs(there - planned.peak) > max(_NOTABLE_BYTES, _NOTABLE_SHARE * planned.peak)
         if far:
             names = held.keys() | planned.held.keys()
             worst = max(names, key=lambda name: abs(held.get(name, 0) - planned.held.get(name, 0)))
-            both = f"{held.get(worst, 0) / 1e6:,.1f} for {planned.held.get(worst, 0) / 1e6:,.1f}"
+            both = f"{megabytes(held.get(worst, 0))} for {megabytes(planned.held.get(worst, 0))}"
             warn(f"{line}; most of it {worst}, {both}")
         elif self._grid["world"].rank == 0:
             with HEART.paused():

@@ -40,7 +40,10 @@ class Kind(Enum):
         return self in COMPUTE
 
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+COMPUTE = F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+# The message that a computation waits for, and that it makes; how many stages away its other end is.
+RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
+SENDS = {F: (Kind.SEND_FORWARD, 1), B: (Kind.SEND_BACKWARD, -1), I: (Kind.SEND_BACKWARD, -1)}
 _TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|TIE|F|B|I|W)(\d+)(?:\[(\d+)\])?")
 
 
@@ -92,6 +95,10 @@ class Schedule:
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, where in enumerate(self.rank_of) if where == rank]
+
+    def crosses(self, stage: int, other: int) -> bool:
+        """Return whether what goes from a stage to another, which there may not be, goes to another rank."""
+        return 0 <= other < self.num_stages and self.rank_of[other] != self.rank_of[stage]
 
     def first(self, micro_batches: int) -> "Schedule":
         """Return the schedule of the first `micro_batches` only, in the same order."""

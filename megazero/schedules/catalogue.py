@@ -19,9 +19,7 @@ the micro-batches that do not exist are left out, which keeps every order intact
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from megazero.schedules.actions import Action, Kind, Schedule, backwards, forwards
-
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W, backwards, forwards
 
 
 def gpipe(p: int, m: int) -> Schedule:

@@ -8,11 +8,9 @@ has a sender and a receiver. Deadlocks are found by `simulate`.
 from collections import Counter
 from collections.abc import Iterator
 
-from megazero.schedules.actions import Action, Kind, Schedule
+from megazero.schedules.actions import RECEIVES, Action, B, F, I, Kind, Schedule, W
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 _SENDS = {Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1), Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1)}
-_RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
 _AFTER = {
     W: (I,),
     Kind.SEND_FORWARD: (F,),
@@ -58,9 +56,9 @@ def _wrong(
         yield f"{' or '.join(f'{stage}{k.value}{m}' for k in before)} has not been done"
     if kind in (B, I) and seen[stage, F] <= m:
         yield f"{stage}F{m} has not been done"
-    if kind in _RECEIVES and with_transfers:
-        receive, towards = _RECEIVES[kind]
-        if _remote(schedule, stage, stage + towards) and seen[stage, receive] <= m:
+    if kind in RECEIVES and with_transfers:
+        receive, towards = RECEIVES[kind]
+        if schedule.crosses(stage, stage + towards) and seen[stage, receive] <= m:
             yield f"{stage}{receive.value}{m} has not been posted"
 
 
@@ -77,10 +75,6 @@ def _check_messages(schedule: Schedule) -> None:
             for send, (receive, towards) in _SENDS.items():
                 if action.kind is receive and (action.stage - towards, send, action.micro_batch) not in posted:
                     raise _broken(schedule, rank, place, f"nobody sends it in stage {action.stage - towards}")
-
-
-def _remote(schedule: Schedule, stage: int, other: int) -> bool:
-    return 0 <= other < schedule.num_stages and schedule.rank_of[other] != schedule.rank_of[stage]
 
 
 def _broken(schedule: Schedule, rank: int, place: int, reason: str) -> ScheduleError:

@@ -4,12 +4,10 @@ Forward, the two parts of backward and whole backwards have a colour each, darke
 is the micro-batch. What is white is the bubble.
 """
 
-import io
 from pathlib import Path
 from typing import Any
 
-from megazero.base.errors import UserError
-from megazero.base.files import replace_file
+from megazero.base.picture import picture
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.simulate import Timeline
 
@@ -25,31 +23,13 @@ WORDS = {
     Kind.BACKWARD_INPUT: "backward: input",
     Kind.BACKWARD_WEIGHT: "backward: weights",
 }
-FORMATS = (".svg", ".png")
 _MOST_NUMBERS = 600  # boxes; more could not be read
-
-
-def check_name(path: Path | None, verb: str) -> None:
-    """Refuse a picture's name without a known format. Raises UserError 100."""
-    if path is not None and path.suffix not in FORMATS:
-        raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
 
 
 def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Write an SVG or PNG, by the path's suffix. Raises OSError."""
-    # Imported here: half a second that only a picture needs.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 0.9 + 0.45 * len(timeline.ranks)), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    draw_on(figure.add_subplot(), schedule, timeline)
-    image = io.BytesIO()
-    if path.suffix == ".svg":
-        figure.savefig(image, format="svg", metadata={"Date": None})
-    else:
-        canvas.print_png(image)
-    replace_file(path, image.getvalue())
+    with picture(path, 14, 0.9 + 0.45 * len(timeline.ranks)) as figure:
+        draw_on(figure.add_subplot(), schedule, timeline)
 
 
 def draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:

@@ -8,12 +8,10 @@
 Gathering itself belongs to the parts of the model (`zero/hooks.py`); here it is only written down.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megazero.schedules.actions import Action, Kind, Schedule
-
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+from megazero.schedules.actions import RECEIVES, SENDS, Action, B, F, I, Kind, Schedule, W
 
 
 @dataclass(frozen=True)
@@ -49,34 +47,19 @@ class TrafficBill:
 def add_transfers(schedule: Schedule) -> Schedule:
     """Add the sends and receives; there are none between stages of one rank."""
 
-    def remote(stage: int, other: int) -> bool:
-        return 0 <= other < schedule.num_stages and schedule.rank_of[stage] != schedule.rank_of[other]
-
-    def receives(action: Action) -> Iterator[Action]:
-        kind, source = {
-            F: (Kind.RECEIVE_FORWARD, action.stage - 1),
-            B: (Kind.RECEIVE_BACKWARD, action.stage + 1),
-            I: (Kind.RECEIVE_BACKWARD, action.stage + 1),
-        }.get(action.kind, (None, -1))
-        if kind is not None and remote(action.stage, source):
-            yield replace(action, kind=kind)
-
-    def sends(action: Action) -> Iterator[Action]:
-        kind, target = {
-            F: (Kind.SEND_FORWARD, action.stage + 1),
-            B: (Kind.SEND_BACKWARD, action.stage - 1),
-            I: (Kind.SEND_BACKWARD, action.stage - 1),
-        }.get(action.kind, (None, -1))
-        if kind is not None and remote(action.stage, target):
-            yield replace(action, kind=kind)
+    def messages(action: Action, table: Mapping[Kind, tuple[Kind, int]]) -> Iterator[Action]:
+        if action.kind in table:
+            kind, towards = table[action.kind]
+            if schedule.crosses(action.stage, action.stage + towards):
+                yield replace(action, kind=kind)
 
     def rank(actions: Sequence[Action]) -> Iterator[Action]:
-        yield from receives(actions[0]) if actions else ()
+        yield from messages(actions[0], RECEIVES) if actions else ()
         for here, following in zip(actions, [*actions[1:], None], strict=True):
             if following is not None:
-                yield from receives(following)
+                yield from messages(following, RECEIVES)
             yield here
-            yield from sends(here)
+            yield from messages(here, SENDS)
 
     return replace(schedule, ranks=tuple(tuple(rank(actions)) for actions in schedule.ranks))
 

@@ -20,10 +20,8 @@ Peak live counts the micro-batches of one stage whose activations a rank holds: 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megazero.schedules.actions import Action, Kind, Schedule
+from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W
 from megazero.schedules.check import ScheduleError, check
-
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
 
 @dataclass(frozen=True)

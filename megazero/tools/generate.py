@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.reading import looked_up
 from megazero.build.assemble import DTYPES, build_model
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
 from megazero.config.file import load
 from megazero.model.batch_context import BatchContext
+from megazero.model.parameter import whole_shapes
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
 from megazero.run.build import open_tokenizer
@@ -41,9 +41,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
             no tokenizer; 402, it has no weights yet; 404, they are another model's; 410, they are damaged.
     """
-    if not folder.config.is_file():
-        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
-        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
+    folder.require_run()
     config = load(str(folder.config))
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
@@ -57,9 +55,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
 def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> None:
     """Give the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
-    parameters = dict(model.named_parameters())
-    _, weights = newest_weights(store, {name: tuple(p.shape) for name, p in parameters.items()}, warn)
-    for name, parameter in parameters.items():
+    _, weights = newest_weights(store, whole_shapes(model), warn)
+    for name, parameter in dict(model.named_parameters()).items():
         torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
 
 

@@ -22,10 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Every group and every shard is a multiple of this many elements. Vectorised kernels treat the last few elements of a
-# tensor one by one, and may round them otherwise: with this they treat an element alike wherever the buffer is cut, and
-# AdamW gives the same bits in every stage.
-ALIGNMENT = 16
+from megazero.plan.placements import aligned
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,3 @@ def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
             position += entry.numel
     end = position if tp_replicated is None else tp_replicated
     return UnitLayout(name, tuple(intervals), tuple(starts), end, aligned(position))
-
-
-def aligned(numel: int, parts: int = 1) -> int:
-    """Return `numel` rounded up so that each of `parts` equal parts is a multiple of the alignment."""
-    unit = ALIGNMENT * parts
-    return -(-numel // unit) * unit

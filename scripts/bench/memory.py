@@ -38,7 +38,8 @@ from megazero.config.schema import Batch, Config, Memory, Model, Offload, Optimi
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
-from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.activations import kept_by_block
+from megazero.plan.model import Micro
 from megazero.plan.peak import peak
 from megazero.plan.states import Bytes, states, units
 from scripts.bench import figures

@@ -46,7 +46,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "validate": (Validation, "score", 1),
     "begin to save": (Checkpoints, "save", 2),
     "copy": (save, "copy_all", 2),
-    "write a shard": (shard, "_write", 3),
+    "write a shard": (shard, "write_all", 3),
     "flush a shard": (shard, "flush", 2),
     "say what was written": (save, "announce_file", 2),
     "write the manifest": (Store, "commit", 2),

@@ -99,7 +99,7 @@ class Full:
     def __init__(self, patch: pytest.MonkeyPatch, at: int):
         self.calls, self.at = 0, at
         for module, name in (
-            (shard, "_write"),
+            (shard, "write_all"),
             (shard, "flush"),
             (save, "flush_folder"),
             (save, "announce_file"),
@@ -280,7 +280,7 @@ def test_the_rank_whose_disk_is_full_is_named(
     tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd, bad: int, background: str
 ) -> None:
     """The other rank's disk has room: both end, and neither says anything else."""
-    honest, calls = shard._write, []
+    honest, calls = shard.write_all, []
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 
     before = set(children.read_text().split())
@@ -292,7 +292,7 @@ def test_the_rank_whose_disk_is_full_is_named(
             raise OSError(errno.ENOSPC, "No space left on device", str(arguments[0]))
         return honest(*arguments)
 
-    monkeypatch.setattr(shard, "_write", full)
+    monkeypatch.setattr(shard, "write_all", full)
     config = tiny_data.load(tmp_path / "run", *OPTIONS, "parallel.tensor=2", f"checkpoint.async={background}")
     assert launch(config, "small", 2) == 1
     err = capfd.readouterr().err

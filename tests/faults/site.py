@@ -84,7 +84,7 @@ def usage(what: str, line: str, *overrides: str) -> None:
 
 
 def full_from(site: Site, call: int, only: Callable[[], bool] = lambda: True) -> None:
-    honest, calls = shard._write, []
+    honest, calls = shard.write_all, []
 
     def write(*arguments: object) -> None:
         calls.append(arguments)
@@ -92,7 +92,7 @@ def full_from(site: Site, call: int, only: Callable[[], bool] = lambda: True) ->
             raise OSError(errno.ENOSPC, "No space left on device")
         honest(*arguments)  # type: ignore[arg-type]
 
-    site.patch.setattr(shard, "_write", write)
+    site.patch.setattr(shard, "write_all", write)
 
 
 def before_each_update(site: Site, do: Callable[[], object]) -> None:

@@ -11,9 +11,9 @@ from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.pipeline.executor import BACKWARDS
-from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Micro, ModelShape
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, config_of, job_on, pairwise

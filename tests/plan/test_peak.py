@@ -11,8 +11,8 @@ from megazero.comm.grid import Grid
 from megazero.kernels.select import choose
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
-from megazero.plan.activations import Micro
 from megazero.plan.job import Job
+from megazero.plan.model import Micro
 from megazero.plan.peak import moments, peak
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, config_of, ids, job_on, pairwise

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.activations import Micro, kept_by_block
+from megazero.plan.activations import kept_by_block
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.machines import MACHINES
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Micro, ModelShape
 from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.time import bubble_of
 from scripts.fit_planner import FITTED, Row, each_row, fit, of_machine, rows, shares, skip_output, summary

@@ -11,8 +11,9 @@ from megazero.comm.ledger import Ledger
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
+from megazero.plan.placements import ALIGNMENT
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
-from megazero.zero.layout import ALIGNMENT, Entry, Group, lay_out
+from megazero.zero.layout import Entry, Group, lay_out
 from megazero.zero.placement import Precision, UnitAxes
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 

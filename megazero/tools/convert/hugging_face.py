@@ -101,16 +101,10 @@ def _turned(ours: str, theirs: str) -> Link:
 
 
 def _gpt2(layers: int, heads: Heads) -> Iterator[Link]:
-    def qkv_weight(ours: str, theirs: str) -> Link:
+    def qkv(ours: str, theirs: str) -> Link:  # t() turns a weight, and leaves a bias as it is
         return Link(
-            ours,
-            (theirs,),
-            lambda t: grouped(t[0].T.chunk(3), heads),
-            lambda t: (torch.cat(apart(t, heads)).T,),
+            ours, (theirs,), lambda t: grouped(t[0].t().chunk(3), heads), lambda t: (torch.cat(apart(t, heads)).t(),)
         )
-
-    def qkv_bias(ours: str, theirs: str) -> Link:
-        return Link(ours, (theirs,), lambda t: grouped(t[0].chunk(3), heads), lambda t: (torch.cat(apart(t, heads)),))
 
     yield Link("embedding.positions.weight", ("transformer.wpe.weight",))
     for part in ("weight", "bias"):
@@ -122,8 +116,7 @@ def _gpt2(layers: int, heads: Heads) -> Iterator[Link]:
             yield Link(f"{new}mlp_norm.{part}", (f"{old}ln_2.{part}",))
             yield Link(f"{new}attention.out.{part}", (f"{old}attn.c_proj.{part}",))
             yield Link(f"{new}mlp.down.{part}", (f"{old}mlp.c_proj.{part}",))
-        yield qkv_weight(f"{new}attention.qkv.weight", f"{old}attn.c_attn.weight")
-        yield qkv_bias(f"{new}attention.qkv.bias", f"{old}attn.c_attn.bias")
+            yield qkv(f"{new}attention.qkv.{part}", f"{old}attn.c_attn.{part}")
         yield _turned(f"{new}mlp.up.weight", f"{old}mlp.c_fc.weight")
         yield Link(f"{new}mlp.up_bias", (f"{old}mlp.c_fc.bias",))
 

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.files import new_folder
-from megazero.base.reading import looked_up
 from megazero.build.assemble import DTYPES, build_model
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import read_manifest
@@ -17,6 +16,7 @@ from megazero.checkpoint.weights import newest_whole, require_shapes
 from megazero.config.file import dump, flatten, load
 from megazero.config.rules import broken_relations
 from megazero.config.schema import Config, Model, resolved
+from megazero.model.parameter import whole_shapes
 from megazero.run.build import open_tokenizer
 from megazero.run.folder import RunFolder
 from megazero.tools.convert.hugging_face import SpecialTokens, flavour_of
@@ -33,14 +33,12 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
             the last one tried is damaged; and those of `export`.
     """
-    if not folder.config.is_file():
-        what = f"is not a run's folder (no config.yaml){looked_up(folder.path)}"
-        raise UserError(113, what, "give --run runs/NAME", where=folder.path)
+    folder.require_run()
     config = load(str(folder.config))
     source = newest_whole(Store(folder.checkpoints), warn)
     manifest, model = read_manifest(source), config.model.model_dump()
     flavour_of(model)  # a model that transformers does not have is said before shapes that differ for it
-    require_shapes(manifest, _shapes(config), source)
+    require_shapes(manifest, whole_shapes(build_model(config)), source)
     written = export(
         source,
         manifest,
@@ -81,7 +79,7 @@ def import_run(source: Path, folder: RunFolder) -> str:
     if theirs.numel != described:
         what = f"config.json describes {described:,} parameters, the files hold {theirs.numel:,}"
         raise UserError(414, what, "is it a whole model of that config.json?", where=source)
-    theirs.check(_shapes(config))
+    theirs.check(whole_shapes(build_model(config)))
     try:
         with new_folder(folder.path) as staging:
             import_weights(theirs, model, Store(RunFolder(staging).checkpoints))
@@ -94,10 +92,6 @@ def import_run(source: Path, folder: RunFolder) -> str:
     own = "data.train, data.tokenizer, data.valid and run.dir of your own"
     line = f"--config {folder.config} checkpoint.resume={folder.path}"
     return f"{folder.path}: {config.model.layers} layers, step 0; train on it with {line} and {own}"
-
-
-def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in build_model(config).named_parameters()}
 
 
 def _trainable(model: dict[str, Any], where: Path) -> Config:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.base.files import write_all
 from megazero.tools.doctor.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
@@ -141,7 +142,7 @@ def _written_and_read(folder: Path, most: int) -> tuple[int, float, float]:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             began = time.perf_counter()
             for at in range(0, size, len(block)):
-                _write_all(file.fileno(), block[: size - at])
+                write_all(file, block[: size - at])
             os.fsync(file.fileno())
             wrote = time.perf_counter() - began
             if wrote < _FAST and size < most:
@@ -154,12 +155,6 @@ def _written_and_read(folder: Path, most: int) -> tuple[int, float, float]:
             while file.read(1 << 20):
                 pass
             return size, size / wrote, size / (time.perf_counter() - began)
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
 
 
 def _file_system(place: Path) -> str:

@@ -5,7 +5,6 @@ Nothing is imported but torch, and apex where it is NVIDIA's.
 Looking for a package reads its files only: a broken one may take the process down, and wandb takes a second.
 """
 
-import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -13,49 +12,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.base.packages import PACKAGES, Package
 from megazero.launch.scratch import scratch_folder
 from megazero.tools.doctor.finding import Finding
 
 _INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too
 _COMPILE_SECONDS = 8
 _PROGRAM = "#include <vector>\nint sum(const std::vector<int>& v) { int s = 0; for (int x : v) s += x; return s; }\n"
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package, and whether training needs it.
-
-    Attributes:
-        name: as pip knows it.
-        module: as Python imports it.
-        least: the oldest version that does, () for any.
-        use: what an optional one is for; "" for one that is needed.
-    """
-
-    name: str
-    module: str
-    least: tuple[int, ...] = ()
-    use: str = ""
-
-
-PACKAGES = (
-    Package("torch", "torch", (2, 10)),
-    Package("numpy", "numpy"),
-    Package("einops", "einops"),
-    Package("pydantic", "pydantic", (2, 10)),
-    Package("ruamel.yaml", "ruamel.yaml", (0, 18)),
-    Package("safetensors", "safetensors"),
-    Package("sentencepiece", "sentencepiece"),
-    Package("rich", "rich"),
-    Package("xxhash", "xxhash"),
-    Package("matplotlib", "matplotlib"),
-    Package("wandb", "wandb", use="observe.wandb"),
-    Package("tensorboard", "tensorboard", use="observe.tensorboard"),
-    Package("transformers", "transformers", use="the tests of export and import"),
-)
 
 
 def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
@@ -102,22 +67,18 @@ def cuda_compiler() -> Iterator[Finding]:
 
 
 def apex() -> Iterator[Finding]:
-    """Yield a line on NVIDIA's apex, known by its functions: the package index has another project of that name."""
+    """Yield a line on NVIDIA's apex; nothing is imported where its extensions are not installed."""
     do = "build it from NVIDIA's repository with its C++ and CUDA extensions; `pip install apex` is another project"
     if importlib.util.find_spec("amp_C") is None:
         other = importlib.util.find_spec("apex") is not None
         yield Finding("apex", "a package of that name without amp_C" if other else "not installed", "absent", do)
         return
-    importlib.import_module("torch")  # whose libraries it is linked to
-    lacking = [
-        f"{module}.{symbol}"
-        for module, symbol in (("amp_C", "multi_tensor_adam"), ("apex.optimizers", "FusedAdam"))
-        if not hasattr(importlib.import_module(module), symbol)
-    ]
-    if lacking:
-        yield Finding("apex", f"without {' and '.join(lacking)}", "absent", do)
+    from megazero.kernels.apex import lacking  # which imports torch first: apex is linked to its libraries
+
+    if names := lacking():
+        yield Finding("apex", f"without {' and '.join(names)}", "absent", do)
     else:
-        yield Finding("apex", "amp_C.multi_tensor_adam, apex.optimizers.FusedAdam")
+        yield Finding("apex", "NVIDIA's, with its CUDA extensions")
 
 
 def backends() -> Iterator[Finding]:

@@ -177,8 +177,7 @@ def _step(
 ) -> StepRecord:
     """Simulate one step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
-    each = config.batch.micro * built.engine.grid["data"].size
-    batches = [_batch(config) for _ in range(config.batch.global_ // each)]
+    batches = [_batch(config) for _ in range(job_of(config, built.engine.grid["world"].size).micro_batches)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
     timeline = ledger.timeline = MemoryTimeline(held)
     hooks = _name_places(built.model, timeline)

@@ -1,14 +1,13 @@
 """Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megazero.base.files import replace_file
-from megazero.base.terminal import WIDEST_TABLE, wrapped
+from megazero.base.picture import picture
+from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
 from megazero.comm.grid import Grid
 from megazero.observe.timeline import MemoryMoment, by_origin
 from megazero.run.plan_check import NOT_PLANNED
@@ -24,34 +23,35 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
     lines = [*wrapped(f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", columns), ""]
     lines += ["at the peak of a step                      MB"]
-    lines += [f"  {category:<26} {_mb(size):>15}" for category, size in _sorted(highest)]
-    lines += [f"  {'in all':<26} {_mb(highest.total):>15}"]
+    lines += [f"  {category:<26} {megabytes(size):>15}" for category, size in _sorted(highest)]
+    lines += [f"  {'in all':<26} {megabytes(highest.total):>15}"]
     off = as_planned(highest) / found.planned.peak - 1
     apart = ", ".join(category for category in highest.bytes if category in NOT_PLANNED and highest.bytes[category])
     words = "by the plan" + f", {apart} apart" * bool(apart)
-    lines += [f"  {words:<26} {_mb(found.planned.peak):>15}  {off:+.1%}", ""]
+    lines += [f"  {words:<26} {megabytes(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
     for sentence in (
         f"the peak is in {_where(highest)}",
-        f"(of the first step, {_mb(first.total)} MB: {_where(first)})",
+        f"(of the first step, {megabytes(first.total)} MB: {_where(first)})",
     ):
         lines += wrapped(sentence, columns, "  ")
     lines += ["", "         MB  the largest that the step has made then"]
     for size, count, module, operation in by_origin(live)[:_SHOWN]:
-        line = f"  {_mb(size):>11}  {count:>4} x {module}"
+        line = f"  {megabytes(size):>11}  {count:>4} x {module}"
         whole = f"{line}  {operation}"
         lines += [whole] if len(whole) <= WIDEST_TABLE else [line, f"{operation:>{WIDEST_TABLE}}"]
     host = {category: held.peak for category, held in found.ledger.bytes.items() if category.startswith("host_")}
     if host:
         lines += ["", "on the host                                MB"]
-        lines += [f"  {category.removeprefix('host_'):<26} {_mb(size):>15}" for category, size in host.items()]
+        lines += [f"  {category.removeprefix('host_'):<26} {megabytes(size):>15}" for category, size in host.items()]
     lines += ["", "sent in a step                       times              MB"]
     for axis, purposes in steady.traffic.items():
         for purpose, sent in purposes.items():
-            lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {_mb(sent.bytes_sent):>15}")
+            lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
     lines += [
-        f"  {axis:<9} {purpose:<20} {'planned':>8} {_mb(size):>15}" for axis, purpose, size in _not_as_planned(found)
+        f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}"
+        for axis, purpose, size in _not_as_planned(found)
     ]
     return "\n".join(lines)
 
@@ -78,31 +78,24 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
 
 def draw(found: Simulated, name: str, path: Path) -> None:
     """Draw memory by category over both steps as an SVG or PNG, by the path's suffix. Raises OSError."""
-    # Imported here: half a second that only a picture needs.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     steps = [list(record.timeline.stretches()) for record in (found.first, found.steady)]
     moments = [stretch.highest for stretches in steps for stretch in stretches]
     categories = list(dict.fromkeys(category for moment in moments for category in moment.bytes))
-    figure = Figure(figsize=(12, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    heights = [[moment.bytes.get(category, 0) / 1e9 for moment in moments] for category in categories]
-    axes.stackplot(range(len(moments)), heights, labels=categories, step="mid", linewidth=0)
-    axes.axvline(len(steps[0]) - 0.5, color="black", linewidth=0.6)
-    axes.annotate("second step", (len(steps[0]), axes.get_ylim()[1]), (2, -8), textcoords="offset points", fontsize=8)
-    axes.set_xlim(-0.5, len(moments) - 0.5)
-    axes.set_xlabel("parts of the model, forward, backward, and the update")
-    axes.set_ylabel("GB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(
-        f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
-    )
-    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
-    replace_file(path, image.getvalue())
+    with picture(path, 12, 5) as figure:
+        axes = figure.add_subplot()
+        heights = [[moment.bytes.get(category, 0) / 1e9 for moment in moments] for category in categories]
+        axes.stackplot(range(len(moments)), heights, labels=categories, step="mid", linewidth=0)
+        axes.axvline(len(steps[0]) - 0.5, color="black", linewidth=0.6)
+        second = len(steps[0]), axes.get_ylim()[1]
+        axes.annotate("second step", second, (2, -8), textcoords="offset points", fontsize=8)
+        axes.set_xlim(-0.5, len(moments) - 0.5)
+        axes.set_xlabel("parts of the model, forward, backward, and the update")
+        axes.set_ylabel("GB")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(
+            f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
+        )
+        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def as_planned(moment: MemoryMoment) -> int:
@@ -165,7 +158,3 @@ def _where(moment: MemoryMoment) -> str:
 
 def _sorted(moment: MemoryMoment) -> list[tuple[str, int]]:
     return sorted(((category, size) for category, size in moment.bytes.items() if size), key=lambda pair: -pair[1])
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.1f}"

@@ -16,7 +16,7 @@ from megazero.config.schema import Config
 from megazero.plan.activations import logits
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, memory, micro_of
+from megazero.plan.memory import RankMemory, memory
 from megazero.plan.search import Found, Search, fits, fullest, savings, search, usable
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
@@ -59,7 +59,7 @@ class Plan:
     @property
     def logits(self) -> int:
         """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        return logits(self.job.shape, micro_of(self.job))
+        return logits(self.job.shape, self.job.micro)
 
     @property
     def days(self) -> float:

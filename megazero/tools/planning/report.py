@@ -1,10 +1,9 @@
 """Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
 
-import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megazero.base.files import replace_file
+from megazero.base.picture import picture
 from megazero.base.terminal import wrapped
 from megazero.build.job import options_of
 from megazero.config.file import spelt
@@ -72,46 +71,35 @@ def draw(plan: Plan, path: Path) -> None:
 
     The path's suffix says which. Raises OSError.
     """
-    # Imported here: half a second that only a picture needs.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     pipeline = plan.job.pipeline
-    figure = Figure(figsize=(12, 5 if pipeline == 1 else 7 + 0.2 * pipeline), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
-    left, right = figure.add_subplot(cells[0, 0]), figure.add_subplot(cells[0, 1])
-    if pipeline > 1:
-        schedule, timeline = _timeline(plan)
-        below_both = figure.add_subplot(cells[1, :])
-        draw_on(below_both, schedule, timeline)
-        m = plan.job.micro_batches
-        if schedule.micro_batches < m:
-            words = f"the first {schedule.micro_batches} of {m} micro-batches; bubble of all {plan.time.bubble:.1%}"
-            below_both.set_title(f"{schedule.name}: {words} of the work", fontsize=9, loc="left")
-    places = range(len(plan.ranks))
-    below = [0.0] * len(plan.ranks)
-    for category, colour in _COLOURS.items():
-        sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
-        left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
-        below = [under + size for under, size in zip(below, sizes, strict=True)]
-    left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
-    left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory")
-    left.set_xticks(places)
-    left.legend(fontsize=8, frameon=False)
-    at = 0.0
-    for name, part in plan.time.parts.items():
-        if part > 0:
-            right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
-            at += part
-    right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
-    right.legend(fontsize=8, frameon=False, loc="upper right")
-    picture = io.BytesIO()
-    if path.suffix == ".svg":
-        figure.savefig(picture, format="svg")
-    else:
-        canvas.print_png(picture)
-    replace_file(path, picture.getvalue())
+    with picture(path, 12, 5 if pipeline == 1 else 7 + 0.2 * pipeline) as figure:
+        cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
+        left, right = figure.add_subplot(cells[0, 0]), figure.add_subplot(cells[0, 1])
+        if pipeline > 1:
+            schedule, timeline = _timeline(plan)
+            below_both = figure.add_subplot(cells[1, :])
+            draw_on(below_both, schedule, timeline)
+            m = plan.job.micro_batches
+            if schedule.micro_batches < m:
+                words = f"the first {schedule.micro_batches} of {m} micro-batches; bubble of all {plan.time.bubble:.1%}"
+                below_both.set_title(f"{schedule.name}: {words} of the work", fontsize=9, loc="left")
+        places = range(len(plan.ranks))
+        below = [0.0] * len(plan.ranks)
+        for category, colour in _COLOURS.items():
+            sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
+            left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
+            below = [under + size for under, size in zip(below, sizes, strict=True)]
+        left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
+        left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory")
+        left.set_xticks(places)
+        left.legend(fontsize=8, frameon=False)
+        at = 0.0
+        for name, part in plan.time.parts.items():
+            if part > 0:
+                right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
+                at += part
+        right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
+        right.legend(fontsize=8, frameon=False, loc="upper right")
 
 
 def _groups(job: Job) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megazero.base.packages import PACKAGES, Package
 from megazero.tools.doctor import software
 from megazero.tools.doctor.finding import Finding, examine
-from megazero.tools.doctor.software import PACKAGES, Package, apex, cpp_compiler, cuda_compiler, packages
+from megazero.tools.doctor.software import apex, cpp_compiler, cuda_compiler, packages
 from tests.tiny_run import ROOT
 
 
@@ -75,17 +76,22 @@ def test_compilers_that_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["nvcc"].state == "unknown" and found["nvcc"].text.startswith("TimeoutExpired")
 
 
+APEX = {
+    "amp_C.py": "",
+    "fused_layer_norm_cuda.py": "",
+    "apex/__init__.py": "",
+    "apex/optimizers.py": "class FusedAdam: ...",
+    "apex/normalization.py": "class FusedLayerNorm: ...",
+}
+
+
 @pytest.mark.parametrize(
     ("files", "state", "text"),
     [
         ({}, "absent", "not installed"),
         ({"apex.py": ""}, "absent", "a package of that name without amp_C"),
-        ({"amp_C.py": "", "apex/__init__.py": "", "apex/optimizers.py": ""}, "absent", "without amp_C.multi_tensor_"),
-        (
-            {"amp_C.py": "multi_tensor_adam = 1", "apex/__init__.py": "", "apex/optimizers.py": "class FusedAdam: ..."},
-            "there",
-            "amp_C.multi_tensor_adam, apex.optimizers.FusedAdam",
-        ),
+        ({**APEX, "apex/optimizers.py": ""}, "absent", "without apex.optimizers.FusedAdam"),
+        (APEX, "there", "NVIDIA's, with its CUDA extensions"),
     ],
     ids=["none", "another-project", "without-symbols", "there"],
 )
@@ -94,9 +100,10 @@ def test_apex_by_its_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fi
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("amp_C", "apex", "apex.optimizers"):
+    names = [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in ("apex.py", *APEX)]
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     (finding,) = apex()
-    for name in ("amp_C", "apex", "apex.optimizers"):
+    for name in names:
         sys.modules.pop(name, None)
     assert finding.state == state and finding.text.startswith(text)

@@ -1,0 +1,42 @@
+"""Pictures, written whole as SVG or PNG.
+
+matplotlib is used through its object interface, on the Agg canvas: no display, no shared state with a caller's plots.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megazero.base.errors import UserError
+from megazero.base.files import replace_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".svg", ".png")
+
+
+def check_name(path: Path | None, verb: str) -> None:
+    """Refuse a picture's name without a known format. Raises UserError 100."""
+    if path is not None and path.suffix not in FORMATS:
+        raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
+    """Yield an empty figure of so many inches; write it when it is filled, by the path's suffix. Raises OSError."""
+    # Imported here: half a second and 30 MB that only a picture needs.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    yield figure
+    image = io.BytesIO()
+    if path.suffix == ".svg":
+        figure.savefig(image, format="svg", metadata={"Date": None})  # the same bytes at any time
+    else:
+        canvas.print_png(image)
+    replace_file(path, image.getvalue())
