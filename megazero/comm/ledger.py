@@ -15,7 +15,7 @@ operation or waited for it: on a CPU what it cost, on a GPU next to nothing.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -69,6 +69,15 @@ class Ledger:
         sent.ops += 1
         sent.elements += elements
         sent.bytes_sent += elements * item_size
+
+    def repeat(self, traffic: Mapping[str, Mapping[str, Sent]], times: int) -> None:
+        """Count what was counted before some more times."""
+        for axis, purposes in traffic.items():
+            for purpose, more in purposes.items():
+                sent = self.traffic.setdefault(axis, {}).setdefault(purpose, Sent())
+                sent.ops += times * more.ops
+                sent.elements += times * more.elements
+                sent.bytes_sent += times * more.bytes_sent
 
     @property
     def bytes_sent(self) -> int:

@@ -37,7 +37,9 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes each
 
 
-def connect(place: RankContext, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET) -> CommContext:
+def connect(
+    place: RankContext, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET, shared_memory: bool = True
+) -> CommContext:
     """Meet the other ranks and make the default process group; a single process meets none.
 
     Args:
@@ -45,6 +47,7 @@ def connect(place: RankContext, *, timeout: timedelta, fingerprint: str, bucket:
         timeout: for the meeting, and for every operation afterwards.
         fingerprint: of code and config; must be the same on every rank.
         bucket: see `CommContext`.
+        shared_memory: ranks of one host exchange through memory, where the system allows it; otherwise through sockets.
 
     Raises:
         UserError: 311, a rank stopped answering; 320, ranks do not come; 321, one runs other code or config; 322, the
@@ -56,7 +59,7 @@ def connect(place: RankContext, *, timeout: timedelta, fingerprint: str, bucket:
     if place.store is not None:
         stay_on(_loopback())
     try:
-        return _connected(place, timeout, fingerprint, bucket)
+        return _connected(place, timeout, fingerprint, bucket, shares=shared_memory)
     except NoAnswer as error:
         if world.rank != 1:
             raise FailedElsewhere(1, 320) from None
@@ -68,11 +71,11 @@ def connect(place: RankContext, *, timeout: timedelta, fingerprint: str, bucket:
         raise FailedElsewhere(0, 320) from None
 
 
-def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket: int) -> CommContext:
+def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket: int, *, shares: bool) -> CommContext:
     world, store = place.world, _store(place, timeout)
     device = world.device
     on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
-    shared_memory = _shared_memory(world, timeout) if backend == "gloo" and supported() else None
+    shared_memory = _shared_memory(world, timeout) if shares and backend == "gloo" and supported() else None
     roll = _roll_call(store, world, timeout, _presence(fingerprint, shared_memory))
     lobby = Lobby(store, world.rank, roll, timeout.total_seconds())
     if shared_memory is not None:

@@ -97,10 +97,9 @@ class Pipeline:
             self._run(action)
         self.end()
 
-    def num_passes(self, micro_batches: int) -> int:
-        """Return how many actions of this rank in a step `describe` has words for."""
-        schedule = self._lowered(self._training, micro_batches, lambda schedule: schedule)
-        return sum(action.kind in _WORDS for action in schedule.ranks[self._rank])
+    def actions(self, micro_batches: int) -> Sequence[Action]:
+        """Return what this rank does in a training step of some micro-batches, in order."""
+        return self._lowered(self._training, micro_batches, lambda schedule: schedule).ranks[self._rank]
 
     def describe(self, action: Action) -> str | None:
         """Return what an action is, for people; None of one that takes no time of its own."""

@@ -1,6 +1,6 @@
 """Saving and loading beside torch.distributed.checkpoint (DCP): time of a save, of a load, and stall of training.
 
-    python scripts/bench/checkpoint.py [--pairs 15] [--folder DIR] [--json]
+    python scripts/bench/checkpoint.py [--launches 3] [--pairs 21] [--folder DIR] [--json] [--save]
 
 Two ranks of one thread each hold the state of the *small* GPT (33.8M parameters: fp32 weights and both moments of
 AdamW, 12 bytes a parameter) sharded over them as ZeRO stage 1 does. Both systems write the same bytes to the same disk
@@ -10,15 +10,14 @@ background: in the call, and (ours) before the next update, after one forward an
 *behind* is all of that, the passes too, because what goes on behind them slows them down. Of a save and a load of ours
 the part that goes into hashes is a row of its own.
 
-Ratios are paired to DCP's: below 1.000 is faster than DCP. With --json also the GB/s.
+`dcp-stager` is DCP with its asynchronous stager, which copies in a thread of its own into memory that it keeps; `dcp`
+has the default one. Ratios are paired to that: below 1.000 is faster.
 """
 
 import argparse
 import itertools
-import json
 import logging
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -31,13 +30,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megazero.build.assemble import Built, build
+from megazero.build.assemble import Built, build, build_model
 from megazero.checkpoint import shard
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.progress import Progress
@@ -51,18 +51,9 @@ from megazero.run.checkpointing import Identity, RunContext, about_run, checkpoi
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import ResumePoint
-from scripts.bench.harness import (
-    WARM_UP,
-    Comparison,
-    Measured,
-    System,
-    compare,
-    machine,
-    median_interval,
-    table,
-    versions,
-)
+from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, feeder, grid_of
+from scripts.bench.processes import System
 
 RANKS = 2
 MODEL = Model(layers=8, hidden=512, heads=8, vocab=VOCAB, seq_len=SEQ_LEN, dropout=0.0)
@@ -72,37 +63,23 @@ BATCH = 4
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--folder", help="of the disk to write to; default: the system's for temporary files")
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     options = parser.parse_args()
-    size = 12 * sum(parameter.numel() for parameter in _meta().parameters())
+    size = 12 * sum(parameter.numel() for parameter in build_model(_config()).parameters())
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.folder) as folder:
-        comparisons = {kind: measured(kind, folder, options.pairs) for kind in KINDS}
-    if options.json:
-        rows = [vars(row) for comparison in comparisons.values() for row in comparison.rows]
-        for row in rows:
-            row["gb_per_s"] = size / row["seconds"] / 1e9 if row["system"].endswith(("save", "load")) else None
-        print(json.dumps({"machine": machine(), "versions": versions(), "bytes": size, "rows": rows}, indent=1))
-        return 0
-    for kind, comparison in comparisons.items():
-        print(table(f"{kind} of {size / 1e6:.0f} MB", comparison), end="\n\n")
-    return 0
+        return run((group_of(kind, folder, size, options.only) for kind in KINDS), options)
 
 
-def measured(kind: str, folder: str, rounds: int) -> Comparison:
-    """Compare the systems, which time themselves: what they clear away between rounds does not count."""
-    who = ("dcp", "ours", "hashing") if kind in ("save", "load") else ("dcp", "ours")
-    systems = [System(f"{name}-{kind}", _build, (name, kind, folder), 1, RANKS) for name in who]
-    found = compare(systems[0], systems[1:], rounds)
-    theirs = found.losses[systems[0].name][WARM_UP:]
-    rows = []
-    for system, row in zip(systems, found.rows, strict=True):
-        seconds = found.losses[system.name][WARM_UP:]
-        ratios = [a / b for a, b in zip(seconds, theirs, strict=True)]
-        ratio, interval = statistics.median(ratios), median_interval(ratios)
-        rows.append(Measured(system.name, ratio, interval, row.peak_mb, statistics.median(seconds)))
-    return Comparison(rows, {}, found.quiet_rounds, len(theirs))
+def group_of(kind: str, folder: str, size: int, only: list[str]) -> Group:
+    """Return the systems of one act, which time themselves."""
+    background = kind in ("stall", "behind")
+    who = ("dcp", "dcp-stager", "ours") if background else ("dcp", "ours", "hashing")
+    systems = [
+        System(f"{name}-{kind}", _build, (name, kind, folder), ranks=RANKS, has_loss=False, times_itself=True)
+        for name in who
+    ]
+    return Group(f"{kind} of {size / 1e6:.0f} MB", chosen(systems, only), again=False)
 
 
 def meet_again(grid: Grid) -> None:
@@ -116,12 +93,6 @@ def _progress(step: int) -> Progress:
 def _config() -> Config:
     batch = Batch.model_validate({"global": BATCH, "micro": 2})
     return resolved(Config(model=MODEL, zero=Zero(stage=1), batch=batch))
-
-
-def _meta():
-    from megazero.build.assemble import build_model
-
-    return build_model(_config())
 
 
 def _build(who: str, kind: str, folder: str, rank: int, size: int, store: str) -> Callable[[], float]:
@@ -139,8 +110,8 @@ def _build(who: str, kind: str, folder: str, rank: int, size: int, store: str) -
     passes()
     built.engine.finish_step(1e-4)  # moments that are not zero
     where = Path(folder) / f"{who}-{kind}"
-    if who == "dcp":
-        return _dcp(kind, where, config, grid, built, passes)
+    if who.startswith("dcp"):
+        return _dcp(kind, where, grid, built, passes, stager=who == "dcp-stager")
     act = _ours(kind, where, config, grid, built, passes)
     return _hashing(act) if who == "hashing" else act
 
@@ -224,7 +195,7 @@ def _ours(
 
 
 def _dcp(
-    kind: str, where: Path, config: Config, grid: Grid, built: Built, passes: Callable[[], None]
+    kind: str, where: Path, grid: Grid, built: Built, passes: Callable[[], None], *, stager: bool
 ) -> Callable[[], float]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -236,6 +207,8 @@ def _dcp(
             own = flat.clone() if kind in ("stall", "behind") else flat
             state[f"{unit.layout.name}.{name}"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
     steps = ((step, _progress(step)) for step in itertools.count(1))
+    options = {"use_pinned_memory": False, "use_shared_memory": False, "use_non_blocking_copy": False}  # no GPU is here
+    staging = DefaultStager(StagingOptions(use_async_staging=True, **options)) if stager else None
 
     def clear() -> Path:
         if grid["world"].rank == 0:
@@ -252,12 +225,16 @@ def _dcp(
     def behind(passes_too: bool) -> float:
         path = clear()
         began = time.perf_counter()
-        future = dcp_async_save(state, checkpoint_id=path)
-        assert isinstance(future, Future)
+        answer = dcp_async_save(state, checkpoint_id=path, async_stager=staging)
         called = time.perf_counter()
         passes()
         passed = time.perf_counter()
-        future.result()
+        if isinstance(answer, Future):
+            answer.result()
+        else:  # staged in a thread of its own, which has to be done before the update
+            answer.staging_completion.result()
+            called += time.perf_counter() - passed
+            answer.upload_completion.result()
         meet_again(grid)
         return (passed if passes_too else called) - began
 

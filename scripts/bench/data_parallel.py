@@ -9,7 +9,7 @@ down on purpose.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,18 +84,18 @@ def clip_of(model: nn.Module) -> Callable[[], object]:
     return lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
 
-def floor_rank(config: Config, rank: int, size: int, store: str) -> Step:
-    """Return a step that does the same work without any exchange: data parallelism's cost if it cost nothing."""
+def plain_rank(config: Config, rank: int, size: int, store: str) -> Step:
+    """Return a step that exchanges nothing: each rank updates the whole of a model of its own."""
     model = peer(config)
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
     return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
 
 
-def ddp_rank(config: Config, rank: int, size: int, store: str) -> Step:
+def ddp_rank(config: Config, static_graph: bool, rank: int, size: int, store: str) -> Step:
     meet(rank, size, store)
     model = peer(config)
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static_graph)
     return torch_step(wrapped, optimizer, micro_batches(config, rank, size), clip_of(model), wrapped.no_sync)
 
 
@@ -121,19 +121,29 @@ def fsdp1_rank(config: Config, strategy: str, rank: int, size: int, store: str) 
     )
     clean = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in wrapped.named_parameters()]
     optimizer = torch.optim.AdamW(groups(clean, decays), **ADAM)
-    return torch_step(wrapped, optimizer, micro_batches(config, rank, size), lambda: wrapped.clip_grad_norm_(CLIP))
+    return torch_step(
+        wrapped, optimizer, micro_batches(config, rank, size), lambda: wrapped.clip_grad_norm_(CLIP), wrapped.no_sync
+    )
 
 
 def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) -> Step:
+    """Return a step of FSDP2: blocks resharded after their forward or not, the root by its default (it is not)."""
     meet(rank, size, store)
     model = peer(config)
     decays = decaying(model)
     mesh = init_device_mesh("cpu", (size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    root = fully_shard(model, mesh=mesh)
+
+    @contextlib.contextmanager
+    def quiet() -> Iterator[None]:
+        root.set_requires_gradient_sync(False)
+        yield
+        root.set_requires_gradient_sync(True)
+
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decays), **ADAM)
-    return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
+    return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model), quiet)
 
 
 def join_deepspeed(rank: int, size: int, store: str) -> Any:
@@ -147,7 +157,31 @@ def join_deepspeed(rank: int, size: int, store: str) -> Any:
     return deepspeed
 
 
+def limits_of(config: Config) -> dict[str, int]:
+    """Return DeepSpeed's limits, in elements, for a model of this size.
+
+    Its defaults (buckets of 5e8, 1e9 live parameters) are for models of billions of parameters: none would ever be
+    reached here, so nothing would be released or sent before the end. A bucket holds a block's parameters, two blocks
+    are live, and a matrix of ten rows of the hidden size stays (the rule that its documentation gives for "auto").
+    """
+    hidden = config.model.hidden
+    block = 12 * hidden * hidden
+    return {
+        "reduce_bucket_size": block,
+        "allgather_bucket_size": block,
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": 2 * block,
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
 def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str) -> Step:
+    """Return a step of DeepSpeed.
+
+    Overlap of communication is off: it takes a second stream of the accelerator, and its CPU accelerator has none. Its
+    shared-memory collectives serve its inference engine alone, so training goes through gloo's sockets.
+    """
     deepspeed = join_deepspeed(rank, size, store)
     model = peer(config)
     accumulation = config.batch.global_ // (config.batch.micro * size)
@@ -155,7 +189,7 @@ def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str)
         "train_micro_batch_size_per_gpu": config.batch.micro,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, **limits_of(config)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

@@ -1,6 +1,6 @@
-"""The CPU's kernels beside the memory's speed and beside torch: first AdamW, then every other (`operations.py`).
+"""The CPU's kernels beside the memory's speed, their specification and torch: AdamW, and the others (`operations.py`).
 
-    python scripts/bench/kernels.py [--pairs 15] [--json]
+    python scripts/bench/kernels.py [--launches 3] [--pairs 21] [--json] [--save]
 
 AdamW of 16-bit parameters, as the host does it: one thread, 16.8M parameters, ten updates a step. An update with fp32
 gradients reads masters, gradients and both moments and writes masters, moments and the rounded parameters: 30 bytes a
@@ -10,10 +10,8 @@ and a copy (38 bytes), with bf16 gradients widened first (48).
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
@@ -23,8 +21,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megazero.kernels import cpu, schema
-from scripts.bench.harness import System, compare, present, report
-from scripts.bench.operations import rows, table
+from scripts.bench import operations
+from scripts.bench.harness import Group, add_options, chosen, run
+from scripts.bench.processes import Call, System
 
 PARAMETERS, UPDATES, BYTES = 1 << 24, 10, 30
 GRADIENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,29 +32,23 @@ LR, DECAY, EPS, BETAS = 1e-4, 0.1, 1e-8, (0.9, 0.95)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     options = parser.parse_args()
-    systems = [System("limit", limit, (), 1, exchanges=False)]
+    return run(groups_of(options.only), options)
+
+
+def groups_of(only: list[str]) -> Iterator[Group]:
+    """Yield AdamW, and the other operations in each dtype."""
+    systems = [System("limit", limit, has_loss=False)]
     for name in GRADIENTS:
-        systems.append(System(f"ours, {name} gradients", ours, (name,), 1, exchanges=False))
-        systems.append(System(f"torch, {name} gradients", torch_route, (name,), 1, exchanges=False))
-    comparison = compare(systems[0], systems[1:], options.pairs)
-    rate = BYTES * PARAMETERS * UPDATES / comparison.reference_s / 1e9
-    found = []
-    for row in rows(options.pairs):
-        found.append(row)
-        print(f"{row.dtype} {row.operation}: {row.of_limit:.2f} of the limit", file=sys.stderr, flush=True)
-    if options.json:
-        adamw_report = report(comparison, comparison.reference_s)
-        print(json.dumps(adamw_report | {"operations": [asdict(row) for row in found]}, indent=1))
-    else:
-        present([(f"limit {rate:.1f} GB/s", comparison.reference_s, comparison)], False)
-        print(table(found))
-    return 0
+        systems.append(System(f"ours, {name} gradients", ours, (name,), has_loss=False))
+        systems.append(System(f"torch, {name} gradients", torch_route, (name,), has_loss=False))
+    yield Group("AdamW", chosen(systems, only))
+    for dtype in operations.DTYPES:
+        yield operations.group_of(dtype)
 
 
-def limit() -> Callable[[], float]:
+def limit() -> Call:
     x = torch.ones(BYTES * PARAMETERS // 8)
 
     def step() -> float:
@@ -66,7 +59,7 @@ def limit() -> Callable[[], float]:
     return step
 
 
-def ours(gradients: str) -> Callable[[], float]:
+def ours(gradients: str) -> Call:
     cpu.load()
     update = getattr(torch.ops, schema.NAMESPACE).adamw_
     masters, first, second, grads, published = _state(gradients)
@@ -84,7 +77,7 @@ def ours(gradients: str) -> Callable[[], float]:
     return step
 
 
-def torch_route(gradients: str) -> Callable[[], float]:
+def torch_route(gradients: str) -> Call:
     masters, first, second, grads, published = _state(gradients)
     step_count, divide_by, skip = torch.zeros(()), torch.ones(()), torch.zeros(())
     widened = grads if grads.dtype == torch.float32 else torch.empty(PARAMETERS)

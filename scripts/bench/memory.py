@@ -1,6 +1,6 @@
 """Memory that recompute, Pa and offload spare, and what they cost in time, beside torch and DeepSpeed.
 
-    python scripts/bench/memory.py [--pairs 15] [--json]
+    python scripts/bench/memory.py [--launches 3] [--pairs 21] [--json] [--save]
 
     one process    ours without and with recompute (the core of attention, whole blocks), and a model of plain torch
                    modules without and with torch.utils.checkpoint
@@ -13,6 +13,10 @@
 
 The model has 8 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (untied), sequences of 256 tokens, micro-batch
 4, fp32, no dropout; every process has one thread.
+
+How the bytes went: of `tp=2, ours, ...` through memory that the ranks of a host share, of `-sockets` through gloo's
+sockets over the loopback, as the peers'; `-reference` as the first, with the operations' specification in plain torch
+in the place of our kernels.
 """
 
 import argparse
@@ -28,7 +32,7 @@ import torch
 
 from megazero.build.assemble import build
 from megazero.build.pipeline import model_shape
-from megazero.comm.grid import single
+from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.config.schema import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved
 from megazero.kernels.operations import REFERENCE
@@ -38,7 +42,8 @@ from megazero.plan.activations import kept_by_block
 from megazero.plan.model import Micro
 from megazero.plan.peak import peak
 from megazero.plan.states import Bytes, states, units
-from scripts.bench.harness import Comparison, Measured, System, compare, loss_difference, measure, report, table
+from scripts.bench import figures
+from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import (
     BETAS,
     CLIP,
@@ -47,10 +52,13 @@ from scripts.bench.ours import (
     EPS,
     LR,
     SEQ_LEN,
+    SOCKETS,
+    VARIANTS,
     VOCAB,
     feeder,
     grid_of,
 )
+from scripts.bench.processes import Call, System, on_ranks
 from scripts.bench.recomputing_peers import plain_step, spread_step
 
 LAYERS, HIDDEN, HEADS, MICRO = 8, 512, 8, 4
@@ -68,39 +76,43 @@ PEERS = ("none", "torch", "deepspeed", "deepspeed partitioned", "deepspeed parti
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
+    parser.add_argument("--bytes", action="store_true", help="only the bytes by category")
     options = parser.parse_args()
-    reports = []
-    for title, comparison in timed(options.pairs):
-        difference = loss_difference(comparison)
-        reports.append({"title": title, "loss_difference": difference} | report(comparison, comparison.reference_s))
-        if not options.json:
-            print(table(f"{title}, losses within {difference:.1e}", comparison), end="\n\n", flush=True)
-    held = {tensor: {mode: measure(RankBytes(mode), tensor)[0] for mode in MODES} for tensor in (2, 4)}
+    if not options.bytes:
+        return run(groups_of(options.only), options)
+    held = {tensor: {mode: on_ranks(RankBytes(mode), tensor)[0] for mode in MODES} for tensor in (2, 4)}
     formula = {tensor: {mode: predicted(mode, tensor) for mode in MODES} for tensor in held}
+    if options.save:
+        figures.keep("memory_bytes", figures.about(sys.argv) | {"title": "bytes", "held": held, "formula": formula})
     if options.json:
-        print(json.dumps({"tables": reports, "bytes": held, "formula": formula}, indent=1))
+        print(json.dumps({"bytes": held, "formula": formula}, indent=1))
         return 0
     for tensor in held:
         print("\n".join(bytes_table(tensor, held[tensor], formula[tensor])), end="\n\n")
     return 0
 
 
-def timed(pairs: int) -> Iterator[tuple[str, Comparison]]:
+def groups_of(only: list[str]) -> Iterator[Group]:
+    """Yield the two groups: one process, and two tensor ranks."""
     plain = config_of("none")
     systems = [
-        System(f"plain torch{', torch.utils.checkpoint' * again}", plain_step, (plain, again), 1) for again in (0, 1)
+        System(f"plain torch{', torch.utils.checkpoint' * again}", plain_step, (plain, again)) for again in (0, 1)
     ]
-    systems += [System(f"ours, {mode}", our_step, (mode,), 1) for mode in IN_ONE]
-    yield "one process", compare(systems[0], systems[1:], pairs)
-    ranks = [System(f"tp=2, ours, {mode}", our_rank, (mode,), 1, 2) for mode in MODES]
+    systems += [System(f"ours, {mode}", our_step, (mode,)) for mode in IN_ONE]
+    yield Group("one process", chosen(systems, only))
+    ranks = []
+    for suffix, kernels, transport in VARIANTS:
+        modes = MODES if not suffix else ("none", "full", "Pa")
+        for mode in modes:
+            told = (mode, kernels, transport)
+            ranks.append(System(f"tp=2, ours, {mode}{suffix}", our_rank, told, ranks=2, transport=transport))
     here = importlib.util.find_spec("deepspeed") is not None
     peers = [again for again in PEERS if here or not again.startswith("deepspeed")]
-    ranks += [System(f"tp=2, DTensor, {again}", spread_step, (plain, again), 1, 2) for again in peers]
-    comparison = compare(ranks[0], ranks[1:], pairs)
-    comparison.rows.extend(Measured.absent(again, "not installed") for again in PEERS if again not in peers)
-    yield "tp=2", comparison
+    ranks += [
+        System(f"tp=2, DTensor, {again}", spread_step, (plain, again), ranks=2, transport=SOCKETS) for again in peers
+    ]
+    yield Group("tp=2", chosen(ranks, only), absent={again: "not installed" for again in PEERS if again not in peers})
 
 
 def config_of(mode: str, tensor: int = 1) -> Config:
@@ -117,18 +129,18 @@ def config_of(mode: str, tensor: int = 1) -> Config:
     )
 
 
-def our_step(mode: str) -> Callable[[], float]:
-    return _step(mode, single())[0]
+def our_step(mode: str) -> Call:
+    return _step(mode, "auto", single())[0]
 
 
-def our_rank(mode: str, rank: int, size: int, store: str) -> Callable[[], float]:
-    return _step(mode, grid_of(rank, size, store, tensor=size))[0]
+def our_rank(mode: str, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+    return _step(mode, kernels, grid_of(rank, size, store, tensor=size, transport=transport))[0]
 
 
-def _step(mode: str, grid) -> tuple[Callable[[], float], Callable[[], dict[str, int]]]:
+def _step(mode: str, kernels: str, grid: Grid) -> tuple[Call, Callable[[], dict[str, int]]]:
     """Return one training step, and what returns the bytes held then."""
     config, ledger = config_of(mode, grid["tensor"].size), grid.comm.ledger
-    built = build(config, grid, CPU, choose("auto", CPU, torch.float32), Host(CPU, ledger, apart=True))
+    built = build(config, grid, CPU, choose(kernels, CPU, torch.float32), Host(CPU, ledger, apart=True))
     feed = feeder(config, grid)
     steps = iter(range(1 << 30))
 
@@ -148,7 +160,7 @@ class RankBytes:
         self.mode = mode
 
     def __call__(self, rank: int, size: int, store: str) -> dict[str, int]:
-        step, held = _step(self.mode, grid_of(rank, size, store, tensor=size))
+        step, held = _step(self.mode, "auto", grid_of(rank, size, store, tensor=size))
         step()
         with Allocations() as counted:
             step()

@@ -1,54 +1,70 @@
-"""Every fused operation on the CPU beside plain torch and beside the memory's speed; the second table of `kernels.py`.
+"""Every fused operation on the CPU beside the memory's speed, its specification and torch's own function.
 
-One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache. Of each operation three things
-are done in turn, round after round: *limit*, a pass y = x + 1 over the operation's minimum bytes (half read, half
-written, to memory that is there); ours; and eager, torch's own function or, where it has none, the specification. Both
-ratios are paired within a round. An operation that reads more than it writes can be faster than its limit.
+One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache. Of each operation four things
+are timed: *limit*, a pass y = x + 1 over the operation's minimum bytes (half read, half written, to memory that is
+there); ours; the specification in plain torch; and, where torch has one, its own function (`F.layer_norm`). An
+operation that reads more than it writes can be faster than its limit.
 """
 
 import ctypes
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels import cpu, reference, schema
-from scripts.bench.harness import median_interval
+from scripts.bench.harness import Group, Pair
+from scripts.bench.processes import Call, System
 
 BYTES, HIDDEN, VOCAB, KEY, DROP = 24 << 20, 1536, 32768, 0x9E3779B9, 0.1
 SEQUENCE, BATCH, HEAD = 512, 2, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_UP = 2
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+LIMIT, SPECIFIED, TORCH = "limit of ", "specification of ", "torch's "
 
-Call = Callable[[], object]
-Case = tuple[str, float, Call, Call]  # operation, minimum bytes, ours, eager
-
-
-@dataclass(frozen=True)
-class Row:
-    """The medians over the rounds: the limit's time / ours, with its 95 % interval, and eager's time / ours."""
-
-    operation: str
-    dtype: str
-    bytes: float
-    ours_s: float
-    of_limit: float
-    ci95: tuple[float, float]
-    over_eager: float
+Work = Callable[[], object]
+Case = tuple[str, float, Work, Work, Work | None]  # name, minimum bytes, ours, the specification, torch's
 
 
-def rows(rounds: int) -> Iterator[Row]:
-    torch.set_num_threads(1)
+def group_of(dtype: str) -> Group:
+    """Return the operations in one dtype, in one process."""
+    system = System(f"operations, {dtype}", calls_of, (dtype,), has_loss=False)
+    return Group(f"operations, {dtype}", [system], pairs=pairs_of, again=False)
+
+
+def pairs_of(calls: Collection[str]) -> list[Pair]:
+    """Return the rows of the table: each operation beside its limit, its specification, and torch's."""
+    names = [call for call in calls if LIMIT + call in calls]
+    beside = {LIMIT: "the limit", SPECIFIED: "the specification", TORCH: "torch's"}
+    return [
+        Pair(f"{name}, of {words}", name, prefix + name)
+        for name in names
+        for prefix, words in beside.items()
+        if prefix + name in calls
+    ]
+
+
+def calls_of(dtype: str) -> dict[str, Call]:
+    """Return what is timed, by name."""
     cpu.load()
     _keep_freed_memory()
-    for dtype in DTYPES:
-        for name, size, ours, eager in (*_rows_of(DTYPES[dtype]), *_rotary_and_loss(DTYPES[dtype])):
-            yield _measured(name, dtype, size, ours, eager, rounds)
+    calls: dict[str, Call] = {}
+    for name, size, ours, specified, eager in (*_rows_of(DTYPES[dtype]), *_rotary_and_loss(DTYPES[dtype])):
+        x, y = torch.ones(int(size) // 8), torch.ones(int(size) // 8)
+        calls[LIMIT + name] = _silent(lambda x=x, y=y: torch.add(x, 1.0, out=y))
+        calls[name], calls[SPECIFIED + name] = _silent(ours), _silent(specified)
+        if eager is not None:
+            calls[TORCH + name] = _silent(eager)
+    return calls
+
+
+def _silent(work: Work) -> Call:
+    def call() -> float:
+        work()
+        return 0.0
+
+    return call
 
 
 def _keep_freed_memory() -> None:
@@ -58,34 +74,9 @@ def _keep_freed_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def table(measured: list[Row]) -> str:
-    lines = ["| operation | dtype | of the limit | 95 % interval | eager / ours |", "|---|---|---|---|---|"]
-    for row in measured:
-        interval = f"{row.ci95[0]:.2f} to {row.ci95[1]:.2f}"
-        lines.append(f"| {row.operation} | {row.dtype} | {row.of_limit:.2f} | {interval} | {row.over_eager:.1f} |")
-    return "\n".join(lines)
-
-
-def _measured(name: str, dtype: str, size: float, ours: Call, eager: Call, rounds: int) -> Row:
-    x, y = torch.ones(int(size) // 8), torch.ones(int(size) // 8)
-    calls = (lambda: torch.add(x, 1.0, out=y), ours, eager)
-    seconds = [[_timed(call) for call in calls] for _ in range(WARM_UP + rounds)][WARM_UP:]
-    shares = [limit / mine for limit, mine, _ in seconds]
-    over_eager = statistics.median(theirs / mine for _, mine, theirs in seconds)
-    median = statistics.median(mine for _, mine, _ in seconds)
-    return Row(name, dtype, size, median, statistics.median(shares), median_interval(shares), over_eager)
-
-
-def _timed(call: Call) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def _case(name: str, size: float, *arguments: object, eager: Call | None = None) -> Case:
-    """Return a case with its minimum bytes; eager is the specification unless torch has a function of its own."""
+def _case(name: str, size: float, *arguments: object, eager: Work | None = None) -> Case:
     ours, plain = getattr(getattr(torch.ops, schema.NAMESPACE), name), getattr(reference, name)
-    return name, size, lambda: ours(*arguments), eager or (lambda: plain(*arguments))
+    return name, size, lambda: ours(*arguments), lambda: plain(*arguments), eager
 
 
 def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
@@ -115,7 +106,7 @@ def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("swiglu_backward", 5 * one, grad, x, other)
     site = torch.arange(8), torch.arange(n // 8), KEY, DROP
     cubes = [each[: n // 8 * 8].view(-1, 8, d) for each in (x, other)]
-    yield _case("dropout_add", 3 * one, *cubes, *site)
+    yield _case("dropout_add", 3 * one, *cubes, *site, eager=lambda: F.dropout(cubes[0], DROP) + cubes[1])
     yield _case("dropout_backward", 2 * one, cubes[0], *site)
     flat, wide = x.flatten(), torch.zeros(n * d)
     yield _case("sum_of_squares", one, flat)
@@ -133,7 +124,8 @@ def _rotary_and_loss(dtype: torch.dtype) -> Iterator[Case]:
     rows = numel // VOCAB
     logits, targets, ones = _draw(dtype, rows, VOCAB, seed=4), torch.arange(rows), torch.ones(rows)
     # Both are written over and over; their values do not matter to the time, as long as they are finite.
-    yield _case("cross_entropy_parts_", item * logits.numel(), logits, targets)
+    eager = lambda: F.cross_entropy(logits, targets)  # noqa: E731
+    yield _case("cross_entropy_parts_", item * logits.numel(), logits, targets, eager=eager)
     yield _case("cross_entropy_backward_", 2 * item * logits.numel(), logits, 4 * ones, 14 * ones, targets, ones)
 
 

@@ -6,14 +6,14 @@ tree in a process. Only numbers and text go over, because the classes of two tre
 
 import argparse
 import importlib
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from scripts.bench.harness import Comparison, System, median_interval
+from scripts.bench.harness import Pair
+from scripts.bench.processes import System
 
 
 def checkout(path: str) -> str:
@@ -37,15 +37,10 @@ def with_before(systems: Sequence[System], tree: str | None, script: str, argume
     return found
 
 
-def with_ratios(comparison: Comparison) -> Comparison:
-    """Add a row for each pair: the ratio of our time to that before in the same round; seconds and memory are ours."""
-    rows, seconds = list(comparison.rows), comparison.seconds
-    for row in comparison.rows:
-        if (before := _before(row.system)) != row.system and before in seconds:
-            ratios = [ours / theirs for ours, theirs in zip(seconds[row.system], seconds[before], strict=True)]
-            ratio, interval = statistics.median(ratios), median_interval(ratios)
-            rows.append(replace(row, system=f"{row.system} / {before}", ratio=ratio, ci95=interval, bound=None))
-    return replace(comparison, rows=rows)
+def pairs_of(names: Collection[str]) -> list[Pair]:
+    """Return a row for each of ours that is there before, too: the ratio of our time to that before."""
+    named = [(name, _before(name)) for name in names]
+    return [Pair(f"{ours} / {before}", ours, before) for ours, before in named if before != ours and before in names]
 
 
 def in_tree(tree: str, script: str, name: str, arguments: tuple, *place: int | str) -> Callable[[], float]:

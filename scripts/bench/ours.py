@@ -21,6 +21,9 @@ from megazero.model.parameter import declarations_by_name
 
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN = 8192, 256
+SHARED, SOCKETS = "shared memory", "sockets"  # how bytes go from rank to rank
+# Suffixes of names of our systems, with the kernels that they take and the transport: what each shows is in zero.py.
+VARIANTS = (("", "auto", SHARED), ("-sockets", "auto", SOCKETS), ("-reference", "reference", SHARED))
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
@@ -30,10 +33,10 @@ def meet(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
-def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1) -> Grid:
+def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1, *, transport: str = SHARED) -> Grid:
     """Return the grid of one of `size` ranks that meet at the file `store`; the data axis is what the others leave."""
     place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), Path(store))
-    comm = connect(place, timeout=timedelta(seconds=120), fingerprint="")
+    comm = connect(place, timeout=timedelta(seconds=120), fingerprint="", shared_memory=transport == SHARED)
     return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
 
 

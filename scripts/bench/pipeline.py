@@ -1,7 +1,7 @@
 """Training speed of pipeline parallelism over two ranks beside torch.distributed.pipelining, and beside its own bounds.
 
-    python scripts/bench/pipeline.py [--pairs 15] [--json] [--only ours | peers]
-    python scripts/bench/pipeline.py --only ours --before TREE       our engine beside itself in another checkout
+    python scripts/bench/pipeline.py [--launches 3] [--pairs 21] [--json] [--save]
+    python scripts/bench/pipeline.py --only ours- --before TREE      our engine beside itself in another checkout
 
 The model: 7 blocks, hidden 512, 8 heads, vocabulary 8,192 untied (the head costs about as much as a block), sequence
 256; 8 micro-batches of one sequence. Stages: 4 blocks | 3 and the head; with two chunks 2 | 2 | 2 | 1 and the head.
@@ -12,8 +12,12 @@ perfect division of the work. The bound of a schedule is what the simulator make
 and of both parts of its backward, measured in the same run, and of the update; times what two processes at once lose
 to each other on this machine, each doing the reference's step for itself ("two at once", half its ratio).
 
-fp32, no dropout, AdamW, clip 1.0, gloo over the loopback. All start from the same weights and see the same tokens, and
-the largest difference between the reference's losses and theirs over all steps is printed.
+How the bytes went: `ours-SCHEDULE` through memory that the ranks of a host share, which is our transport, and no
+peer's; `ours-SCHEDULE-sockets` through gloo's sockets over the loopback, as torch's; `ours-SCHEDULE-reference` as the
+first, with the operations' specification in plain torch in the place of our kernels.
+
+fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens. Systems run in two groups,
+because not all fit into memory together; each has its own reference.
 """
 
 import argparse
@@ -21,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
@@ -37,8 +40,8 @@ from megazero.kernels.select import choose
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 from scripts.bench.dtensor_gpt import UntiedGPT
-from scripts.bench.harness import Comparison, System, compare, measure, present
-from scripts.bench.other_tree import checkout, with_before, with_ratios
+from scripts.bench.harness import Group, add_options, chosen, run
+from scripts.bench.other_tree import checkout, pairs_of, with_before
 from scripts.bench.ours import (
     BETAS,
     CLIP,
@@ -47,6 +50,8 @@ from scripts.bench.ours import (
     EPS,
     LR,
     SEQ_LEN,
+    SOCKETS,
+    VARIANTS,
     VOCAB,
     engine_step,
     feeder,
@@ -55,51 +60,51 @@ from scripts.bench.ours import (
     meet,
     random_batches,
 )
+from scripts.bench.processes import Call, System, on_ranks
 from scripts.bench.torch_pipeline import make_step
 
 LAYERS, HIDDEN, HEADS, MICRO_BATCHES, RANKS = 7, 512, 8, 8, 2
 OURS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # chunks
 PEERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "zero-bubble": "interleaved", "zbv": "zb-v"}
 COST_ROUNDS = 12
-TWO_AT_ONCE = "two at once, each for itself"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", choices=["ours", "peers"])
     parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
+    add_options(parser)
     options = parser.parse_args()
-    present(measured(options.pairs, options.only, options.before), options.json)
-    return 0
+    return run(groups_of(options.only, options.before), options)
 
 
-def measured(pairs: int, only: str | None, before: str | None) -> Iterator[tuple[str, float, Comparison]]:
-    """Yield (title, seconds that are 1.000, comparison)."""
-    reference, *systems = with_before(systems_of(only), before, "pipeline", (only,))
-    ideal = bounds()
-    comparison = compare(reference, systems, pairs, divide_by=RANKS)
-    both = next((row.ratio for row in comparison.rows if row.system == TWO_AT_ONCE), None)
-    if both is not None:
-        rows = [
-            replace(row, bound=ideal[row.system] * both / RANKS) if row.system in ideal else row
-            for row in comparison.rows
-        ]
-        comparison = replace(comparison, rows=rows)
-    floor_s = comparison.reference_s / RANKS
-    title = f"{MICRO_BATCHES} micro-batches over {RANKS} stages, 1.000 = {floor_s:.3f} s"
-    yield title, floor_s, with_ratios(comparison)
+def groups_of(only: list[str], before: str | None) -> Iterator[Group]:
+    """Yield the groups of systems: ours through shared memory with torch's, then ours otherwise."""
+    reference, *systems = chosen(systems_of(None), only)
+    first, ideal = [one for one in systems if one.transport != SOCKETS or one.name.startswith("torch")], bounds()
+    first = [one for one in first if not one.name.endswith("-reference")]
+    rest = [one for one in systems if one not in first]
+    cuts = [cut for cut in (first, rest) if cut]
+    for number, cut in enumerate(cuts, 1):
+        here = with_before([reference, TWO, *cut], before, "pipeline", (None,))
+        title = f"{MICRO_BATCHES} micro-batches over {RANKS} ranks ({number} of {len(cuts)})"
+        yield Group(title, here, divide_by=RANKS, pairs=pairs_of, bounds=ideal, scale_bounds_by=TWO.name)
 
 
 def systems_of(only: str | None) -> list[System]:
-    """Return all systems, the reference first."""
-    systems = [System("ours, one process", our_step, (), 1)]
+    """Return all systems, the reference first.
+
+    Args:
+        only: "ours" or "peers"; None: all.
+    """
+    systems = [System("ours, one process", our_step)]
     if only != "peers":
-        systems.append(System(TWO_AT_ONCE, one_of_two, (), 1, RANKS, exchanges=False))
-        systems += [System(f"ours-{name}", our_rank, (name, chunks), 1, RANKS) for name, chunks in OURS.items()]
+        for suffix, kernels, transport in VARIANTS:
+            for name, chunks in OURS.items():
+                told = (name, chunks, kernels, transport)
+                systems.append(System(f"ours-{name}{suffix}", our_rank, told, ranks=RANKS, transport=transport))
     if only != "ours":
-        systems += [System(f"torch-{name}", torch_rank, (name, of), 1, RANKS) for name, of in PEERS.items()]
+        for name, of in PEERS.items():
+            systems.append(System(f"torch-{name}", torch_rank, (name, of), ranks=RANKS, transport=SOCKETS))
     return systems
 
 
@@ -114,23 +119,26 @@ def config_of(pipeline: int = 1, schedule: str = "1f1b", chunks: int = 1) -> Con
     return resolved(Config.model_validate(options))
 
 
-def our_step() -> Callable[[], float]:
+def our_step() -> Call:
     """Return one training step of the engine in one process; it returns the step's loss."""
     return engine_step(config_of(), single(), choose("auto", CPU, torch.float32))
 
 
-def one_of_two(rank: int, size: int, store: str) -> Callable[[], float]:
+def one_of_two(rank: int, size: int, store: str) -> Call:
     """Return the same step, alone, beside another process that does it too."""
     return our_step()
 
 
-def our_rank(schedule: str, chunks: int, rank: int, size: int, store: str) -> Callable[[], float]:
+TWO = System("two at once, each for itself", one_of_two, ranks=RANKS, has_loss=False)
+
+
+def our_rank(schedule: str, chunks: int, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
     """Return the same step on one of `size` ranks."""
-    grid = grid_of(rank, size, store, pipeline=size)
-    return engine_step(config_of(size, schedule, chunks), grid, choose("auto", CPU, torch.float32))
+    grid = grid_of(rank, size, store, pipeline=size, transport=transport)
+    return engine_step(config_of(size, schedule, chunks), grid, choose(kernels, CPU, torch.float32))
 
 
-def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Callable[[], float]:
+def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Call:
     """Return the same step with torch's pipelining, cut like ours."""
     meet(rank, size, store)
     config = config_of(size, schedule, OURS[schedule])
@@ -153,7 +161,7 @@ def bounds() -> dict[str, float]:
     A step of one process does all the work and the whole update, a rank waits as the simulator says and updates its
     own parameters.
     """
-    both = measure(costs_of_parts, RANKS)
+    both = on_ranks(costs_of_parts, RANKS)
     embedding, block, head = ([statistics.fmean(rank[i][k] for rank in both) for k in range(3)] for i in range(3))
     update = statistics.fmean(rank[3] for rank in both)
     found = {}

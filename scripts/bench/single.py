@@ -1,17 +1,17 @@
 """Training speed of one process beside the same model in plain torch.
 
-    python scripts/bench/single.py [--model small|wide] [--pairs 15] [--threads 1 2] [--json]
+    python scripts/bench/single.py [--model small wide] [--threads 1 2] [--launches 3] [--pairs 21] [--json] [--save]
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
 
-fp32, no dropout, AdamW fused, clip 1.0; both start from the same weights and see the same tokens, and the largest
-difference between their losses over all steps is printed. The reference (ratio 1.00) is plain torch.
+fp32, no dropout, AdamW fused, clip 1.0; all start from the same weights and see the same tokens. The reference (ratio
+1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises; `ours,
+reference kernels` takes the operations' specification in plain torch in the place of our kernels. Nothing is sent.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
@@ -21,7 +21,7 @@ import torch
 from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
 from megazero.kernels.select import choose
-from scripts.bench.harness import Comparison, System, compare, present
+from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import (
     BETAS,
     CLIP,
@@ -36,6 +36,7 @@ from scripts.bench.ours import (
     random_batches,
 )
 from scripts.bench.plain_gpt import PlainGPT
+from scripts.bench.processes import Call, System
 
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
 
@@ -43,25 +44,21 @@ SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, h
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=list(SIZES))
-    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     options = parser.parse_args()
-    present(measured(options.model, options.threads, options.pairs), options.json)
-    return 0
+    groups = (group_of(model, threads, options.only) for model in options.model for threads in options.threads)
+    return run(groups, options)
 
 
-def measured(models: list[str], threads_of: list[int], pairs: int) -> Iterator[tuple[str, float, Comparison]]:
-    """Yield (title, seconds that are 1.000, comparison) of each model and number of threads."""
-    for model in models:
-        for threads in threads_of:
-            plain = System(f"plain torch, {model}, threads {threads}", plain_step, (model,), threads)
-            ours = [
-                System(f"{name}, {model}, threads {threads}", our_step, (model, kernels), threads)
-                for name, kernels in (("ours", "auto"), ("ours-reference-kernels", "reference"))
-            ]
-            comparison = compare(plain, ours, pairs)
-            yield f"{model}, {threads} thread(s)", comparison.reference_s, comparison
+def group_of(model: str, threads: int, only: list[str]) -> Group:
+    systems = [
+        System("plain torch", plain_step, (model, False), threads),
+        System("plain torch, compiled", plain_step, (model, True), threads),
+        System("ours", our_step, (model, "auto"), threads),
+        System("ours, reference kernels", our_step, (model, "reference"), threads),
+    ]
+    return Group(f"{model}, {threads} thread{'s' * (threads > 1)}", chosen(systems, only))
 
 
 def config_of(model: str) -> Config:
@@ -70,17 +67,20 @@ def config_of(model: str) -> Config:
     return resolved(Config(model=shape, batch=Batch(**{"global": micro, "micro": micro})))
 
 
-def our_step(model: str, kernels: str) -> Callable[[], float]:
+def our_step(model: str, kernels: str) -> Call:
     """Return one training step of the engine; it returns the step's loss."""
     return engine_step(config_of(model), single(), choose(kernels, CPU, torch.float32))
 
 
-def plain_step(model: str) -> Callable[[], float]:
+def plain_step(model: str, compiled: bool) -> Call:
     """Return one training step of plain torch, from the same weights on the same tokens."""
     config = config_of(model)
     m = config.model
     plain = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
     plain.take_weights(initial_weights(config))
+    if compiled:
+        for block in plain.blocks:
+            block.compile()
     matrices = [p for n, p in plain.named_parameters() if p.dim() == 2 and "positions" not in n]
     rest = [p for n, p in plain.named_parameters() if p.dim() != 2 or "positions" in n]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]

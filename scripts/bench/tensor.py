@@ -1,6 +1,6 @@
 """Training speed of tensor parallelism over two ranks beside torch DTensor.
 
-    python scripts/bench/tensor.py [--model small wide] [--pairs 15] [--json]
+    python scripts/bench/tensor.py [--model small wide] [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/tensor.py --only ours --before TREE         our engine beside itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 untied, sequence 256, micro-batch 4     33.7M parameters
@@ -9,13 +9,15 @@
 Every process has one thread, so two ranks have twice the cores of one process. The reference is our engine in one
 process, and ratios are to half its time: 1.00 is a perfect division of the work, 2.00 the reference itself.
 
-fp32, no dropout, AdamW, clip 1.0, gloo over the loopback. All start from the same weights and see the same tokens, and
-the largest difference between the reference's losses and theirs over all steps is printed.
+How the bytes went: `ours-tp2` through memory that the ranks of a host share, which is our transport, and no peer's;
+`ours-tp2-sockets` through gloo's sockets over the loopback, as DTensor's; `ours-tp2-reference` as the first, with the
+operations' specification in plain torch in the place of our kernels.
+
+fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
@@ -26,15 +28,10 @@ from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
-from scripts.bench.harness import Comparison, System, compare, present
-from scripts.bench.other_tree import checkout, with_before, with_ratios
-from scripts.bench.ours import (
-    CPU,
-    SEQ_LEN,
-    VOCAB,
-    engine_step,
-    grid_of,
-)
+from scripts.bench.harness import Group, add_options, chosen, run
+from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.processes import Call, System
 
 SIZES = {"small": (8, 512, 8, 4), "wide": (9, 1024, 16, 2)}  # layers, hidden, heads, micro-batch
 RANKS = 2
@@ -43,37 +40,32 @@ RANKS = 2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so, beside the reference")
     parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     options = parser.parse_args()
-    present(measured(options.model, options.pairs, tuple(options.only), options.before), options.json)
-    return 0
+    return run((group_of(model, options.only, options.before) for model in options.model), options)
 
 
-def measured(
-    models: list[str], pairs: int, only: tuple[str, ...], before: str | None
-) -> Iterator[tuple[str, float, Comparison]]:
-    """Yield (title, seconds that are 1.000, comparison) of each model."""
-    for model in models:
-        reference, *others = systems_of(model)
-        chosen = [reference, *(system for system in others if system.name.startswith(only))]
-        reference, *systems = with_before(chosen, before, "tensor", (model,))
-        comparison = with_ratios(compare(reference, systems, pairs, divide_by=RANKS))
-        floor_s = comparison.reference_s / RANKS
-        yield f"{model}, 1.000 = {floor_s:.3f} s", floor_s, comparison
+def group_of(model: str, only: list[str], before: str | None) -> Group:
+    systems = with_before(chosen(systems_of(model), only), before, "tensor", (model,))
+    return Group(model, systems, divide_by=RANKS, pairs=pairs_of)
 
 
 def systems_of(model: str) -> list[System]:
     """Return all systems, the reference first."""
     systems = [
-        System(f"ours, one process, {model}", our_step, (model,), 1),
-        System(f"plain torch, one process, {model}", plain_step, (model,), 1),
+        System(f"ours, one process, {model}", our_step, (model,)),
+        System(f"plain torch, one process, {model}", plain_step, (model,)),
     ]
-    for name, build in (("ours", our_rank), ("dtensor", dtensor_rank)):
-        for suffix, sequence in (("", False), ("-sequence", True)):
-            systems.append(System(f"{name}-tp{RANKS}{suffix}, {model}", build, (model, sequence), 1, RANKS))
+    sequences = (("", False), ("-sequence", True))
+    for suffix, kernels, transport in VARIANTS:
+        for of, sequence in sequences:
+            told = (model, sequence, kernels, transport)
+            name = f"ours-tp{RANKS}{of}{suffix}, {model}"
+            systems.append(System(name, our_rank, told, ranks=RANKS, transport=transport))
+    for of, sequence in sequences:
+        name = f"dtensor-tp{RANKS}{of}, {model}"
+        systems.append(System(name, dtensor_rank, (model, sequence), ranks=RANKS, transport=SOCKETS))
     return systems
 
 
@@ -84,23 +76,23 @@ def config_of(model: str, tensor: int = 1, sequence: bool = False) -> Config:
     return resolved(Config(model=shape, batch=batch, parallel=Parallel(tensor=tensor, sequence=sequence)))
 
 
-def our_step(model: str) -> Callable[[], float]:
+def our_step(model: str) -> Call:
     """Return one training step of the engine in one process; it returns the step's loss."""
     return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
 
 
-def our_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
+def our_rank(model: str, sequence: bool, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
     """Return the same step on one of `size` ranks."""
-    grid = grid_of(rank, size, store, tensor=size)
-    return engine_step(config_of(model, size, sequence), grid, choose("auto", CPU, torch.float32))
+    grid = grid_of(rank, size, store, tensor=size, transport=transport)
+    return engine_step(config_of(model, size, sequence), grid, choose(kernels, CPU, torch.float32))
 
 
-def plain_step(model: str) -> Callable[[], float]:
+def plain_step(model: str) -> Call:
     """Return one training step of plain torch in one process."""
     return recomputing_peers.plain_step(config_of(model), again=False)
 
 
-def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Callable[[], float]:
+def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Call:
     """Return one training step of the same model spread with DTensor, on one of `size` ranks."""
     return recomputing_peers.spread_step(config_of(model, sequence=sequence), "none", rank, size, store)
 

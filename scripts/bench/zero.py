@@ -1,19 +1,22 @@
 """Training speed and memory of ZeRO's stages over two ranks beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed.
 
-    python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--pairs 15] [--json]
+    python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/zero.py --only ours-stage --before TREE     each stage beside itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
 
-Two ranks of one thread each, gloo over the loopback, fp32, no dropout, AdamW fused, clip 1.0. The reference (ratio
-1.000) is two ranks of plain torch that do the same work and exchange nothing; "ours, no exchange" is the same for our
-engine, with fused and with reference kernels, so that what a stage costs can be told from how fast the model is.
-Systems run in groups, because not all fit into memory together; each group has its own reference, and ratios are of
-paired rounds within the group.
+Two ranks of one thread each, fp32, no dropout, AdamW fused, clip 1.0. The reference (ratio 1.000) is two ranks of plain
+torch that each do the work of one rank of DDP and exchange nothing: no gradients, so each makes the whole update of its
+own model. It is no lower bound: a stage that divides the update does less. "ours, no exchange" is the same of our
+engine, so that what a stage costs can be told from how fast the model is.
 
-All systems that exchange start from the same weights and see the same tokens; the largest difference between their
-losses over all steps is printed.
+How the bytes went: `ours-stageN` through memory that the ranks of a host share, which is our transport, and no peer's;
+`ours-stageN-sockets` through gloo's sockets over the loopback, as all peers' do; `ours-stageN-reference` as the first,
+with the operations' specification in plain torch in the place of our kernels.
+
+Systems run in groups, because not all fit into memory together; each group has its own reference. All systems that
+exchange start from the same weights and see the same tokens, and their losses are compared over all groups.
 
     python scripts/bench/zero.py --gpu [--json]
 
@@ -27,7 +30,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,26 +44,27 @@ from megazero.config.schema import Batch, Config, Model, Precision, Zero, resolv
 from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
 from scripts.bench import data_parallel as peers
-from scripts.bench.harness import WARM_UP, Comparison, Measured, System, compare, present, versions
-from scripts.bench.other_tree import checkout, with_before, with_ratios
-from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step, grid_of
+from scripts.bench.figures import versions
+from scripts.bench.harness import WARM_UP, Group, add_options, run
+from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.processes import Call, System
 
 Stage = Literal[0, 1, 2, 3]
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch of a rank
 RANKS = 2
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-TOGETHER = {"small": 6, "wide": 3}  # systems that run beside one reference
+TOGETHER = {"small": 6, "wide": 2}  # systems that run beside one reference and its copy
+REFERENCE = "plain torch, no exchange"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so")
     parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
     parser.add_argument("--gpu", action="store_true", help="the engine alone, 1.3B parameters in bf16")
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     options = parser.parse_args()
     if options.gpu:
         if not torch.cuda.is_available():
@@ -68,29 +72,31 @@ def main() -> int:
         found = on_gpu()
         print(json.dumps(found, indent=1) if options.json else "\n".join(f"{k:<18} {v}" for k, v in found.items()))
         return 0
-    only = tuple(options.only)
-    present(measured(options.model, options.accumulation, options.pairs, only, options.before), options.json)
-    return 0
+    groups = (
+        group
+        for model in options.model
+        for group in groups_of(model, options.accumulation, tuple(options.only), options.before)
+    )
+    return run(groups, options)
 
 
-def measured(
-    models: list[str], accumulation: int, pairs: int, only: tuple[str, ...], before: str | None
-) -> Iterator[tuple[str, float, Comparison]]:
-    """Yield (title, seconds that are 1.000, comparison) of each group of systems of each model."""
-    for model in models:
-        config = config_of(model, 1, accumulation)
-        floor = System("floor", peers.floor_rank, (config,), 1, RANKS, exchanges=False)
-        systems = [system for system in systems_of(model, accumulation) if system.name.startswith(only)]
-        present_ones = [system for system in systems if missing(system.name) is None]
-        present_ones = with_before(present_ones, before, "zero", (model, accumulation))
-        together = TOGETHER[model] if before is None else TOGETHER[model] // 2 * 2  # pairs stay together
-        for start in range(0, len(present_ones), together):
-            comparison = with_ratios(compare(floor, present_ones[start : start + together], pairs))
-            floor_s = comparison.reference_s
-            yield f"{model}, accumulation {accumulation}, 1.000 = {floor_s:.3f} s", floor_s, comparison
-        absent = [Measured.absent(s.name, reason) for s in systems if (reason := missing(s.name)) is not None]
-        if absent:
-            yield f"{model}, not installed", float("nan"), Comparison(absent, {}, 0, 0)
+def groups_of(model: str, accumulation: int, only: tuple[str, ...], before: str | None) -> Iterator[Group]:
+    """Yield the groups of systems of a model."""
+    reference = System(REFERENCE, peers.plain_rank, (config_of(model, 1, accumulation),), ranks=RANKS, has_loss=False)
+    asked = [system for system in systems_of(model, accumulation) if system.name.startswith(only)]
+    absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
+    here = with_before([one for one in asked if one.name not in absent], before, "zero", (model, accumulation))
+    together = TOGETHER[model] if before is None else max(TOGETHER[model] // 2 * 2, 2)  # pairs stay together
+    title = f"{model}" + (f", {accumulation} micro-batches" if accumulation > 1 else "")
+    cuts = [here[start : start + together] for start in range(0, len(here), together)]
+    for number, systems in enumerate(cuts, 1):
+        last = number == len(cuts)
+        yield Group(
+            f"{title} ({number} of {len(cuts)})",
+            [reference, *systems],
+            pairs=pairs_of,
+            absent=absent if last else {},
+        )
 
 
 def missing(name: str) -> str | None:
@@ -103,15 +109,17 @@ def missing(name: str) -> str | None:
 def systems_of(model: str, accumulation: int) -> list[System]:
     """Return all systems but the reference."""
     config = config_of(model, 1, accumulation)
+    alone = {"ours, no exchange": "auto", "ours, no exchange, reference kernels": "reference"}
     systems = [
-        System("ours, no exchange", alone_rank, (config, "auto"), 1, RANKS, exchanges=False),
-        System("ours, no exchange, reference kernels", alone_rank, (config, "reference"), 1, RANKS, exchanges=False),
+        System(name, alone_rank, (config, kernels), ranks=RANKS, has_loss=False) for name, kernels in alone.items()
     ]
-    systems += [
-        System(f"ours-stage{stage}", our_rank, (config_of(model, stage, accumulation),), 1, RANKS) for stage in STAGES
-    ]
-    rest: list[tuple[str, Callable, tuple]] = [
-        ("ddp", peers.ddp_rank, ()),
+    for suffix, kernels, transport in VARIANTS:
+        for stage in STAGES:
+            told = (config_of(model, stage, accumulation), kernels, transport)
+            systems.append(System(f"ours-stage{stage}{suffix}", our_rank, told, ranks=RANKS, transport=transport))
+    rest: Sequence[tuple[str, Callable, tuple]] = [
+        ("ddp", peers.ddp_rank, (False,)),
+        ("ddp-static-graph", peers.ddp_rank, (True,)),
         ("zero-redundancy-optimizer", peers.zero_redundancy_rank, ()),
         ("fsdp1-grad-op", peers.fsdp1_rank, ("SHARD_GRAD_OP",)),
         ("fsdp1-full-shard", peers.fsdp1_rank, ("FULL_SHARD",)),
@@ -119,7 +127,9 @@ def systems_of(model: str, accumulation: int) -> list[System]:
         ("fsdp2-reshard", peers.fsdp2_rank, (True,)),
         *((f"deepspeed-stage{stage}", peers.deepspeed_rank, (stage,)) for stage in (1, 2, 3)),
     ]
-    return systems + [System(name, build, (config, *extra), 1, RANKS) for name, build, extra in rest]
+    return systems + [
+        System(name, build, (config, *extra), ranks=RANKS, transport=SOCKETS) for name, build, extra in rest
+    ]
 
 
 def config_of(model: str, stage: Stage, accumulation: int) -> Config:
@@ -129,11 +139,11 @@ def config_of(model: str, stage: Stage, accumulation: int) -> Config:
     return resolved(Config(model=shape, batch=batch, zero=Zero(stage=stage)))
 
 
-def our_rank(config: Config, rank: int, size: int, store: str) -> Callable[[], float]:
-    return engine_step(config, grid_of(rank, size, store), choose("auto", CPU, torch.float32))
+def our_rank(config: Config, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+    return engine_step(config, grid_of(rank, size, store, transport=transport), choose(kernels, CPU, torch.float32))
 
 
-def alone_rank(config: Config, kernels: str, rank: int, size: int, store: str) -> Callable[[], float]:
+def alone_rank(config: Config, kernels: str, rank: int, size: int, store: str) -> Call:
     """Return the same work on one rank, without any other."""
     own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
     return engine_step(config.model_copy(update={"batch": own}), single(), choose(kernels, CPU, torch.float32))

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.harness import Comparison, Measured, System
-from scripts.bench.other_tree import checkout, with_before, with_ratios
+from scripts.bench.harness import Pair
+from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.processes import System
 from tests.tiny_run import ROOT
 
 BUILD = """
@@ -65,28 +66,35 @@ def test_a_folder_without_megazero_is_one_line(tmp_path: Path):
 @pytest.mark.full
 def test_a_tree_beside_itself_has_the_same_losses(tree: Path):
     """Spawned processes import the script that runs, except those of the other tree."""
-    command = [sys.executable, str(tree / "scripts/bench/tensor.py"), "--only", "ours-tp2-sequence", "--pairs", "1"]
+    command = [
+        sys.executable,
+        str(tree / "scripts/bench/tensor.py"),
+        "--only",
+        "ours-tp2-sequence,",
+        "--pairs",
+        "2",
+        "--launches",
+        "2",
+    ]
     done = subprocess.run([*command, "--json", "--before", str(tree)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["loss_difference"] < 1e-6
     one, sequence = "one process, small", "tp2-sequence, small"
     names = [f"ours, {one}", f"before, {one}", f"ours-{sequence}", f"before-{sequence}"]
+    names.insert(1, f"ours, {one}, again")
     names += [f"ours, {one} / before, {one}", f"ours-{sequence} / before-{sequence}"]
     assert [row["system"] for row in report["rows"]] == names
 
 
 def test_each_of_ours_is_followed_by_itself_before():
-    systems = [System(name, lambda: float, (), 1, ranks=2) for name in ("ours-a", "peer", "ours, b")]
+    systems = [System(name, lambda: float, ranks=2) for name in ("ours-a", "peer", "ours, b")]
     assert with_before(systems, None, "script", ()) == systems
     found = with_before(systems, "/tree", "script", (1,))
     assert [one.name for one in found] == ["ours-a", "before-a", "peer", "ours, b", "before, b"]
     assert (found[1].arguments, found[1].ranks) == (("/tree", "script", "ours-a", (1,)), 2)
 
 
-def test_ratios_are_of_the_same_round():
-    seconds = {"floor": [9.0] * 3, "ours-a": [1.0, 4.0, 9.0], "before-a": [2.0, 4.0, 6.0], "ours-b": [1.0] * 3}
-    rows = [Measured(name, 1.0, (1.0, 1.0), 100.0, 4.0, bound=0.9) for name in seconds]
-    found = with_ratios(Comparison(rows, {}, 3, 3, seconds)).rows
-    assert found[:-1] == rows
-    assert found[-1] == Measured("ours-a / before-a", 1.0, (0.5, 1.5), 100.0, 4.0)
+def test_each_pair_has_a_row_of_its_own():
+    found = pairs_of(["floor", "ours-a", "before-a", "ours-b"])
+    assert found == [Pair("ours-a / before-a", "ours-a", "before-a")]

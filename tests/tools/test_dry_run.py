@@ -24,8 +24,9 @@ from megazero.launch.signals import Signals
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
 from megazero.run.session import launch
-from megazero.tools.dry_run.dry_run import Simulated, ToldLedger, simulate, two_steps
+from megazero.tools.dry_run.dry_run import Simulated, simulate, two_steps
 from megazero.tools.dry_run.report import as_planned
+from megazero.tools.dry_run.told import ToldLedger
 from megazero.train.stopping import Stopping
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, SHAPES, Wires, config_of, ids, job_on, pairwise, rewired
@@ -167,6 +168,45 @@ def test_many_micro_batches_need_what_the_formulas_say(options: tuple[str, ...])
         found = simulate(config, rank, 8, "cuda")
         moments = [s.highest for s in found.steady.timeline.stretches() if s.action != "update"]
         assert found.planned.peak == pytest.approx(max(map(as_planned, moments)), rel=0.03)
+
+
+REPEATING = [
+    ("parallel.pipeline=4", "zero.stage=1"),
+    *(
+        pytest.param(options, marks=pytest.mark.full)
+        for options in (
+            ("zero.stage=0",),
+            ("zero.stage=2", "model.dropout=0.1"),
+            ("zero.stage=3", "memory.recompute=full"),
+            ("parallel.pipeline=4", "zero.stage=3", "parallel.tensor=2", "parallel.sequence=true"),
+            ("parallel.pipeline=2", "pipeline.schedule=interleaved", "pipeline.chunks=2", "zero.stage=2"),
+            ("parallel.pipeline=2", "pipeline.schedule=zb-h1", "zero.stage=1", "zero.offload.optimizer=cpu"),
+            ("parallel.pipeline=2", "pipeline.schedule=zb-v", "pipeline.chunks=2", "zero.stage=2"),
+            ("parallel.pipeline=2", "pipeline.schedule=gpipe", "zero.stage=1"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("options", REPEATING)
+def test_what_repeats_is_counted_as_often(
+    options: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load("tiny", ["batch.micro=1", "batch.global=96", "model.layers=4", "precision.dtype=bf16", *options])
+    for rank in (0, 3):
+        short = simulate(config, rank, 8, device)
+        with monkeypatch.context() as patched:
+            patched.setattr("megazero.tools.dry_run.repetition.shortened", lambda *_: None)
+            whole = simulate(config, rank, 8, device)
+        assert whole.steady.repeated is None
+        if "pipeline.schedule=gpipe" not in options:  # whose memory grows with every micro-batch
+            assert short.steady.repeated is not None
+            assert short.steady.repeated.simulated < short.steady.repeated.micro_batches
+        for one, other in ((short.first, whole.first), (short.steady, whole.steady)):
+            assert (one.traffic, one.activations) == (other.traffic, other.activations)
+            assert one.timeline.peak_live()[0].bytes == other.timeline.peak_live()[0].bytes
+        assert short.ledger.traffic == whole.ledger.traffic and short.ledger.bytes == whole.ledger.bytes
 
 
 def by_the_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> Counted:

@@ -3,7 +3,8 @@
 What runs is what trains: the model, the engine, the pipeline's schedule, the update, and the ledger that counts. Only
 three things are not there: the numbers (torch's FakeTensorMode computes shapes), the other ranks
 (`comm/fake_group.py`), and initial values. So every byte is the real rank's, and a rank of thousands takes a process of
-some hundred megabytes.
+some hundred megabytes. What a rank does again and again in the middle of a step (`schedules/repeat.py`) it does a few
+times, and its traffic is counted as often as it would have been.
 
 Tensors say that they are on the CPU, whatever is simulated: what depends on the hardware (algorithms, kernels, whether
 the host's memory is another) follows the device that is declared.
@@ -35,24 +36,11 @@ from megazero.plan.memory import RankMemory
 from megazero.plan.traffic import traffic
 from megazero.run.plan_check import expected
 from megazero.schedules.actions import Action
+from megazero.tools.dry_run.repetition import Repeated, Repetition, sent_since
+from megazero.tools.dry_run.told import Operation, ToldLedger
 from megazero.train.stopping import Stopping
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A transfer to other ranks or to the host.
-
-    Attributes:
-        action, part: those of the step in which it was sent.
-    """
-
-    action: str
-    part: str
-    axis: str
-    purpose: str
-    bytes_sent: int
 
 
 @dataclass(frozen=True)
@@ -64,12 +52,14 @@ class StepRecord:
         operations: what was sent, in order.
         traffic: the same as totals of axes and purposes, as the ledger counts them.
         activations: the most bytes of a step's own, as a run's ledger has them.
+        repeated: what timeline and operations have once and the step many times; None: they have all of it.
     """
 
     timeline: MemoryTimeline
     operations: list[Operation]
     traffic: dict[str, dict[str, Sent]]
     activations: int
+    repeated: Repeated | None
 
 
 @dataclass(frozen=True)
@@ -89,26 +79,6 @@ class Simulated:
     ledger: Ledger
     planned: RankMemory
     planned_traffic: dict[str, dict[str, int]]
-
-
-class ToldLedger(Ledger):
-    """A ledger that records into a timeline."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.timeline: MemoryTimeline | None = None
-        self.operations: list[Operation] = []
-
-    def hold(self, category: str, size: int) -> None:
-        super().hold(category, size)
-        if self.timeline is not None:
-            self.timeline.hold(category, size)
-
-    def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
-        super().add(axis, purpose, elements, item_size)
-        if self.timeline is not None:
-            place = self.timeline.place
-            self.operations.append(Operation(place.action, place.part, axis, purpose, elements * item_size))
 
 
 def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
@@ -177,13 +147,17 @@ def _step(
 ) -> StepRecord:
     """Simulate one step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
-    batches = [_batch(config) for _ in range(job_of(config, built.engine.grid["world"].size).micro_batches)]
+    job = job_of(config, built.engine.grid["world"].size)
+    repetition = Repetition(built.pipeline, job.micro_batches, job.pipeline, ledger)
+    batches = [_batch(config) for _ in range(repetition.simulated)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
     timeline = ledger.timeline = MemoryTimeline(held)
     hooks = _name_places(built.model, timeline)
-    progress.total = built.pipeline.num_passes(len(batches))
+    phases = map(built.pipeline.describe, built.pipeline.actions(len(batches)))
+    progress.total = sum(phase is not None for phase in phases)
 
     def at(action: Action) -> None:
+        repetition.at()
         if (phase := built.pipeline.describe(action)) is not None:
             progress.advance()
             timeline.at(phase)
@@ -197,7 +171,8 @@ def _step(
     ledger.timeline = None
     for hook in hooks:
         hook.remove()
-    return StepRecord(timeline, ledger.operations, _since(before, ledger.traffic), timeline.peak)
+    repeated = repetition.count()
+    return StepRecord(timeline, ledger.operations, sent_since(before, ledger.traffic), timeline.peak, repeated)
 
 
 def _batch(config: Config) -> MicroBatch:
@@ -240,16 +215,3 @@ def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils
             hooks.append(module.register_forward_pre_hook(lambda module, x, name=name: enter(name)))
             hooks.append(module.register_forward_hook(lambda module, x, y, name=name: leave(name, y)))
     return hooks
-
-
-def _since(before: dict[str, dict[str, Sent]], now: dict[str, dict[str, Sent]]) -> dict[str, dict[str, Sent]]:
-    """Return what was sent between two states of a ledger."""
-    nothing = Sent()
-    difference: dict[str, dict[str, Sent]] = {}
-    for axis, purposes in now.items():
-        for purpose, sent in purposes.items():
-            old = before.get(axis, {}).get(purpose, nothing)
-            if sent.ops > old.ops:
-                more = Sent(sent.ops - old.ops, sent.elements - old.elements, sent.bytes_sent - old.bytes_sent)
-                difference.setdefault(axis, {})[purpose] = more
-    return difference

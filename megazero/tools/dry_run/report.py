@@ -49,6 +49,10 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
         for purpose, sent in purposes.items():
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
+    if (again := steady.repeated) is not None:
+        sentence = f"{again.simulated} of {again.micro_batches:,} micro-batches were simulated: from {again.begins} to "
+        sentence += f"{again.ends} the rank does what it does {again.times:,} times more, counted above"
+        lines += ["", *wrapped(sentence, columns, "  ")]
     lines += [
         f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}"
         for axis, purpose, size in _not_as_planned(found)
@@ -131,6 +135,7 @@ def _step(record: StepRecord) -> dict[str, Any]:
     return {
         "peak": {"total": highest.total, **_cause(highest), "bytes": dict(_sorted(highest)), "made": origins},
         "activations": record.activations,
+        "repeated": None if record.repeated is None else asdict(record.repeated),
         "traffic": {axis: {p: asdict(sent) for p, sent in of.items()} for axis, of in record.traffic.items()},
         "timeline": timeline,
         "operations": list(_operations(record)),

@@ -1,0 +1,41 @@
+"""Record what a simulated rank sends, with the place in the step where it does."""
+
+from dataclasses import dataclass
+
+from megazero.comm.ledger import Ledger
+from megazero.observe.timeline import MemoryTimeline
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A transfer to other ranks or to the host.
+
+    Attributes:
+        action, part: those of the step in which it was sent.
+    """
+
+    action: str
+    part: str
+    axis: str
+    purpose: str
+    bytes_sent: int
+
+
+class ToldLedger(Ledger):
+    """A ledger that records into a timeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline: MemoryTimeline | None = None
+        self.operations: list[Operation] = []
+
+    def hold(self, category: str, size: int) -> None:
+        super().hold(category, size)
+        if self.timeline is not None:
+            self.timeline.hold(category, size)
+
+    def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
+        super().add(axis, purpose, elements, item_size)
+        if self.timeline is not None:
+            place = self.timeline.place
+            self.operations.append(Operation(place.action, place.part, axis, purpose, elements * item_size))

@@ -1,0 +1,209 @@
+"""Run systems to be timed: each is one process, or several ranks that work together, kept alive with its model built.
+
+The parent tells a system which of its calls to do, and gets seconds, processor seconds and what the call returned from
+every rank. A call of several ranks takes as long as its slowest rank.
+"""
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Call = Callable[[], float]
+_MEMORY, _STOP = "memory", "stop"  # orders beside the names of calls
+
+
+@dataclass(frozen=True)
+class System:
+    """One system to time.
+
+    Args:
+        name: as in the table; its only call has this name too.
+        build: called in the system's own process with `arguments`; returns a function that does one step and returns
+            the step's loss, or several such calls by name. With several ranks it is called in each one's process with
+            `arguments`, the rank, the number of ranks, and a path for the file at which they meet (torch's FileStore).
+        arguments: for `build`.
+        threads: of torch, in each process.
+        ranks: processes that the system consists of. Its loss is the mean of theirs.
+        transport: how its ranks exchange bytes: "shared memory", "sockets"; "": they do not.
+        has_loss: what a call returns is a loss, to be compared with others'.
+        times_itself: what a call returns are its seconds: what it prepares and clears away does not count.
+        needs_script: whether its processes import the script that runs, as spawned ones do. `build` of a system that
+            does not lies in a module.
+    """
+
+    name: str
+    build: Callable[..., Call | Mapping[str, Call]]
+    arguments: tuple[Any, ...] = ()
+    threads: int = 1
+    ranks: int = 1
+    transport: str = ""
+    has_loss: bool = True
+    times_itself: bool = False
+    needs_script: bool = True
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a call took, of all ranks of a system: seconds of the slowest, processor seconds of all, mean of results."""
+
+    seconds: float
+    processor: float
+    result: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak resident megabytes of the largest rank of a system: until it was built, and from then on."""
+
+    built_mb: float
+    steady_mb: float
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A system whose processes have built it: this side of their pipes, in rank order."""
+
+    system: System
+    ends: list[Connection]
+    processes: list[BaseProcess]
+    calls: list[str]
+
+    def do(self, call: str) -> Done:
+        """Do a call. All ranks get the order before the first answer is read: they may need each other."""
+        answers = self._ask(call)
+        seconds = max(seconds for seconds, _, _ in answers)
+        result = statistics.fmean(result for _, _, result in answers)
+        if self.system.times_itself:
+            seconds = max(result for _, _, result in answers)
+        return Done(seconds, sum(processor for _, processor, _ in answers), result)
+
+    def memory(self) -> Memory:
+        answers = self._ask(_MEMORY)
+        return Memory(max(built for built, _ in answers), max(steady for _, steady in answers))
+
+    def stop(self) -> None:
+        for end in self.ends:
+            end.send(_STOP)
+        for process in self.processes:
+            process.join()
+
+    def _ask(self, order: str) -> list[Any]:
+        for end in self.ends:
+            end.send(order)
+        return _answers(self.ends)
+
+
+@contextmanager
+def running(systems: Sequence[System]) -> Iterator[list[Running]]:
+    """Start systems one after the other, so that no two build at once; stop all at the end.
+
+    Raises:
+        EOFError: a process ended; what it printed says why.
+    """
+    context = multiprocessing.get_context("spawn")
+    started: list[Running] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for number, system in enumerate(systems):
+            one = Running(system, [], [], [])
+            for rank in range(system.ranks):
+                ours, theirs = context.Pipe()
+                target = (system, rank, f"{folder}/store-{number}", theirs)
+                process = context.Process(target=_serve, args=target, daemon=True)
+                _start(process, system.needs_script)
+                theirs.close()
+                one.ends.append(ours)
+                one.processes.append(process)
+            one.calls.extend(_answers(one.ends)[0])
+            started.append(one)
+        yield started
+        for one in started:
+            one.stop()
+
+
+def on_ranks(call: Callable[..., Any], ranks: int) -> list[Any]:
+    """Return what `call(rank, ranks, store)` returns on each of several concurrent ranks of one thread each."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(target=_once, args=(call, rank, ranks, f"{folder}/store", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        results = [ours.recv() for ours, _ in pipes]
+        for process in processes:
+            process.join()
+        return results
+
+
+def _once(call: Callable[..., Any], rank: int, ranks: int, store: str, end: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    end.send(call(rank, ranks, store))
+
+
+def _answers(ends: Sequence[Connection]) -> list[Any]:
+    """Return one answer of each rank, read as they come: when a rank dies, others may never answer.
+
+    The dead rank's pipe raises EOFError.
+    """
+    found: dict[Connection, Any] = {}
+    while len(found) < len(ends):
+        waiting = [end for end in ends if end not in found]
+        ready = wait(waiting)
+        found |= {end: end.recv() for end in waiting if end in ready}
+    return [found[end] for end in ends]
+
+
+def _start(process: BaseProcess, needs_script: bool) -> None:
+    """Start a process; hide the script that runs from one that does not need it, so that it imports no more of ours."""
+    script = sys.modules["__main__"]
+    try:
+        if not needs_script:
+            sys.modules["__main__"] = ModuleType("__main__")  # without a file
+        process.start()
+    finally:
+        sys.modules["__main__"] = script
+
+
+def _serve(system: System, rank: int, store: str, end: Connection) -> None:
+    """Run one rank of a system in its process: do what the parent says until it says stop (or is gone)."""
+    import torch
+
+    torch.set_num_threads(system.threads)
+    place = () if system.ranks == 1 else (rank, system.ranks, store)
+    built = system.build(*system.arguments, *place)
+    calls = built if isinstance(built, Mapping) else {system.name: built}
+    most = _peak_mb()
+    with suppress(OSError):  # forget the peak of building
+        Path("/proc/self/clear_refs").write_text("5")
+    end.send(list(calls))
+    while (order := end.recv()) != _STOP:
+        if order == _MEMORY:
+            end.send((most, _peak_mb()))
+            continue
+        processor, began = time.process_time(), time.perf_counter()
+        result = calls[order]()
+        end.send((time.perf_counter() - began, time.process_time() - processor, result))
+
+
+def _peak_mb() -> float:
+    """Return the most megabytes (1e6) that have been resident since the start, or since they were last forgotten."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
