@@ -37,7 +37,7 @@ SHAPES |= {
     "deep": replace(GPT, layers=4, dropout=0.1),
     "deep-untied": replace(LLAMA, layers=4, heads=8, kv_heads=4, dropout=0.1),
 }
-GLOBAL_BATCH, STEPS = 16, 4
+GLOBAL_BATCH, STEPS = 16, 3
 CPU = torch.device("cpu")
 
 

@@ -53,7 +53,7 @@ VERBS = [
     ("plan", "--config", "gpt13b", "--gpus", "8", "--hardware", "a100-80gb", "--search"),
     ("explain", "--config", "tiny"),
     ("schedule", *TINY, "parallel.pipeline=4", "pipeline.schedule=zb-v", "model.layers=14", "zero.stage=3"),
-    ("simulate", *TINY, "--gpus", "4", "parallel.tensor=2", "zero.stage=3", "--device", "cpu"),
+    ("simulate", *TINY, "--gpus", "4", "parallel.tensor=2", "zero.stage=3", "--device", "cpu", "batch.global=4"),
 ]
 
 

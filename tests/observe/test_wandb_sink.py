@@ -42,6 +42,10 @@ def started(folder: Path) -> WandbSink:
     return sink
 
 
+def unended() -> list[subprocess.Popen]:
+    return [found for found in gc.get_objects() if type(found) is subprocess.Popen and found.returncode is None]
+
+
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Connect]:
     """Point the library at a server, as a user does, and end its process afterwards."""
@@ -60,10 +64,12 @@ def connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Connect
             monkeypatch.setenv("WANDB_MODE", mode)
         wandb.teardown()  # the library reads its environment once
 
+    before = unended()  # not the library's
     yield point
     wandb.teardown()
-    for left in [o for o in gc.get_objects() if type(o) is subprocess.Popen and o.returncode is None]:
-        left.wait(10)  # a process that the sink had to end: the library does not wait for it, and it must be gone
+    for left in unended():
+        if left not in before:
+            left.wait(10)  # a process that the sink had to end: the library does not wait for it, and it must be gone
 
 
 def timed(call: Callable[[], None]) -> float:

@@ -176,21 +176,38 @@ def test_three_in_a_row_are_too_many_here_too(tiny_data: TinyData, tmp_path: Pat
     assert "stopped by SIGTERM before the first step, 3 times in a row: not started again" in err
 
 
+# What runs instead of train.py: it gets a signal between two batches of its first validation.
+IN_VALIDATION = """
+import os, signal, sys
+from megazero.train.validation import Validation
+from megazero.__main__ import main
+
+honest, asked = Validation.score, []
+
+def score(self, stop):
+    def signalled():
+        asked.append(os.path.exists(sys.argv[-1].removeprefix("run.dir=") + "/checkpoints/step_00000002"))
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return stop()
+    return honest(self, signalled)
+
+Validation.score = score
+code = main(sys.argv[1:])
+assert asked == [True] * 3, asked  # the step was saved before, and no batch was scored behind the signal
+sys.exit(code)
+"""
+
+
 def test_a_signal_in_the_last_validation_breaks_it_off_and_the_next_job_does_it(
     tiny_data: TinyData, tmp_path: Path
 ) -> None:
     """The step is saved before it; who goes on from there owes the validation alone, and has the same row."""
-    options = ("run.steps=2", "data.valid=0.9", "data.valid_samples=null", "model.layers=32", "batch.micro=1")
     run = tmp_path / "run"
-    line = ["train.py", "--config", tiny_data.config, *options]
-    with started([*line, f"run.dir={run}"]) as process:
-        while not (run / "checkpoints/step_00000002").exists():
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.001)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=100)
-    assert (process.returncode, without_heartbeat(err)) == (75, "")
-    assert out.splitlines()[-1].startswith("stopped by SIGTERM after step 2 of 2, saved in ")
+    line = ["train.py", "--config", tiny_data.config, "run.steps=2", "batch.micro=1"]
+    done = command("-c", IN_VALIDATION, "train", *line[1:], f"run.dir={run}")
+    assert (done.returncode, done.stderr) == (75, "")
+    assert done.stdout.splitlines()[-1].startswith("stopped by SIGTERM after step 2 of 2, saved in ")
     again = command(*line, f"run.dir={run}", "checkpoint.resume=auto")
     assert (again.returncode, again.stderr) == (0, "") and "finished what an earlier job left" in again.stdout
     assert "validation loss" in again.stdout
