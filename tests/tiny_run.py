@@ -102,7 +102,7 @@ def saved_weights(folder: RunFolder) -> dict[str, Tensor]:
     """Of a run's newest checkpoint, whole."""
     store = Store(folder.checkpoints)
     manifest = read_manifest(store.path(store.steps()[0]))
-    shapes = {name: tuple(logical.shape) for name, logical in manifest.tensors.items()}
+    shapes = {name: logical.shape for name, logical in manifest.tensors.items()}
     return newest_weights(store, shapes, lambda text: None)[1]
 
 

@@ -13,7 +13,6 @@ cores they wait for each other; the note below the table says how many cores the
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -120,9 +119,10 @@ def train(folder: Path, model: dict[str, int], batch: int, *, ranks: int) -> tup
             "observe": {"every": 1},
         }
         (path / "config.yaml").write_text(json.dumps(config))
-        line = [sys.executable, "train.py", "--nproc", str(ranks), "--config", str(path / "config.yaml")]
+        line = ["env", "OMP_NUM_THREADS=1", sys.executable, "train.py", "--nproc", str(ranks)]
+        line += ["--config", str(path / "config.yaml")]
         began = time.time()
-        done = subprocess.run(line, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr)
         rows = [json.loads(row) for row in (path / "run/metrics.jsonl").read_text().splitlines()]

@@ -98,6 +98,7 @@ def settings(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATC
         "precision": {"dtype": case.dtype, "kernels": "reference"},
         "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": CLIP},
         "batch": {"global_": batch},
+        "data": {"mask_eod": False},
     }
     for option, value in options_of(case.job).items():
         *sections, name = option.split(".")

@@ -20,8 +20,8 @@ honest = megazero.run.build.build
 def main() -> int:
     kind, config = sys.argv[1], load(sys.argv[2], sys.argv[3:])
 
-    def poisoned(*arguments) -> Built:
-        built = honest(*arguments)
+    def poisoned(*arguments, **options) -> Built:
+        built = honest(*arguments, **options)
         stage = built.pipeline.stages.get(1)
         if stage is not None:
             run = stage.run

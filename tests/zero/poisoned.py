@@ -21,8 +21,8 @@ honest = megazero.run.build.build
 def main() -> int:
     bad_rank, first, config = int(sys.argv[1]), int(sys.argv[2]), load(sys.argv[3], sys.argv[4:])
 
-    def poisoned(*arguments) -> Built:
-        built = honest(*arguments)
+    def poisoned(*arguments, **options) -> Built:
+        built = honest(*arguments, **options)
         stage = built.pipeline.stages.get(built.pipeline.num_stages - 1)
         if stage is not None and dist.get_rank() == bad_rank:
             run = stage.run
