@@ -73,7 +73,7 @@ def make_data(folder: Path) -> None:
 def bare() -> Call:
     """Return ten steps of the engine alone, which take as many seconds as the mean of the last eight."""
     batch = Batch(**{"global": MICRO, "micro": MICRO})
-    config = resolved(Config(model=Model(**SMALL), batch=batch))
+    config = resolved(Config(model=Model.model_validate(SMALL), batch=batch))
     step = engine_step(config, single(), choose("auto", CPU, torch.float32))
 
     def call() -> float:
