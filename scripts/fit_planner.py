@@ -62,8 +62,8 @@ BOUNDS = {
 SYSTEM_FITTED = {"megatron-core": ("h100-80gb", ("matmul",))}
 BY_HAND = (
     "latencies and the 4 us of a launch (`machines.py`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
-    "of a system: `scattered`, which sums have products beside them, which messages are split (`systems.py`)",
-    "attention 0.4 of *matmul* where a machine file does not say (`machine_file.py`)",
+    "for a system `scattered`, which sums have products beside them, which messages are split (`systems.py`)",
+    "*attention* 0.4 of *matmul* where a machine file does not say (`machine_file.py`)",
 )
 
 
@@ -259,35 +259,45 @@ def _cells(sizes: Sequence[float]) -> str:
     return f"{statistics.median(sizes):.1%} | {max(sizes):.0%}"
 
 
-def _by_table(chosen: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+def _by_table(chosen: Sequence[Row], together: str) -> Iterator[tuple[str, Sequence[Row]]]:
+    """Yield the rows of each table, and all of them under the name `together`."""
     for table in dict.fromkeys(row.table for row in chosen):
         yield table, [row for row in chosen if row.table == table]
-    yield "all", list(chosen)
+    yield together, chosen
 
 
-def _errors(chosen: Sequence[Row], every: Sequence[Row], machines: Mapping[str, Machine]) -> list[str]:
+def _errors(groups: Sequence[tuple[str, Sequence[Row]]], machines: Mapping[str, Machine]) -> list[str]:
     known = every_machine(machines)
-    hfu = constant_hfu(every, known)
+    hfu = constant_hfu(rows(), known)
     top = "| table | rows | as its system ran: median | worst | as ours: median | worst | one HFU: median | worst |"
     lines = [top, "|---|---|---|---|---|---|---|---|"]
-    for table, some in _by_table(chosen):
+    for name, some in groups:
         own = _cells(_sizes(some, lambda row: row.predicted(known[row.machine])))
         ours = _cells(_sizes(some, lambda row: row.predicted(known[row.machine], OURS)))
         base = _cells(_sizes(some, lambda row: row.at_hfu(hfu[row.machine], known[row.machine])))
-        lines.append(f"| {table} | {len(some)} | {own} | {ours} | {base} |")
+        lines.append(f"| {name} | {len(some)} | {own} | {ours} | {base} |")
     return lines
+
+
+def unseen(chosen: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of time that no fit has seen: those of whole tables, and those of tables that it saw some of."""
+    timed = [row for row in chosen if row.quantity != MEMORY]
+    known = {row.table for row in timed if row.fitted}
+    whole = [row for row in timed if row.table not in known]
+    return whole, [row for row in timed if row.table in known and not row.fitted]
 
 
 def never_seen(machines: Mapping[str, Machine]) -> list[str]:
     """Return a line for each table with rows that no fit has seen, of those rows: errors of the time."""
-    every = rows()
-    return _errors([row for row in every if not row.fitted and row.quantity != MEMORY], every, machines)
+    whole, others = unseen(rows())
+    groups = [*_by_table(whole, "*whole tables*"), *_by_table(others, "*rows of tables seen in part*")]
+    return _errors([*groups, ("*all*", [*whole, *others])], machines)
 
 
 def seen(machines: Mapping[str, Machine]) -> list[str]:
     """Return a line for each table with rows that a fit saw, of those rows: errors of the time."""
-    every = rows()
-    return _errors([row for row in every if row.fitted and row.quantity != MEMORY], every, machines)
+    chosen = [row for row in rows() if row.fitted and row.quantity != MEMORY]
+    return _errors(list(_by_table(chosen, "*all*")), machines)
 
 
 def in_memory(machines: Mapping[str, Machine]) -> list[str]:

@@ -13,7 +13,7 @@ from megazero.plan.liveness import liveness
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, memory
 
-TIME_ERROR = 0.20  # four of five published rows that no fit has seen are this close (docs/published.md, held by a test)
+TIME_ERROR = 0.20  # four of five rows of published tables that no fit has seen are this close (docs/published.md)
 UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine on GPUs: not measured"
 
 _SCORE_BYTES = 5  # softmax's and dropout's output and a mask: 5 a s^2 b, Korthikanti et al. 2022 (arXiv 2205.05198)

@@ -19,7 +19,8 @@ device's part of the network, because the other rings of the node's N' / k share
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
-waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all.
+waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all
+(`systems.py`).
 """
 
 from dataclasses import dataclass
