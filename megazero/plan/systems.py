@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from megazero.plan.job import Job
 from megazero.plan.liveness import liveness
-from megazero.plan.machines import Machine
+from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import RankMemory, memory
 
 TIME_ERROR = 0.20  # four of five rows of published tables that no fit has seen are this close (docs/published.md)
@@ -48,9 +48,11 @@ class System:
     allocator: float = 0.0
 
     def on(self, machine: Machine) -> Machine:
-        """Return the machine with the shares that this system's kernels reach on it."""
-        shares = self.reached.get(machine.name)
-        return machine if not shares else replace(machine, reached=replace(machine.reached, **shares))
+        """Return the machine with the shares that this system's kernels reach on it; those of a file stay."""
+        known, shares = MACHINES.get(machine.name), self.reached.get(machine.name)
+        if not shares or known is None or known.reached.fitted != machine.reached.fitted:
+            return machine
+        return replace(machine, reached=replace(machine.reached, **shares))
 
     def memory(self, job: Job, rank: int) -> RankMemory:
         """Return the memory of a rank of the pipeline axis, with what this system holds beyond ours."""

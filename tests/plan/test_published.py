@@ -20,6 +20,7 @@ from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import bubble_of
 from scripts.fit_planner import (
     FITTED,
+    MEMORY,
     Row,
     constant_hfu,
     constants,
@@ -212,6 +213,17 @@ def test_the_systems_are_where_their_fit_ends() -> None:
 def test_tables_of_the_pages(name: str, lines) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert "\n".join(lines(MACHINES)) in page, "python scripts/fit_planner.py prints it anew"
+
+
+def test_counts_of_the_page() -> None:
+    page = (ROOT / "docs/published.md").read_text(encoding="utf-8")
+    fitted = sum(row.fitted and row.quantity != MEMORY for row in ROWS)
+    for words in (
+        f"{len(ROWS)} such figures",
+        f"{len(UNSEEN)} figures of time, {len(WHOLE)} of",
+        f"{fitted} figures of",
+    ):
+        assert words in page, words
 
 
 @pytest.mark.full

@@ -63,3 +63,5 @@ def test_kernels_of_a_system_are_faster_only_where_it_was_measured() -> None:
     core = SYSTEMS["megatron-core"]
     assert core.on(H100).reached.matmul > H100.reached.matmul and core.on(MACHINES["h200"]).reached.attention == 0.40
     assert core.on(H100).reached.in_node == H100.reached.in_node and core.on(A100) is A100
+    measured = replace(H100, reached=replace(H100.reached, fitted="from a file"))
+    assert core.on(measured) is measured, "what a file says is not replaced"
