@@ -28,6 +28,7 @@ _COLOURS = {
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
+_OF_OTHER_SYSTEMS = ("scores", "allocator")  # drawn only where there are any
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
@@ -91,6 +92,8 @@ def draw(plan: Plan, path: Path) -> None:
         below = [0.0] * len(plan.ranks)
         for category, colour in _COLOURS.items():
             sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
+            if category in _OF_OTHER_SYSTEMS and not any(sizes):
+                continue
             left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
             below = [under + size for under, size in zip(below, sizes, strict=True)]
         left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
