@@ -202,7 +202,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.build.pipeline import check_world
     from megazero.config.file import flatten, load, refuse_unbuilt
     from megazero.plan.machines import MACHINES
-    from megazero.tools.planning.job import as_json, find, plan, search_as_json
+    from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.report import as_text, draw, search_as_text
 
@@ -210,11 +210,13 @@ def _plan(options: argparse.Namespace) -> int:
     if options.hardware is None:
         what = f"--hardware is missing; known are {', '.join(MACHINES)}"
         raise UserError(100, what, "or give a file of `megazero doctor --write FILE.yaml`", where="plan")
-    machine = machine_of(options.hardware)
+    machine, system = machine_of(options.hardware), system_of(options.system)
     refuse_unbuilt(config)
     check_name(options.draw, "plan")
     if options.search and (options.draw is not None or options.tokens is not None):
         raise UserError(100, "--draw and --tokens are of one plan, not of a --search", where="plan")
+    if options.search and options.system != "ours":
+        raise UserError(100, f"--system {options.system} is of one plan; a --search is of ours", where="plan")
     if options.search:
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
@@ -223,7 +225,7 @@ def _plan(options: argparse.Namespace) -> int:
         return 0
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
-        planned = plan(config, options.gpus, machine, options.tokens)
+        planned = plan(config, options.gpus, machine, options.tokens, system)
     _draw(lambda path: draw(planned, path), options)
     answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned, width()))
     return 0
@@ -336,6 +338,8 @@ def _add_planning(verbs: Any) -> None:
     plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
     plan.add_argument("--hardware", metavar="NAME|FILE.yaml", help=hardware)
+    systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
+    plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
     plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")

@@ -27,41 +27,10 @@ from dataclasses import dataclass
 
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
+from megazero.plan.systems import OURS, System
 
 _STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes that go through the memory for each score
 _LOGITS = 16  # and for each logit, from product to gradient: read for maximum and sum, exponentials in place, gradient
-
-
-@dataclass(frozen=True)
-class Software:
-    """The ways in which systems differ; the defaults are ours.
-
-    Attributes:
-        stored_scores: attention keeps its scores in memory.
-        replays_all: full recompute computes a block's last product again, and sums it over the tensor axis.
-        overlaps: gradients are reduced, and parameters gathered, beside the computation.
-        scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter
-            goes alone.
-        splits_messages: pipeline messages are sent once, not by each rank of the tensor axis (arXiv 2104.04473, 4.1).
-    """
-
-    stored_scores: bool = False
-    replays_all: bool = False
-    overlaps: bool = True
-    splits_messages: bool = False
-    scattered: float = 1.0
-
-
-OURS = Software()
-# Of published figures, as far as their papers say.
-SYSTEMS = {
-    "ours": OURS,
-    "megatron-2021": Software(stored_scores=True, replays_all=True, overlaps=False, splits_messages=True),
-    # Its rows that wait for the network do so for 3 parameters' bytes at this share of what other rows reach, whatever
-    # the model (174.6B, 529.6B) and the number of ranks (768 to 2,240).
-    "deepspeed-2021": Software(stored_scores=True, replays_all=True, scattered=0.19),
-    "fused": Software(replays_all=True, splits_messages=True),
-}
 
 
 @dataclass(frozen=True)
@@ -101,8 +70,8 @@ class Compute:
         ValueError: the machine has no peak for the job's precision.
     """
 
-    def __init__(self, job: Job, machine: Machine, software: Software = OURS):
-        self.job, self.shape, self.software = job, job.shape, software
+    def __init__(self, job: Job, machine: Machine, system: System = OURS):
+        self.job, self.shape, self.system = job, job.shape, system
         self.item, self.t = job.bytes.parameter, job.tensor
         peak = machine.peak(self.item)
         if peak is None:
@@ -118,22 +87,23 @@ class Compute:
         return size / self._bandwidth + self.launch
 
     def block(self) -> PassTimes:
-        shape, t, T = self.shape, self.t, self.tokens
-        h, f, kv = shape.hidden, shape.ffn / t, shape.kv_width
-        qkv, out = ((h + 2 * kv) / t, h), (h, h / t)
-        up, down = (f * shape.num_mlp_inputs, h), (h, f)
-        products = [self._product(T, *sizes) for sizes in (qkv, out, up, down)]
-        weights = [self._product(sizes[0], sizes[1], T, grows=True) for sizes in (qkv, out, up, down)]
+        products = self.products()
+        weights = [self._product(*sizes, self.tokens, grows=True) for sizes in self._sizes()]
         core, core_backward = self._attention()
         light, light_backward, biases = self._light()
         forward = sum(products) + core + light
         again = 0.0
         if self.job.recompute == "full":
-            again = forward - (0 if self.software.replays_all else products[3] + light / 4)
+            again = forward - (0 if self.system.replays_all else products[3] + light / 4)
         elif self.job.recompute == "selective":
             again = core
         columns = (weights[0], weights[2])
-        return PassTimes(forward, sum(products) + core_backward + light_backward, sum(weights) + biases, again, columns)
+        backward = sum(products) + core_backward + light_backward
+        return PassTimes(forward, backward, sum(weights) + biases, again, columns)
+
+    def products(self) -> list[float]:
+        """Return the seconds of a block's four products in forward: qkv, out, up, down."""
+        return [self._product(self.tokens, *sizes) for sizes in self._sizes()]
 
     def head(self) -> PassTimes:
         """Return the times of norm, projection and loss."""
@@ -161,11 +131,16 @@ class Compute:
         again = 0.0
         if self.job.recompute == "full":
             again = (model - 6 * shape.vocab * shape.hidden) / 3
-            if not self.software.replays_all:
+            if not self.system.replays_all:
                 again -= 2 * shape.layers * shape.hidden * shape.ffn
         elif self.job.recompute == "selective":
             again = shape.layers * core
         return model, model + again
+
+    def _sizes(self) -> tuple[tuple[float, float], ...]:
+        shape, t = self.shape, self.t
+        h, f, kv = shape.hidden, shape.ffn / t, shape.kv_width
+        return ((h + 2 * kv) / t, h), (h, h / t), (f * shape.num_mlp_inputs, h), (h, f)
 
     def _product(self, m: float, n: float, k: float, *, grows: bool = False) -> float:
         size = self.item * (m * k + k * n)
@@ -176,7 +151,7 @@ class Compute:
         """Return the seconds of what lies between the projections, forward and backward."""
         shape, T, t = self.shape, self.tokens, self.t
         flops = 4 * T * shape.seq_len * shape.hidden / t
-        if not self.software.stored_scores:
+        if not self.system.stored_scores:
             forward = flops / 2 / self._fused + self.launch
             light = (
                 0.0 if shape.learned_positions else self.moved(2 * T * (shape.hidden + shape.kv_width) * self.item / t)

@@ -19,14 +19,16 @@ device's part of the network, because the other rings of the node's N' / k share
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
-waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all.
+waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all
+(`systems.py`).
 """
 
 from dataclasses import dataclass
 
-from megazero.plan.compute import OURS, Compute, PassTimes, Software
+from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
+from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
@@ -95,15 +97,16 @@ class Links:
         return self.machine.in_node_latency * (1 - 1 / together) + self.machine.cross_node_latency / together
 
 
-def step_time(job: Job, machine: Machine, software: Software = OURS) -> StepTime:
+def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     """Return the time of a step.
 
     Raises:
         ValueError: the machine has no peak for the job's precision.
     """
-    compute, links = Compute(job, machine, software), Links(job, machine)
+    machine = system.on(machine)
+    compute, links = Compute(job, machine, system), Links(job, machine)
     block = compute.block()
-    sums = _sums(job, links, compute, block, software)
+    sums = _sums(job, links, compute, block, system)
     first, last = _blocks(job)
     busy, work = _busiest(job, compute, block, sums, first, last)
     mean = _mean(job, compute, block, sums)
@@ -111,13 +114,13 @@ def step_time(job: Job, machine: Machine, software: Software = OURS) -> StepTime
     bubble = _waits(job, mean)
     share = Share(first, True, job.pipeline == 1, 0, 0)
     own = list(flows(job, share))
-    data, hidden = _data(links, own, gathers(job, share), share.blocks, busy, software)
+    data, hidden = _data(links, own, gathers(job, share), share.blocks, busy, system)
     update, offload = _update(machine, compute, own, updated(job, share), busy)
     parts = {
         "compute": m * work,
         "recompute": m * busy.again,
         "tensor traffic": m * (busy.forward + busy.backward - busy.again - work),
-        "pipeline traffic": _messages(job, links, software),
+        "pipeline traffic": _messages(job, links, system),
         "bubble": bubble,
         "data traffic": data,
         "update": update,
@@ -140,7 +143,7 @@ def step_time(job: Job, machine: Machine, software: Software = OURS) -> StepTime
     )
 
 
-def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, software: Software) -> PassTimes:
+def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: System) -> PassTimes:
     """Return the seconds that a block waits on the tensor axis."""
     t = job.tensor
     if t == 1:
@@ -148,14 +151,33 @@ def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, software: 
     each = compute.tokens * job.shape.hidden * compute.item * (t - 1) / t
     one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
     columns = block.columns
+    if system.sums == "all" and job.sequence:
+        return _beside_products(one / 2, compute, block)
+    if system.sums == "none":
+        columns = (0.0, 0.0)
     if job.sequence:
         backward = one + sum(max(0.0, one - column) for column in columns)  # gathers again, and sums, beside products
     else:
         backward = sum(max(0.0, one - column) for column in columns)
     again = 0.0
     if job.recompute == "full":
-        again = one * (2 if software.replays_all else 1.5 if job.sequence else 1)
+        again = one * (2 if system.replays_all else 1.5 if job.sequence else 1)
     return PassTimes(2 * one, backward, 0.0, again)
+
+
+def _beside_products(one: float, compute: Compute, block: PassTimes) -> PassTimes:
+    """Return the seconds that a block waits where every gather and sum moves beside a product, in pieces of the ring.
+
+    Forward has one for each of the four products. Backward has one beside each product for its input and one beside the
+    gradient of either column product's weights. The first piece of a ring, 1 / t of it, has nothing to run beside.
+
+    Args:
+        one: seconds of a gather, or of a sum, alone.
+    """
+    t = compute.job.tensor
+    forward = sum(_rest(one, product, t) for product in compute.products())
+    weights = sum(_rest(one, column, t) for column in block.columns)
+    return PassTimes(forward, forward + weights, 0.0, forward if compute.job.recompute == "full" else 0.0)
 
 
 def _blocks(job: Job) -> tuple[int, int]:
@@ -243,18 +265,18 @@ def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> floa
     return (ranks - 1) * each[schedule]
 
 
-def _messages(job: Job, links: Links, software: Software) -> float:
+def _messages(job: Job, links: Links, system: System) -> float:
     p, m, v = job.pipeline, job.micro_batches, job.chunks
     if p == 1:
         return 0.0
-    split = job.tensor if job.sequence or software.splits_messages else 1
+    split = job.tensor if job.sequence or system.splits_messages else 1
     size = job.shape.seq_len * job.micro_batch * job.shape.hidden * job.bytes.parameter / split
     counts = {"gpipe": 2 * (p - 1), "1f1b": 2 * m, "interleaved": 2 * (p * v - 1), "zb-h1": 4 * (p - 1), "zb-v": 4 * p}
     return counts[job.schedule] * links.message(size)
 
 
 def _data(
-    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: PassTimes, software: Software
+    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: PassTimes, system: System
 ) -> tuple[float, float]:
     """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not."""
     job = links.job
@@ -264,13 +286,13 @@ def _data(
         found = [flow for flow in own if (flow.axis, flow.purpose) == (axis, purpose)]
         return sum(links.seconds(axis, flow.bytes, flow.ops) for flow in found)
 
-    share_of_rate = software.scattered if job.shards_parameters else 1.0
+    share_of_rate = system.scattered if job.shards_parameters else 1.0
     axis, replicas = job.shard_axis, total("replica", "gradients")
     reduces, parameters = (total(axis, what) / share_of_rate for what in ("gradients", "parameters"))
     ends = total("ends", "tied")
     if job.data == 1:
         return ends, 0.0
-    if not software.overlaps:
+    if not system.overlaps:
         return reduces + replicas + parameters + ends, 0.0
     waited = 0.0
     times = m if job.shards_gradients else 1

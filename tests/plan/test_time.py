@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.plan.compute import OURS, Compute, PassTimes, Software
+from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
+from megazero.plan.systems import OURS, System
 from megazero.plan.time import Links, bubble_of, step_time
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
@@ -19,7 +20,7 @@ GPT3 = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, 
 LLAMA = ModelShape(32, 4096, 32, 8, 14336, 128256, 8192, False, False, True, False)
 MIXED = Bytes(2, 2, 4)
 A100 = MACHINES["a100-80gb"]
-WHOLE = Software(replays_all=True)
+WHOLE = System(replays_all=True)
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 
 

@@ -1,6 +1,7 @@
 """`megazero plan`: the contract's object, its faults, hardware files, pictures, what a run says beside its plan."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from megazero.base.errors import UserError
 from megazero.build.job import job_of, options_of
 from megazero.config.file import load, spelt
 from megazero.plan.machines import MACHINES
+from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import step_time
 from megazero.tools.doctor.hardware import Hardware, Link
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
+from megazero.tools.planning.report import rounded
 from tests.tiny_run import ROOT, TinyData, command
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
@@ -42,9 +45,43 @@ def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
     text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))
-    for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble"):
+    for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble", UNCERTAINTY):
         assert part in text, part
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_a_plan_s_text_says_no_more_of_its_times_than_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two digits, where the JSON has all."""
+    line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb")
+    text, found = answer(capsys, *line), json.loads(answer(capsys, *line, "--json"))
+    (said,) = re.findall(r"a step: (\S+) s;", text)
+    assert float(said.replace(",", "")) == float(f"{found['time']['step_s']:.2g}") != found["time"]["step_s"]
+    assert found["uncertainty"] == {"time": TIME_ERROR, "meaning": UNCERTAINTY}
+    assert [rounded(value) for value in (41.97, 0.0123456, 1834.2, 123456789.0, 0.0)] == [
+        "42",
+        "0.012",
+        "1,800",
+        "120,000,000",
+        "0",
+    ]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_plan_as_another_system_trains(system: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = (
+        "--config",
+        "gpt13b",
+        "--gpus",
+        "16",
+        "--hardware",
+        "h100-80gb",
+        "parallel.tensor=2",
+        "parallel.sequence=true",
+    )
+    ours, found = (json.loads(answer(capsys, *line, "--json", *more)) for more in ((), ("--system", system)))
+    assert found["system"] == system and (found == ours) == (system == "ours")
+    assert sum(found["memory"]["categories"].values()) - found["memory"]["host_bytes"] == found["memory"]["peak_bytes"]
+    assert (f"as {system} trains" in answer(capsys, *line, "--system", system)) == (system != "ours")
 
 
 def test_a_search_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +110,11 @@ FAULTS = [
         "MZ-100 plan: --hardware is missing; known are v100-32gb, a100-80gb, h100-80gb, h200, b200; or give a file of",
     ),
     (["--hardware", "v1000"], "MZ-116 v1000"),
+    (
+        ["--hardware", "a100-80gb", "--system", "megatron"],
+        "MZ-100 plan: --system megatron: expected one of ours, megatron-2021, megatron-core, deepspeed, fsdp",
+    ),
+    (["--hardware", "a100-80gb", "--search", "--system", "fsdp"], "MZ-100 plan: --system fsdp is of one plan"),
     (["--hardware", "a100-80gb", "--draw", "plan.pdf"], "MZ-100 plan"),
     (["--hardware", "v100-32gb", "precision.dtype=fp64", "--gpus", "0"], "MZ-100"),
     (["--hardware", "a100-80gb", "--gpus", "3", "parallel.tensor=2"], "MZ-106"),

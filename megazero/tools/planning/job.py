@@ -16,13 +16,14 @@ from megazero.config.schema import Config
 from megazero.plan.activations import logits
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, memory
-from megazero.plan.search import Found, Search, fits, fullest, savings, search, usable
+from megazero.plan.memory import RankMemory
+from megazero.plan.search import Found, Search, fits, savings, search, usable
+from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
 
-BUFFERS = ("pool",)
-ACTIVATIONS = ("activations", "inputs")
+BUFFERS = ("pool", "allocator")
+ACTIVATIONS = ("activations", "inputs", "scores")
 _DAY = 86400.0
 
 
@@ -36,6 +37,7 @@ class Plan:
         traffic: bytes of the rank that sends most, by axis and purpose.
         by_node: the same by axis, in the node and across.
         tokens: the budget.
+        system: the software that trains.
     """
 
     job: Job
@@ -47,6 +49,7 @@ class Plan:
     by_node: dict[str, dict[str, int]]
     time: StepTime
     tokens: float
+    system: System = OURS
 
     @property
     def fullest(self) -> RankMemory:
@@ -72,30 +75,43 @@ class Plan:
         return None if price is None else self.days * 24 * self.job.ranks * price
 
 
-def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None) -> Plan:
+def system_of(name: str) -> System:
+    """Return the system of that name.
+
+    Raises:
+        UserError: 100, there is none.
+    """
+    if name not in SYSTEMS:
+        raise UserError(100, f"--system {name}: expected one of {', '.join(SYSTEMS)}", where="plan")
+    return SYSTEMS[name]
+
+
+def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None, system: System = OURS) -> Plan:
     """Plan a config's job.
 
     Args:
         tokens: how many to train on; None: as many as the config's steps take.
+        system: the software that trains.
 
     Raises:
         UserError: 118, the machine has no peak for the config's precision.
     """
     _check_peak(config, machine)
     job = job_of(config, ranks)
-    found = [memory(job, rank) for rank in range(job.pipeline)]
-    sent = max((traffic(job, rank) for rank in range(job.pipeline)), key=_total)
+    found = [system.memory(job, rank) for rank in range(job.pipeline)]
+    sent = max((system.sent(job, traffic(job, rank)) for rank in range(job.pipeline)), key=_total)
     whole = config.run.steps * config.batch.global_ * config.model.seq_len
     return Plan(
         job,
         machine,
         job.shape.parameters(),
         found,
-        list(_settings(job)),
+        list(_settings(job, system)),
         sent,
         split_by_node(job, sent, machine.devices_per_node),
-        step_time(job, machine),
+        step_time(job, machine, system),
         float(whole if tokens is None else tokens),
+        system,
     )
 
 
@@ -138,6 +154,7 @@ def as_json(found: Plan) -> dict[str, Any]:
     return {
         "parameters": found.parameters,
         "machine": found.machine.name,
+        "system": found.system.name,
         "gpus": found.job.ranks,
         "memory": _memory(found.fullest)
         | {
@@ -152,6 +169,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "bubble": time.pop("bubble"),
         "time": time,
         "fits": found.fits,
+        "uncertainty": {"time": TIME_ERROR, "meaning": UNCERTAINTY},
         "budget": {"tokens": found.tokens, "days": found.days, "dollars": found.dollars},
     }
 
@@ -178,11 +196,11 @@ def why(found: Found, machine: Machine) -> str:
     return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
 
 
-def _settings(job: Job) -> Iterator[tuple[str, RankMemory]]:
+def _settings(job: Job, system: System) -> Iterator[tuple[str, RankMemory]]:
     """Yield every setting of recompute and Pa that changes something."""
     for one in next(savings(replace(job, recompute="none", partition=False, offload=False))):
         words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
-        yield words, fullest(one)
+        yield words, max((system.memory(one, rank) for rank in range(one.pipeline)), key=lambda found: found.peak)
 
 
 def _memory(rank: RankMemory) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from megazero.config.file import spelt
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.search import Search, usable
+from megazero.plan.systems import OURS, UNCERTAINTY
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.draw import draw_on
@@ -24,7 +25,10 @@ _COLOURS = {
     "pool": "#b7b7b7",
     "inputs": "#f2c879",
     "activations": "#d99f3b",
+    "scores": "#b5651d",
+    "allocator": "#d9d9d9",
 }
+_OF_OTHER_SYSTEMS = ("scores", "allocator")  # drawn only where there are any
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
@@ -47,6 +51,7 @@ def search_as_text(found: Search, machine: Machine, given: Mapping[str, object],
         given: the config's options by name; of a layout those are shown that are others.
     """
     lines = [*wrapped(f"{found.tried} layouts tried; {_SEARCHED}", columns, "  "), ""]
+    lines += [*wrapped(UNCERTAINTY, columns, "  "), ""]
     lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
     for one in found.best:
         rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
@@ -87,6 +92,8 @@ def draw(plan: Plan, path: Path) -> None:
         below = [0.0] * len(plan.ranks)
         for category, colour in _COLOURS.items():
             sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
+            if category in _OF_OTHER_SYSTEMS and not any(sizes):
+                continue
             left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
             below = [under + size for under, size in zip(below, sizes, strict=True)]
         left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
@@ -100,6 +107,11 @@ def draw(plan: Plan, path: Path) -> None:
                 at += part
         right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
         right.legend(fontsize=8, frameon=False, loc="upper right")
+
+
+def rounded(value: float) -> str:
+    """Return a figure that follows from a time with the two digits that its uncertainty leaves."""
+    return f"{float(f'{value:.2g}'):,.15g}"
 
 
 def _groups(job: Job) -> str:
@@ -118,7 +130,8 @@ def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
 
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
-    yield f"{plan.parameters / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}: " + (
+    trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
+    yield f"{plan.parameters / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
         f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
@@ -169,14 +182,16 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan) -> Iterator[str]:
     time = plan.time
-    yield f"a step: {time.step_s:,.3f} s; bubble {time.bubble:.1%} of the work"
+    yield UNCERTAINTY
+    yield f"a step: {rounded(time.step_s)} s; bubble {time.bubble:.1%} of the work"
     for name, part in time.parts.items():
         if part > 0:
-            yield f"  {name:<17}{part:>10,.3f} s  {part / time.step_s:>6.1%}"
+            yield f"  {name:<17}{rounded(part):>10} s  {part / time.step_s:>4.0%}"
     for name, part in time.hidden.items():
         if part > 0:
-            yield f"  {name + ' traffic':<17}{part:>10,.3f} s  beside the computation"
-    yield f"{time.tokens_per_second_per_device:,.0f} tokens/s and {time.tflops_per_device:,.1f} TFLOP/s a device"
-    yield f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}"
-    cost = "" if plan.dollars is None else f", {plan.dollars:,.0f} dollars"
-    yield f"{plan.tokens:.3g} tokens: {plan.days:,.1f} days{cost}"
+            yield f"  {name + ' traffic':<17}{rounded(part):>10} s  beside the computation"
+    tokens, tflops = time.tokens_per_second_per_device, time.tflops_per_device
+    yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s a device"
+    yield f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"
+    cost = "" if plan.dollars is None else f", {rounded(plan.dollars)} dollars"
+    yield f"{plan.tokens:.3g} tokens: {rounded(plan.days)} days{cost}"

@@ -1,0 +1,130 @@
+"""The systems that a job can be planned for: `plan --system NAME`, and published runs as their own system ran them.
+
+A system is what differs from ours in overlap, in the rates that its kernels reach, in what it sends and in what it
+holds. Each figure has its source beside it: a paper, a document of the system, or the published rows that it was fitted
+to (`scripts/fit_planner.py`). What is not named is planned as ours; of our own engine no figure is here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from megazero.plan.job import Job
+from megazero.plan.liveness import liveness
+from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.memory import RankMemory, memory
+
+TIME_ERROR = 0.20  # four of five rows of published tables that no fit has seen are this close (docs/published.md)
+UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine on GPUs: not measured"
+
+_SCORE_BYTES = 5  # softmax's and dropout's output and a mask: 5 a s^2 b, Korthikanti et al. 2022 (arXiv 2205.05198)
+
+
+@dataclass(frozen=True)
+class System:
+    """The ways in which systems differ; the defaults are ours.
+
+    Attributes:
+        name: as `--system` takes it.
+        stored_scores: attention keeps its scores in memory.
+        replays_all: full recompute computes a block's last product again, and sums it over the tensor axis.
+        overlaps: gradients are reduced, and parameters gathered, beside the computation.
+        sums: which sums over the tensor axis have products beside them: `none`; `backward`, those beside which weights'
+            gradients are due; `all`, under sequence parallelism, those of forward too.
+        splits_messages: pipeline messages are sent once, not by each rank of the tensor axis (arXiv 2104.04473, 4.1).
+        scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter
+            goes alone.
+        reached: by device, the shares of its data sheet that other kernels reach, in place of ours.
+        allocator: bytes that the allocator holds beyond tensors, over those of the tensors.
+    """
+
+    name: str = "ours"
+    stored_scores: bool = False
+    replays_all: bool = False
+    overlaps: bool = True
+    sums: str = "backward"
+    splits_messages: bool = False
+    scattered: float = 1.0
+    reached: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    allocator: float = 0.0
+
+    def on(self, machine: Machine) -> Machine:
+        """Return the machine with the shares that this system's kernels reach on it; those of a file stay."""
+        known, shares = MACHINES.get(machine.name), self.reached.get(machine.name)
+        if not shares or known is None or known.reached.fitted != machine.reached.fitted:
+            return machine
+        return replace(machine, reached=replace(machine.reached, **shares))
+
+    def memory(self, job: Job, rank: int) -> RankMemory:
+        """Return the memory of a rank of the pipeline axis, with what this system holds beyond ours."""
+        found = memory(job, rank)
+        held = dict(found.held)
+        if self.stored_scores:
+            held["scores"] = _scores(job, rank)
+        if self.allocator:
+            on_device = sum(size for category, size in held.items() if not category.startswith("host_"))
+            held["allocator"] = int(self.allocator * on_device)
+        return RankMemory(held, found.cause)
+
+    def sent(self, job: Job, found: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+        """Return what a rank sends in a step, from what a rank of ours does."""
+        result = {axis: dict(purposes) for axis, purposes in found.items()}
+        forward, times = result.get("tensor", {}).get("block forward", 0), 4 if job.sequence else 2
+        if self.replays_all and job.recompute == "full" and forward:  # one more sum: 12 b s h in a block, not 10
+            again = 3 if job.sequence else 1
+            result["tensor"]["block forward"] = forward * (2 * times) // (times + again)
+        if self.splits_messages and not job.sequence and job.tensor > 1:
+            result |= {"pipeline": {what: _split(job, what, size) for what, size in result.get("pipeline", {}).items()}}
+        return {axis: purposes for axis, purposes in result.items() if purposes}
+
+
+OURS = System()
+# Megatron-Core on the H100 and the H200, which is the same chip. Matmul: fitted on GPT-3 175B and Nemotron-4 15B on it.
+# Attention: cuDNN's benchmark on an H200, causal, 2,048 tokens, forward 484 and backward 370 TFLOP/s, over the peak.
+_MEGATRON_CORE = {"matmul": 0.78, "attention": 0.40}
+SYSTEMS = {
+    one.name: one
+    for one in (
+        OURS,
+        # SC21 (arXiv 2104.04473), sections 4.1 and 5, as far as the paper says; no number was fitted.
+        System("megatron-2021", stored_scores=True, replays_all=True, overlaps=False, splits_messages=True),
+        # `--tp-comm-overlap`, `--overlap-grad-reduce`, `--overlap-param-gather`: Megatron-LM's README.
+        System(
+            "megatron-core",
+            replays_all=True,
+            sums="all",
+            splits_messages=True,
+            reached={"h100-80gb": _MEGATRON_CORE, "h200": _MEGATRON_CORE},
+        ),
+        # Scattered: rows of SC21's table 2 that wait for the network do so for 3 parameters' bytes at this share of
+        # what other rows reach, whatever the model (174.6B, 529.6B) and the number of ranks (768 to 2,240). Allocator:
+        # fitted on BigScience's memory. Sums: its fork of Megatron-LM is older than the overlap; supposed.
+        System(
+            "deepspeed",
+            stored_scores=True,
+            replays_all=True,
+            sums="none",
+            splits_messages=True,
+            scattered=0.19,
+            allocator=0.25,
+        ),
+        # PyTorch's own data parallelism with fused attention, as LLM-Foundry and flash-attention's scripts ran it; its
+        # volumes are those of ours. No memory of it was found published.
+        System("fsdp", replays_all=True, splits_messages=True),
+    )
+}
+
+
+def _scores(job: Job, rank: int) -> int:
+    """Return the bytes of stored scores: of one block where they are computed again, else of all that are kept."""
+    shape = job.shape
+    each = _SCORE_BYTES * job.micro_batch * shape.heads * shape.seq_len**2 // job.tensor
+    if job.recompute != "none":
+        return each
+    live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
+    stages = job.layers.of_rank(rank).items()
+    return each * sum(live.most[stage] * sum(1 <= part <= shape.layers for part in parts) for stage, parts in stages)
+
+
+def _split(job: Job, purpose: str, size: int) -> int:
+    """Return the bytes of a pipeline message's part; scalars are not split."""
+    return size // job.tensor if purpose in ("activations", "gradients") else size
