@@ -52,9 +52,9 @@ def project() -> list[Source]:
     return sources
 
 
-def findings(check: Callable[[Source], Iterator[str]]) -> list[str]:
-    """What a checker finds in the whole project."""
-    return [line for source in project() for line in check(source)]
+def findings(*checks: Callable[[Source], Iterator[str]]) -> list[str]:
+    """What checkers find in the whole project; each file is parsed once for all of them."""
+    return [f"{check.__name__}: {line}" for source in project() for check in checks for line in check(source)]
 
 
 def planted(check: Callable[[Source], Iterator[str]], text: str, path: str = "megazero/zero/planted.py") -> list[str]:
