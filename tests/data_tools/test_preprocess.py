@@ -126,7 +126,15 @@ def wait_for_tokens(tmp_path: Path) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Its worker processes."""
-    return [p for p in children(pid) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [p for p in children(pid) if b"spawn_main" in command_line(p)]
+
+
+def command_line(pid: int) -> bytes:
+    """Empty, if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def test_killed_command_leaves_no_data_set_and_no_workers(tmp_path: Path, model: Path):
