@@ -37,7 +37,8 @@ SHAPES |= {
     "deep": replace(GPT, layers=4, dropout=0.1),
     "deep-untied": replace(LLAMA, layers=4, heads=8, kv_heads=4, dropout=0.1),
 }
-GLOBAL_BATCH, STEPS = 16, 3
+GLOBAL_BATCH = 16
+STEPS, DELAYED_STEPS = 2, 3  # the second one sees what the first has updated; if that comes late, the third
 CPU = torch.device("cpu")
 
 
@@ -101,7 +102,7 @@ class Trained:
 
 
 def train(job: Job, flavour: str, precision: Precision, rank: Callable[..., Trained] | None = None) -> Trained:
-    """`STEPS` steps in a layout; whole tensors, checked to be equal where several ranks hold the same.
+    """A few steps in a layout; whole tensors, checked to be equal where several ranks hold the same.
 
     Args:
         rank: does one rank's part, instead of `train_rank`.
@@ -173,7 +174,7 @@ def train_rank(grid: Grid, job: Job, shape: Shape, precision: Precision, wires: 
 def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
     """Runs the steps and notes what they computed."""
     result = Trained([], [], rank.weights(), {}, {})
-    for step in range(STEPS):
+    for step in range(DELAYED_STEPS if rank.job.delayed else STEPS):
         done = one_step(rank, step)
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())

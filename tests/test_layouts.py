@@ -118,11 +118,11 @@ def test_stages_are_equal_in_16_bits_too(tensor: int, data: int, sequence: bool,
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=() if s in (1, 3) else pytest.mark.full) for s in range(4)])
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared", "sockets"])
 def test_the_size_of_pieces_changes_nothing(sockets: bool, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 KiB at a time: every unit goes in many."""
+    """2 KiB at a time: every unit goes in many."""
     layout = job_on(2, 2, True, 2, stage)
     whole = train(layout, "llama", FP32)
-    monkeypatch.setattr("megazero.comm.transport.exchange.SLOT_BYTES", 1 << 10)
-    equal(train(layout, "llama", FP32, partial(train_rank, wires=Wires(1 << 10, sockets))), whole)
+    monkeypatch.setattr("megazero.comm.transport.exchange.SLOT_BYTES", 1 << 11)
+    equal(train(layout, "llama", FP32, partial(train_rank, wires=Wires(1 << 11, sockets))), whole)
 
 
 REST = [case for case in CASES if case not in COVER]

@@ -25,6 +25,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree; walking it again takes longer than most rules."""
+        return list(ast.walk(self.tree))
+
     @property
     def module(self) -> str:
         """Dotted name; a package's __init__ has the package's name."""
@@ -52,9 +57,9 @@ def project() -> list[Source]:
     return sources
 
 
-def findings(check: Callable[[Source], Iterator[str]]) -> list[str]:
-    """What a checker finds in the whole project."""
-    return [line for source in project() for line in check(source)]
+def findings(*checks: Callable[[Source], Iterator[str]]) -> list[str]:
+    """What checkers find in the whole project; each file is parsed once for all of them."""
+    return [f"{check.__name__}: {line}" for source in project() for check in checks for line in check(source)]
 
 
 def planted(check: Callable[[Source], Iterator[str]], text: str, path: str = "megazero/zero/planted.py") -> list[str]:
@@ -84,7 +89,7 @@ class Import:
 
 def imports(source: Source, tree: ast.AST | None = None) -> Iterator[Import]:
     """All imports, those inside functions too, relative ones resolved, importlib.import_module("...") included."""
-    for node in ast.walk(tree or source.tree):
+    for node in source.nodes if tree is None else ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node, alias.name, "", alias.asname or alias.name)
@@ -117,7 +122,7 @@ def uses(source: Source) -> Iterator[tuple[ast.AST, str]]:
     names = full_names(source)
     for found in imports(source):
         yield found.node, f"{found.module}.{found.name}" if found.name else found.module
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, (ast.Attribute, ast.Name)):
             first, _, rest = dotted(node).partition(".")
             if first:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.test_faults import TIMEOUT, pids_of
 from tests.launch.test_rendezvous import STEP, free_port
-from tests.processes import until_gone
+from tests.processes import is_stopped, until, until_gone
 from tests.warm import Process
 
 
@@ -32,46 +32,59 @@ def start_step(case: str, rank: int, *more: object) -> tuple[list[Process], list
 
 PHASES = {"start": "start", "memory": "start", "group": "start", "axes": "start", "build": "build", "inside": "build"}
 SLOW = {("memory", 1), ("group", 0), ("axes", 1), ("start", 0)}
+LOCAL = [(case, rank) for case in PHASES for rank in (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("case", "rank"),
-    [
-        pytest.param(case, rank, marks=pytest.mark.full if (case, rank) in SLOW else ())
-        for case in PHASES
-        for rank in (0, 1)
-    ],
+    "cases",
+    [[case for case in LOCAL if case not in SLOW], pytest.param(sorted(SLOW), marks=pytest.mark.full)],
+    ids=["most", "rest"],
 )
-def test_a_local_rank_that_is_stopped_is_named(case: str, rank: int):
-    process = start(case, rank)
-    pids = pids_of(process, 2)
-    _, err = process.communicate()
-    until_gone(pids)
-    named = re.fullmatch(rf"MZ-311 rank={rank}: did not .* in {PHASES[case]} on \S+ \(pid (\d+)\).* waited .*\n", err)
-    named = named or re.fullmatch(rf"MZ-311 rank={rank}: did not .*on \S+ \(pid (\d+)\).* waited.*\n", err)
-    assert named is not None and int(named[1]) in pids and f" in {PHASES[case]} " in err, err
-    assert "it is stopped (SIGSTOP" in err and process.returncode == 1
+def test_a_local_rank_that_is_stopped_is_named(tmp_path: Path, cases: list[tuple[str, int]]):
+    """One job after the other is started, and all wait at the same time. Who is stopped has no stacks to show."""
+    jobs = []
+    for case, rank in cases:
+        folder = tmp_path / f"{case}-{rank}"
+        folder.mkdir()
+        process = start(case, rank, folder)
+        pids = pids_of(process, 2)
+        until(lambda process=process, pids=pids: any(map(is_stopped, pids)) or process.poll() is not None)
+        jobs.append((case, rank, folder, process, pids))
+    for case, rank, folder, process, pids in jobs:
+        _, err = process.communicate()
+        until_gone(pids)
+        where = rf"MZ-311 rank={rank}: did not .* in {PHASES[case]} on \S+ \(pid (\d+)\).* waited .*\n"
+        named = re.fullmatch(where, err)
+        named = named or re.fullmatch(rf"MZ-311 rank={rank}: did not .*on \S+ \(pid (\d+)\).* waited.*\n", err)
+        assert named is not None and int(named[1]) in pids and f" in {PHASES[case]} " in err, (case, rank, err)
+        assert "it is stopped (SIGSTOP" in err and process.returncode == 1, (case, rank, err)
+        if case == "build":
+            assert (folder / f"rank_{rank:02d}.log").read_text() == ""
+            assert "in agree" in (folder / f"rank_{1 - rank:02d}.log").read_text()
 
 
 @pytest.mark.parametrize(
-    ("case", "rank"),
-    [
-        ("memory", 0),
-        ("axes", 1),
-        *(pytest.param(c, r, marks=pytest.mark.full) for c, r in (("group", 0), ("group", 1))),
-    ],
+    "cases",
+    [[("memory", 0), ("axes", 1)], pytest.param([("group", 0), ("group", 1)], marks=pytest.mark.full)],
+    ids=["most", "rest"],
 )
-def test_a_task_of_srun_that_is_stopped_is_named(case: str, rank: int):
+def test_a_task_of_srun_that_is_stopped_is_named(cases: list[tuple[str, int]]):
     """By the others, which have no parent to look; rank 0 takes the store with it."""
-    tasks, pids = start_step(case, rank)
+    steps = []
+    for case, rank in cases:
+        tasks, pids = start_step(case, rank)
+        until(lambda rank=rank, pids=pids, tasks=tasks: is_stopped(pids[rank]) or tasks[rank].poll() is not None)
+        steps.append((rank, tasks, pids))
     try:
-        _, err = tasks[1 - rank].communicate()
+        for rank, tasks, pids in steps:
+            _, err = tasks[1 - rank].communicate()
+            line = rf"MZ-311 rank={rank}: did not answer in the meeting \(.*\) in start on \S+ \(pid {pids[rank]}\); "
+            assert re.search(line + rf"rank {1 - rank} waited[^;]*; it is stopped \(SIGSTOP", err), err
+            assert tasks[1 - rank].returncode == 1 and err.count("MZ-") == 1 and "Traceback" not in err
     finally:
-        tasks[rank].kill()
-        tasks[rank].communicate()
-    line = rf"MZ-311 rank={rank}: did not answer in the meeting \(.*\) in start on \S+ \(pid {pids[rank]}\); "
-    assert re.search(line + rf"rank {1 - rank} waited[^;]*; it is stopped \(SIGSTOP", err), err
-    assert tasks[1 - rank].returncode == 1 and err.count("MZ-") == 1 and "Traceback" not in err
+        for rank, tasks, _ in steps:
+            tasks[rank].kill()
+            tasks[rank].communicate()
 
 
 @pytest.mark.parametrize(("case", "where"), [("spin", "in spin"), ("lock", "in hold_the_lock")])
@@ -98,15 +111,6 @@ def test_tasks_of_srun_ask_each_other_for_their_stacks(tmp_path: Path):
         for task in tasks:
             task.kill()
             task.communicate()
-
-
-def test_a_stopped_rank_has_no_stacks_to_show_and_is_not_waited_for(tmp_path: Path):
-    process = start("build", 1, tmp_path)
-    pids = pids_of(process, 2)
-    _, err = process.communicate()
-    until_gone(pids)
-    assert "MZ-311 rank=1" in err and (tmp_path / "rank_01.log").read_text() == ""
-    assert "in agree" in (tmp_path / "rank_00.log").read_text()
 
 
 def test_nobody_is_signalled_who_has_no_handler_for_it():

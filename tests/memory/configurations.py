@@ -40,9 +40,9 @@ FIGURE_6 = {
 LARGEST = ("170B", (212, 8192, 64, 12))
 
 
-def small(name: str, tensor: int) -> Config:
+def small(name: str, tensor: int, layers: int = 8) -> Config:
     """A model that eight ranks hold, in 16 bits."""
-    sizes = ("layers=8", "hidden=256", "heads=8", "vocab=1024", "seq_len=128", "dropout=0.1")
+    sizes = (f"layers={layers}", "hidden=256", "heads=8", "vocab=1024", "seq_len=128", "dropout=0.1")
     options = [f"model.{size}" for size in sizes] + [f"parallel.tensor={tensor}", "precision.dtype=bf16"]
     return load("gpt100b", [f"{name}.yaml", *options, "batch.global=16", "batch.micro=4"])
 

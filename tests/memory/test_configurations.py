@@ -35,7 +35,7 @@ TOLERANCE = 0.01  # numbers for each token of the loss are not in the formula
     ],
 )
 def test_a_configuration_takes_what_the_formula_says(name: str, tensor: int) -> None:
-    config = small(name, tensor)
+    config = small(name, tensor, layers=4)
     found = run_ranks(2 * tensor, held, config, tensor=tensor)[0]
     predicted = memory(job_of(config, 2 * tensor), 0, fused=False).held
     for category in CATEGORIES:

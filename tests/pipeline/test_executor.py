@@ -97,10 +97,10 @@ def test_micro_batches_need_not_fill_the_pipeline(schedule: str, accumulation: i
 
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared", "sockets"])
 def test_the_way_of_the_messages_changes_nothing(sockets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 256 bytes, far more than there are slots; or gloo's sockets."""
+    """Pieces of 512 bytes, far more than there are slots; or gloo's sockets."""
     layout = job_on(2, 1, True, 4, 1, pipeline=2, schedule="interleaved", chunks=2)
     whole = train(layout, "deep", FP32)
-    monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 256)
+    monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 512)
     equal(train(layout, "deep", FP32, partial(train_rank, wires=Wires(sockets=sockets))), whole)
 
 
@@ -109,7 +109,7 @@ def test_messages_of_more_pieces_than_slots_do_not_stand_in_each_other_s_way(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In zb-v activations that nobody expects yet stand before the gradient that the next rank waits for."""
-    monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 64)
+    monkeypatch.setattr("megazero.comm.transport.p2p.SLOT_BYTES", 128)
     for pipeline, chunks in ((2, SCHEDULES[schedule]), (4, 1)):
         if pipeline * SCHEDULES[schedule] <= 4:
             layout = job_on(1, 1, False, 8, 1, pipeline=pipeline, schedule=schedule, chunks=chunks)

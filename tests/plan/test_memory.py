@@ -16,7 +16,7 @@ from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.plan.test_activations import DTYPES, plain
 from tests.ranks import run_ranks
 
-SIZES = {"layers": 6, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 512, "seq_len": 64, "vocab": 512}
+SIZES = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 512, "seq_len": 64, "vocab": 512}
 FLAVOURS = {"gpt": replace(SHAPES["gpt"], **SIZES), "llama": replace(SHAPES["llama"], **SIZES)}
 GRIDS = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1)]  # tensor, pipeline, data
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]

@@ -28,7 +28,7 @@ def tight(gigabytes: float) -> Machine:
 @pytest.mark.parametrize("shape", [SMALL, GATED], ids=["gelu", "gated"])
 @pytest.mark.parametrize("gigabytes", [1.8, 80.0])
 def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: float) -> None:
-    job, machine = Job(shape, HALF, global_batch=16, dropout=True), tight(gigabytes)
+    job, machine = Job(shape, HALF, global_batch=8, dropout=True), tight(gigabytes)
     every = []
     bare = {replace(layout, stage=0) for layout in spreads(job, 4, 8, 8)}
     for layout, stage, offload, recompute in product(bare, range(4), OFFLOAD, RECOMPUTE):

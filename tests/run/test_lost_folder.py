@@ -49,7 +49,7 @@ def test_a_folder_that_is_moved_while_it_trains(tiny_data: TinyData, tmp_path: P
 
 def test_checkpoints_that_vanish_are_noticed_and_made_anew(tiny_data: TinyData, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = ("run.steps=400", "data.valid=null", "checkpoint.every=300", "observe.every=10")
+    options = ("run.steps=120", "data.valid=null", "checkpoint.every=90", "observe.every=10")
     with training(tiny_data, run, *options) as process:
         after_step(process, 30)
         shutil.rmtree(run / "checkpoints")
@@ -57,7 +57,7 @@ def test_checkpoints_that_vanish_are_noticed_and_made_anew(tiny_data: TinyData, 
     assert code == 0, err
     assert err.count("warning") == 1, err
     assert "checkpoints/ was deleted or moved, with the steps in it; the next save makes it anew" in err
-    assert Store(run / "checkpoints").steps() == [400, 300] and read_rows(run / "metrics.jsonl")[-1]["step"] == 400
+    assert Store(run / "checkpoints").steps() == [120, 90] and read_rows(run / "metrics.jsonl")[-1]["step"] == 120
 
 
 def test_a_lock_that_is_removed_is_not_another_job(tiny_data: TinyData, tmp_path: Path) -> None:
