@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +165,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all scripts have."""
     parser.add_argument("--launches", type=int, default=LAUNCHES, help="of all processes (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=LAUNCHES * ROUNDS, help="rounds, over all launches (default: 21)")
-    parser.add_argument("--only", nargs="+", default=[""], help="systems whose name begins so, beside the reference")
+    parser.add_argument("--only", nargs="+", default=["*"], help="patterns of systems beside the reference: 'ours-stage?'")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
 
 
 def chosen(systems: Sequence[System], only: Sequence[str]) -> list[System]:
-    """Return the first system, and of the others those whose name begins with one of some texts."""
+    """Return the first system, and of the others those whose name fits one of some patterns, as the shell has them."""
     reference, *others = systems
-    return [reference, *(one for one in others if one.name.startswith(tuple(only)))]
+    return [reference, *(one for one in others if any(fnmatchcase(one.name, pattern) for pattern in only))]
 
 
 def run(groups: Iterable[Group], options: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
 """Training speed of tensor parallelism over two ranks beside torch DTensor.
 
     python scripts/bench/tensor.py [--model small wide] [--launches 3] [--pairs 21] [--json] [--save]
-    python scripts/bench/tensor.py --only ours --before TREE         our engine beside itself in another checkout
+    python scripts/bench/tensor.py --only 'ours-tp2, *' 'ours-tp2-sequence, *' --before TREE
+       our engine beside itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 untied, sequence 256, micro-batch 4     33.7M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 2      130.4M

@@ -1,7 +1,7 @@
 """Training speed and memory of ZeRO's stages over two ranks beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed.
 
     python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--launches 3] [--pairs 21] [--json] [--save]
-    python scripts/bench/zero.py --only ours-stage --before TREE     each stage beside itself in another checkout
+    python scripts/bench/zero.py --only 'ours-stage?' --before TREE   each stage beside itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
@@ -45,7 +45,7 @@ from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
 from scripts.bench import data_parallel as peers
 from scripts.bench.figures import versions
-from scripts.bench.harness import WARM_UP, Group, add_options, run
+from scripts.bench.harness import WARM_UP, Group, add_options, chosen, run
 from scripts.bench.other_tree import checkout, pairs_of, with_before
 from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
@@ -75,15 +75,15 @@ def main() -> int:
     groups = (
         group
         for model in options.model
-        for group in groups_of(model, options.accumulation, tuple(options.only), options.before)
+        for group in groups_of(model, options.accumulation, options.only, options.before)
     )
     return run(groups, options)
 
 
-def groups_of(model: str, accumulation: int, only: tuple[str, ...], before: str | None) -> Iterator[Group]:
+def groups_of(model: str, accumulation: int, only: list[str], before: str | None) -> Iterator[Group]:
     """Yield the groups of systems of a model."""
     reference = System(REFERENCE, peers.plain_rank, (config_of(model, 1, accumulation),), ranks=RANKS, has_loss=False)
-    asked = [system for system in systems_of(model, accumulation) if system.name.startswith(only)]
+    _, *asked = chosen([reference, *systems_of(model, accumulation)], only)
     absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
     here = with_before([one for one in asked if one.name not in absent], before, "zero", (model, accumulation))
     together = TOGETHER[model] if before is None else max(TOGETHER[model] // 2 * 2, 2)  # pairs stay together

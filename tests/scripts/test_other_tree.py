@@ -70,7 +70,7 @@ def test_a_tree_beside_itself_has_the_same_losses(tree: Path):
         sys.executable,
         str(tree / "scripts/bench/tensor.py"),
         "--only",
-        "ours-tp2-sequence,",
+        "ours-tp2-sequence, *",
         "--pairs",
         "2",
         "--launches",
