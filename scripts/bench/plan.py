@@ -1,0 +1,212 @@
+"""What `plan` says of a layout beside a real step of it on this machine: seconds, and bytes of the fullest rank.
+
+    python scripts/bench/plan.py [--steps 9] [--only PATTERN ...] [--json] [--save]
+
+`megazero doctor --write` measures the machine, as many ranks at once as the layouts have, before the steps and behind
+them; of both the faster figures count. Each layout trains on real ranks of so many threads that all cores are used, on
+random tokens; the seconds are the median of its steps. Bytes are what the ledger holds and the most that a step
+allocates beside it (`observe/allocations.py`), of the fullest rank. fp32, no dropout, our kernels.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+import torch
+
+from megazero.build.job import job_of
+from megazero.comm.grid import Grid, single
+from megazero.config.file import load
+from megazero.config.schema import Config
+from megazero.kernels.select import choose
+from megazero.observe.allocations import Allocations
+from megazero.plan.machines import Machine
+from megazero.plan.memory import memory
+from megazero.plan.time import step_time
+from megazero.tools.planning.machine_file import machine_of
+from scripts.bench import figures
+from scripts.bench.ours import CPU, engine_step, grid_of
+from scripts.bench.processes import Call, System, running
+
+WARM_UP, STEPS = 2, 9
+BASE = ("layers=4", "hidden=512", "heads=8", "vocab=4096", "seq_len=256", "dropout=0.0")  # of model
+PARTS = ("norm=rmsnorm", "activation=swiglu", "position=rotary", "kv_heads=2")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout to plan and to train.
+
+    Attributes:
+        options: overrides of the shipped config `tiny` with the model of `BASE`.
+    """
+
+    name: str
+    ranks: int
+    options: tuple[str, ...] = ()
+
+    def config(self) -> Config:
+        options = [*(f"model.{size}" for size in BASE), "batch.global=4", "batch.micro=4", *self.options]
+        return load("tiny", options)
+
+
+def _on_two(name: str, *options: str) -> Layout:
+    return Layout(name, 2, options)
+
+
+LAYOUTS = (
+    Layout("base", 1),
+    Layout("micro-batch 1", 1, ("batch.global=1", "batch.micro=1")),
+    Layout("micro-batch 8", 1, ("batch.global=8", "batch.micro=8")),
+    Layout("4 micro-batches", 1, ("batch.global=8", "batch.micro=2")),
+    Layout("narrow and deep", 1, ("model.hidden=256", "model.layers=12", "model.heads=4")),
+    Layout("wide", 1, ("model.hidden=1024", "model.layers=2", "model.heads=16", "batch.global=2", "batch.micro=2")),
+    Layout("long sequences", 1, ("model.seq_len=1024", "batch.global=1", "batch.micro=1")),
+    Layout("short sequences", 1, ("model.seq_len=64", "batch.global=16", "batch.micro=16")),
+    Layout("large vocabulary", 1, ("model.vocab=16384",)),
+    Layout("parts of Llama", 1, tuple(f"model.{part}" for part in PARTS)),
+    Layout("recompute selective", 1, ("memory.recompute=selective",)),
+    Layout("recompute full", 1, ("memory.recompute=full",)),
+    *(_on_two(f"stage {stage}", f"zero.stage={stage}", "batch.micro=2") for stage in range(4)),
+    _on_two("stage 3, recompute full", "zero.stage=3", "memory.recompute=full", "batch.micro=2"),
+    _on_two("stage 2, 2 micro-batches", "zero.stage=2", "batch.micro=1"),
+    _on_two("tensor", "parallel.tensor=2"),
+    _on_two("tensor, sequence", "parallel.tensor=2", "parallel.sequence=true"),
+    _on_two("pipeline, 1f1b", "parallel.pipeline=2", "batch.micro=1", "batch.global=8"),
+    _on_two("pipeline, zb-h1", "parallel.pipeline=2", "pipeline.schedule=zb-h1", "batch.micro=1", "batch.global=8"),
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A layout's plan beside its real step: seconds, and bytes of the fullest rank."""
+
+    name: str
+    ranks: int
+    planned_s: float
+    seconds: float
+    planned_bytes: int
+    bytes: int
+
+    @property
+    def of_time(self) -> float:
+        return self.planned_s / self.seconds
+
+    @property
+    def of_bytes(self) -> float:
+        return self.planned_bytes / self.bytes
+
+    def columns(self) -> dict[str, float]:
+        times = {
+            "ranks": self.ranks,
+            "planned s": self.planned_s,
+            "step s": self.seconds,
+            "planned / step": self.of_time,
+        }
+        sizes = {"planned MB": self.planned_bytes / 1e6, "MB": self.bytes / 1e6, "planned / held": self.of_bytes}
+        return times | sizes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--only", nargs="+", default=["*"], help="layouts, by shell patterns")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures")
+    options = parser.parse_args()
+    chosen = [one for one in LAYOUTS if any(fnmatchcase(one.name, pattern) for pattern in options.only)]
+    report = report_of(compare(chosen, options.steps), options.steps)
+    return figures.tell([report], as_json=options.json, save=options.save)
+
+
+def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
+    """Measure the machine, train each layout, and compare it with its plan."""
+    ranks = sorted({layout.ranks for layout in layouts})
+    before = {count: measured_machine(count) for count in ranks}
+    real = {layout.name: train(layout, steps) for layout in layouts}
+    machines = {count: faster(before[count], measured_machine(count)) for count in ranks}
+    found = []
+    for layout in layouts:
+        job = job_of(layout.config(), layout.ranks)
+        most = max(memory(job, rank).peak for rank in range(job.pipeline))
+        seconds, size = real[layout.name]
+        planned = step_time(job, machines[layout.ranks]).step_s
+        found.append(Compared(layout.name, layout.ranks, planned, seconds, most, size))
+    return found
+
+
+def measured_machine(ranks: int) -> Machine:
+    """Return this machine as `doctor` measures it with so many ranks at once."""
+    with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
+        path = f"{folder}/machine.yaml"
+        command = [sys.executable, "-m", "megazero", "doctor", "--nproc", str(ranks), "--write", path]
+        done = subprocess.run([*command, "--run", folder], cwd=figures.ROOT, capture_output=True, text=True)
+        if not Path(path).exists():
+            raise SystemExit(f"doctor measured nothing: {done.stderr.strip()[-200:]}")
+        return machine_of(path)
+
+
+def faster(first: Machine, second: Machine) -> Machine:
+    """Return the better of two measurements, figure by figure: other work only makes a machine slower."""
+    peaks = {dtype: max(rate, second.peaks[dtype]) for dtype, rate in first.peaks.items()}
+    highest = ("memory_bandwidth", "in_node_bandwidth", "cross_node_bandwidth", "host_bandwidth")
+    lowest = ("in_node_latency", "cross_node_latency", "launch")
+    rates = {name: max(getattr(first, name), getattr(second, name)) for name in highest}
+    times = {name: min(getattr(first, name), getattr(second, name)) for name in lowest}
+    attention = max(one.reached.attention * one.peaks["fp32"] for one in (first, second)) / peaks["fp32"]
+    return replace(first, peaks=peaks, reached=replace(first.reached, attention=attention), **rates, **times)
+
+
+def train(layout: Layout, steps: int) -> tuple[float, int]:
+    """Return the median seconds of a layout's steps, and the bytes of its fullest rank."""
+    threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks)
+    arguments = (layout.name,) if layout.ranks > 1 else (layout.name, 0, 1, "")
+    system = System(layout.name, calls_of, arguments, threads, layout.ranks, times_itself=True, has_loss=False)
+    with running([system]) as (one,):
+        for _ in range(WARM_UP):
+            one.do("step")
+        seconds = statistics.median(one.do("step").seconds for _ in range(steps))
+        return seconds, int(one.do("bytes").seconds)
+
+
+def calls_of(name: str, rank: int, size: int, store: str) -> Mapping[str, Call]:
+    """Return what a rank can do: a step, which returns its seconds, and one that returns the bytes that it takes."""
+    layout = next(one for one in LAYOUTS if one.name == name)
+    config = layout.config()
+    axes = config.parallel
+    grid = single() if size == 1 else grid_of(rank, size, store, axes.tensor, axes.pipeline)
+    step = engine_step(config, grid, choose("auto", CPU, torch.float32))
+
+    def timed() -> float:
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+    return {"step": timed, "bytes": lambda: held(step, grid)}
+
+
+def held(step: Call, grid: Grid) -> float:
+    with Allocations() as counted:
+        step()
+    sizes = grid.comm.ledger.bytes.items()
+    on_device = (size.now for kind, size in sizes if kind != "staging" and not kind.startswith("host_"))
+    return float(sum(on_device) + counted.peak)
+
+
+def report_of(found: Sequence[Compared], steps: int) -> figures.Report:
+    rows = [{"system": one.name, "columns": one.columns()} for one in found]
+    return figures.report_of("layouts", rows, launches=1, rounds=steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
