@@ -12,8 +12,8 @@ one thread: from the command to the first step's end (*start*), and one step (*s
 cores they wait for each other; the note below the table says how many cores there are.
 
 `--resident`: instead of times, the memory of those runs: the most MB that the largest process had resident until the
-first step ended (*start*) and in the steps after it (*steady*), and the MB of all processes of the run together at the
-end of the first step, where what several share counts once. The most of all launches.
+first step ended (*start*) and in the steps after it (*steady*), and the MB of all processes together when that step
+ended (*of all*): pages that several share count once, those of files (libraries) not at all. The most of all launches.
 
 Ranks talk through memory that they share. MB in the other tables are those of the process that starts train.py.
 """
@@ -170,7 +170,7 @@ def memory_of(folder: Path, ranks: int) -> dict[str, float]:
                 phase = "MB steady" if found["MB of all"] else "MB start"
                 found[phase] = max([found[phase], *(_megabytes(pid, "status", "VmHWM") for pid in pids)])
                 if steps and phase == "MB start":
-                    found["MB of all"] = sum(_megabytes(pid, "smaps_rollup", "Pss") for pid in pids)
+                    found["MB of all"] = sum(_megabytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") for pid in pids)
                     for pid in pids:
                         with suppress(OSError):  # forget the peak; it may have ended
                             Path(f"/proc/{pid}/clear_refs").write_text("5")
@@ -190,10 +190,10 @@ def _family(pid: int) -> list[int]:
     return [pid, *(one for word in words for one in _family(int(word)))]
 
 
-def _megabytes(pid: int, file: str, key: str) -> float:
-    """Return a figure of a process's file in /proc, in megabytes (1e6); 0 where the process has ended."""
+def _megabytes(pid: int, file: str, *keys: str) -> float:
+    """Return the sum of figures of a process's file in /proc, in megabytes (1e6); 0 where the process has ended."""
     lines = (line.split() for line in _text(Path(f"/proc/{pid}/{file}")).splitlines())
-    return sum(int(words[1]) * 1024 / 1e6 for words in lines if words and words[0] == f"{key}:")
+    return sum(int(words[1]) * 1024 / 1e6 for words in lines if words and words[0].rstrip(":") in keys)
 
 
 def _text(path: Path) -> str:

@@ -57,7 +57,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     "others": {
         "plan, 13B, 128 GPUs": "plan --config gpt13b --gpus 128 --hardware v100-32gb",
         "plan, 1T, 3,072 GPUs": "plan --config gpt1t --gpus 3072 --hardware a100-80gb",
-        "schedule, 1T": "schedule --config gpt1t",
+        "schedule, 1T": "schedule --config gpt1t --nproc 3072",
         "explain": "explain",
     },
 }
