@@ -66,7 +66,7 @@ def test_a_peer_that_is_not_installed_is_a_row(folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.full
-def test_tables_of_both_tasks(folder: Path):
+def test_tables_of_both_tasks(forked: None, folder: Path):
     told = {"vocab": VOCAB, "processes": [1], "only": ["*"], "launches": 1, "pairs": 2}
     found = list(data.reports(folder, argparse.Namespace(**told)))
     assert [report["title"] for report in found] == ["preprocessing, 1 process", "tokenizer training, 1 process"]
