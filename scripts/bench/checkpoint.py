@@ -1,17 +1,21 @@
 """Saving and loading beside torch.distributed.checkpoint (DCP): time of a save, of a load, and stall of training.
 
-    python scripts/bench/checkpoint.py [--launches 3] [--pairs 21] [--folder DIR] [--json] [--save]
+    python scripts/bench/checkpoint.py [--megabytes 100 500 2000] [--kinds save load stall behind] [--folder DIR]
+                                       [--launches 3] [--pairs 21] [--json] [--save]
 
-Two ranks of one thread each hold the state of the *small* GPT (33.8M parameters: fp32 weights and both moments of
-AdamW, 12 bytes a parameter) sharded over them as ZeRO stage 1 does. Both systems write the same bytes to the same disk
-and flush them. *save* is from the call until the checkpoint exists; *load* fills all tensors again from files that are
-in the page cache (ours verifies every block, DCP nothing); *stall* is how long training stands still for a save in the
-background: in the call, and (ours) before the next update, after one forward and backward pass that both do meanwhile.
-*behind* is all of that, the passes too, because what goes on behind them slows them down. Of a save and a load of ours
-the part that goes into hashes is a row of its own.
+Two ranks of one thread each hold the state of a GPT (fp32 weights and both moments of AdamW, 12 bytes a parameter)
+sharded over them as ZeRO stage 1 does: the *small* one, or with --megabytes models of about so much state, of as wide
+layers but more or fewer. Both systems write the same bytes to the same disk and flush them. *save* is from the call
+until the checkpoint exists; *load* fills all tensors again from files that are in the page cache (ours verifies every
+block, DCP nothing); *stall* is how long training stands still for a save in the background: in the call, and (ours)
+before the next update, after one forward and backward pass that both do meanwhile. *behind* is all of that, the passes
+too, because what goes on behind them slows them down. Of a save and a load of ours the part that goes into hashes is a
+row of its own.
 
 `dcp-stager` is DCP with its asynchronous stager, which copies in a thread of its own into memory that it keeps; `dcp`
-has the default one. Ratios are paired to that: below 1.000 is faster.
+has the default one. Ratios are paired to that: below 1.000 is faster. Of states above a gigabyte two systems run at a
+time, so that they fit into memory. Bytes go to files alone; the ranks of ours agree through shared memory, those of DCP
+through sockets.
 """
 
 import argparse
@@ -22,8 +26,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -57,29 +62,53 @@ from scripts.bench.processes import System
 
 RANKS = 2
 MODEL = Model(layers=8, hidden=512, heads=8, vocab=VOCAB, seq_len=SEQ_LEN, dropout=0.0)
+BYTES = 12  # of state a parameter
 KINDS = ("save", "load", "stall", "behind")
 BATCH = 4
+TOGETHER = 1e9  # bytes of state up to which all systems run at a time
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, nargs="+", help="of state, about; default: those of *small*")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="what to do (default: all)")
     parser.add_argument("--folder", help="of the disk to write to; default: the system's for temporary files")
     add_options(parser)
     options = parser.parse_args()
-    size = 12 * sum(parameter.numel() for parameter in build_model(_config()).parameters())
+    models = [MODEL] if options.megabytes is None else [model_of(megabytes) for megabytes in options.megabytes]
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.folder) as folder:
-        return run((group_of(kind, folder, size, options.only) for kind in KINDS), options)
+        groups = (groups_of(kind, model, folder, options.only) for model in models for kind in options.kinds)
+        return run(itertools.chain.from_iterable(groups), options)
 
 
-def group_of(kind: str, folder: str, size: int, only: list[str]) -> Group:
-    """Return the systems of one act, which time themselves."""
+def model_of(megabytes: float) -> Model:
+    """Return a model whose state has about so many megabytes: of small ones the ends alone would be too large."""
+    hidden = 512 if megabytes >= 90 else 128
+    ends, layer = (VOCAB + SEQ_LEN + 2) * hidden, 12 * hidden**2 + 13 * hidden
+    layers = max(1, round((megabytes * 1e6 / BYTES - ends) / layer))
+    return MODEL.model_copy(update={"layers": layers, "hidden": hidden})
+
+
+def groups_of(kind: str, model: Model, folder: str, only: list[str]) -> Iterator[Group]:
+    """Yield the systems of one act, which time themselves: all of them, or one at a time beside the reference.
+
+    Args:
+        folder: where each group has one of its own, which is removed when the next group is asked for.
+    """
+    size = BYTES * sum(parameter.numel() for parameter in build_model(_config(model)).parameters())
     background = kind in ("stall", "behind")
     who = ("dcp", "dcp-stager", "ours") if background else ("dcp", "ours", "hashing")
     systems = [
-        System(f"{name}-{kind}", _build, (name, kind, folder), ranks=RANKS, has_loss=False, times_itself=True)
+        System(f"{name}-{kind}", _build, (name, kind, model), ranks=RANKS, has_loss=False, times_itself=True)
         for name in who
     ]
-    return Group(f"{kind} of {size / 1e6:.0f} MB", chosen(systems, only), again=False)
+    reference, *others = chosen(systems, only)
+    parts = [others] if size <= TOGETHER else [[other] for other in others]
+    for number, part in enumerate(parts, start=1):
+        which = f" ({number} of {len(parts)})" * (len(parts) > 1)
+        with tempfile.TemporaryDirectory(dir=folder) as where:
+            group = [replace(one, arguments=(*one.arguments, where)) for one in (reference, *part)]
+            yield Group(f"{kind} of {size / 1e6:.0f} MB{which}", group, again=False)
 
 
 def meet_again(grid: Grid) -> None:
@@ -90,14 +119,14 @@ def _progress(step: int) -> Progress:
     return Progress(updates=step, skipped=0, overflows=0, next_sample=step * BATCH, loss_scale=None, good_steps=0)
 
 
-def _config() -> Config:
+def _config(model: Model) -> Config:
     batch = Batch.model_validate({"global": BATCH, "micro": 2})
-    return resolved(Config(model=MODEL, zero=Zero(stage=1), batch=batch))
+    return resolved(Config(model=model, zero=Zero(stage=1), batch=batch))
 
 
-def _build(who: str, kind: str, folder: str, rank: int, size: int, store: str) -> Callable[[], float]:
+def _build(who: str, kind: str, model: Model, folder: str, rank: int, size: int, store: str) -> Callable[[], float]:
     grid = grid_of(rank, size, store)
-    config = _config()
+    config = _config(model)
     if who == "ours" and kind in ("stall", "behind"):
         config = config.model_copy(update={"checkpoint": Checkpoint.model_validate({"async": True})})
     built = build(config, grid, CPU, choose("auto", CPU, torch.float32))

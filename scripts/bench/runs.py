@@ -1,6 +1,7 @@
 """What a whole run costs: train.py's step beside the bare engine's, and start and step by number of ranks.
 
     python scripts/bench/runs.py [--ranks 1 2 4 8] [--launches 3] [--pairs 21] [--json] [--save]
+    python scripts/bench/runs.py --resident [--ranks 1 2 4 8] [--launches 3] [--json] [--save]
 
 `loop`: the *small* GPT (8 layers, hidden 512, vocabulary 8,192, sequence 256, micro-batch 2) on one thread: the engine
 alone on tokens that are there, and `python train.py`, with loader, recorder, metrics and the agreement on stopping, and
@@ -9,6 +10,12 @@ a row for each step. Both do ten steps; the seconds are the mean of the last eig
 `ranks`: a smaller one (4 layers, hidden 256, sequence 128, micro-batch 1 for each rank) in ZeRO stage 1 on N ranks of
 one thread: from the command to the first step's end (*start*), and one step (*step*). Where there are more ranks than
 cores they wait for each other; the note below the table says how many cores there are.
+
+`--resident`: instead of times, the memory of those runs: the most MB that the largest process had resident until the
+first step ended (*start*) and in the steps after it (*steady*), and the MB of all processes together when that step
+ended (*of all*): pages that several share count once, those of files (libraries) not at all. The most of all launches.
+
+Ranks talk through memory that they share. MB in the other tables are those of the process that starts train.py.
 """
 
 import argparse
@@ -17,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
@@ -29,6 +37,7 @@ from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.kernels.select import choose
+from scripts.bench import figures
 from scripts.bench.figures import ROOT
 from scripts.bench.harness import Group, Pair, add_options, chosen, run
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step
@@ -38,6 +47,7 @@ STEPS, FIRST = 10, 2  # of a run; steps that do not count
 SMALL = {"layers": 8, "hidden": 512, "heads": 8, "vocab": VOCAB, "seq_len": SEQ_LEN}
 SMALLER = {"layers": 4, "hidden": 256, "heads": 4, "vocab": VOCAB, "seq_len": 128}
 MICRO = 2
+LOOK = 0.02  # seconds between two looks at the memory of a run
 TOKENS = 400_000
 
 
@@ -45,9 +55,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     add_options(parser)
+    parser.add_argument("--resident", action="store_true", help="memory instead of times")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-runs-") as folder:
         make_data(Path(folder))
+        if options.resident:
+            report = resident(Path(folder), options.ranks, options.launches)
+            return figures.tell([report], as_json=options.json, save=options.save)
         return run(groups_of(folder, options.ranks, options.only), options)
 
 
@@ -107,8 +121,9 @@ def runs_of(folder: str, ranks: tuple[int, ...]) -> dict[str, Call]:
     return calls
 
 
-def train(folder: Path, model: dict[str, int], batch: int, *, ranks: int) -> tuple[float, float]:
-    """Run train.py; return the seconds from the command to the first step's end, and of a step."""
+@contextmanager
+def prepared(folder: Path, model: dict[str, int], batch: int, ranks: int) -> Iterator[tuple[Path, list[str]]]:
+    """Yield the folder that a run will make, and the command that trains it."""
     with tempfile.TemporaryDirectory(dir=folder) as where:
         path = Path(where)
         config = {
@@ -120,14 +135,72 @@ def train(folder: Path, model: dict[str, int], batch: int, *, ranks: int) -> tup
         }
         (path / "config.yaml").write_text(json.dumps(config))
         line = ["env", "OMP_NUM_THREADS=1", sys.executable, "train.py", "--nproc", str(ranks)]
-        line += ["--config", str(path / "config.yaml")]
+        yield path / "run", [*line, "--config", str(path / "config.yaml")]
+
+
+def train(folder: Path, model: dict[str, int], batch: int, *, ranks: int) -> tuple[float, float]:
+    """Run train.py; return the seconds from the command to the first step's end, and of a step."""
+    with prepared(folder, model, batch, ranks) as (path, line):
         began = time.time()
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        rows = [json.loads(row) for row in (path / "run/metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(row) for row in (path / "metrics.jsonl").read_text().splitlines()]
     counted = [row["step_time"] for row in rows[FIRST:]]
     return rows[0]["time"] - began, sum(counted) / len(counted)
+
+
+def resident(folder: Path, ranks: Sequence[int], launches: int) -> figures.Report:
+    """Return the report of the memory of runs of so many ranks."""
+    rows = []
+    for n in ranks:
+        found = [memory_of(folder, n) for _ in range(launches)]
+        rows.append({"system": f"{n} ranks", "columns": {head: max(one[head] for one in found) for head in found[0]}})
+    return figures.report_of("resident MB of a rank", rows, launches=launches)
+
+
+def memory_of(folder: Path, ranks: int) -> dict[str, float]:
+    """Run train.py; return the megabytes that its processes had resident, by the heads of the table."""
+    with prepared(folder, SMALLER, ranks, ranks) as (path, line):
+        said, metrics = path.with_name("said"), path / "metrics.jsonl"
+        with said.open("w") as output, subprocess.Popen(line, cwd=ROOT, stdout=output, stderr=output) as process:
+            found = {"MB start": 0.0, "MB steady": 0.0, "MB of all": 0.0}
+            while process.poll() is None and (steps := _lines(metrics)) < STEPS:
+                pids = _family(process.pid)
+                phase = "MB steady" if found["MB of all"] else "MB start"
+                found[phase] = max([found[phase], *(_megabytes(pid, "status", "VmHWM") for pid in pids)])
+                if steps and phase == "MB start":
+                    found["MB of all"] = sum(_megabytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") for pid in pids)
+                    for pid in pids:
+                        with suppress(OSError):  # forget the peak; it may have ended
+                            Path(f"/proc/{pid}/clear_refs").write_text("5")
+                time.sleep(LOOK)
+        if process.returncode:
+            raise RuntimeError(said.read_text())
+    return found
+
+
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all that it has started, and they in turn."""
+    words = [word for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _text(path).split()]
+    return [pid, *(one for word in words for one in _family(int(word)))]
+
+
+def _megabytes(pid: int, file: str, *keys: str) -> float:
+    """Return the sum of figures of a process's file in /proc, in megabytes (1e6); 0 where the process has ended."""
+    lines = (line.split() for line in _text(Path(f"/proc/{pid}/{file}")).splitlines())
+    return sum(int(words[1]) * 1024 / 1e6 for words in lines if words and words[0].rstrip(":") in keys)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":

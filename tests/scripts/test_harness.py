@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,13 +56,6 @@ def broken(rank: int, size: int, store: str) -> Callable[[], float]:
         raise RuntimeError("rank 1 cannot")
     time.sleep(1000)
     return alone(0.0)
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that need not import torch anew."""
-    context = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 def test_ranks_step_together_and_every_launch_starts_anew(forked: None, tmp_path: Path):

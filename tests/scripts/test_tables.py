@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts import tables
+from scripts.bench.figures import notes, table
 from scripts.tables import FigureError, Marker, documents, too_old, written
 
 ROW = {"ratio": 1.0, "ci95": [0.9, 1.1], "seconds": 0.5, "spread": 0.1, "peak_mb": 10.0, "built_mb": 20.0}
@@ -63,6 +64,17 @@ def test_a_table_is_written_and_then_stays(figures: Path):
     assert "| ddp | 1.250 | 0.900 to 1.100 |" in once and "3 launches of 7 rounds" in once
     assert written(once, figures)[0] == once
     assert written(once.replace("1.250", "1.150"), figures)[0] == once  # a figure that somebody changed
+
+
+def test_a_table_may_have_columns_of_its_own():
+    own = {"system": "plan", "columns": {"s": 1.5, "MB": 123456.7, "small": 0.01234, "none": 0.0}}
+    text = table({"rows": [own, {"system": "other", "columns": {"s": None}}]})
+    assert text.splitlines()[0] == "| system | s | MB | small | none |"
+    assert text.splitlines()[2:] == ["| plan | 1.50 | 123,457 | 0.0123 | 0 |", "| other |  |  |  |  |"]
+    timed = {**REPORT, "rows": [{"system": "ours", **ROW, "columns": {"MB/s": 3.25}}]}
+    head, _, row = table(timed).splitlines()
+    assert head.endswith("| MB steady | MB/s |") and row.endswith("| 10 | 3.25 |")
+    assert "of 1 rounds" not in notes({**REPORT, "rounds": 1, "foreign": None}) and "took" in notes(REPORT)
 
 
 def test_rows_can_be_chosen(figures: Path):
