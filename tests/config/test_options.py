@@ -94,6 +94,7 @@ ROWS: dict[str, Works | Refused] = {
     "run.steps": Works("2", steps),
     "run.seed": Works("1", losses),
     # run.time_limit: tests/train/test_stopping.py
+    # run.deterministic: test_deterministic_changes_nothing_on_a_cpu
     "model.layers": Works("1", shapes),
     "model.hidden": Works("48", shapes),
     "model.heads": Works("2", losses),
@@ -166,6 +167,7 @@ OTHERWISE = {
     "zero.offload.optimizer",
     "zero.offload.delayed",
     "run.time_limit",
+    "run.deterministic",
     "checkpoint.async",
     "checkpoint.resume",
     "checkpoint.load",

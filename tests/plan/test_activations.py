@@ -35,7 +35,7 @@ DTYPES = {
 
 def plain(feed: StageInputs) -> StageInputs:
     """A plain causal micro-batch, without documents."""
-    return replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
+    return replace(feed, now=replace(feed.now, positions_SB=None, documents=None))
 
 
 def after_forward(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> int:
