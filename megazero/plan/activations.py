@@ -8,7 +8,7 @@ h the hidden size, kv the width of keys and of values, f that of the MLP, e byte
                   T h e / t                  what the heads have seen
                   T heads 4 / t              logarithms of softmax sums (8 in fp64)
     rotary        T (h + kv) e / t           rotated queries and keys
-    documents     T h e / t                  the same as the heads have seen, in the order in which documents are computed
+    documents     T h e / t                  what the heads have seen, in the order of documents too
     mlp           2 T f e / t                before and after gelu; gated: 3 T f e / t (gate, up, product)
     statistics    2 T' 2 4                   LayerNorm's mean and deviation (8 in fp64); RMSNorm has one number
 

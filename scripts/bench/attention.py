@@ -59,11 +59,10 @@ def main() -> int:
 
 def groups_of(length: int, only: list[str]) -> Iterator[Group]:
     for model in MODELS:
-        systems = [System("one document", our_step, (model, length, None), THREADS, has_loss=False)]
-        for name in WINDOWS:
-            systems.append(System(name, our_step, (model, length, name), THREADS, has_loss=False))
-        first = next(iter(WINDOWS))
-        systems.append(System(f"{first}, by a mask", our_step, (model, length, first, True), THREADS, has_loss=False))
+        first, cases = next(iter(WINDOWS)), {"one document": None} | {name: name for name in WINDOWS}
+        systems = [System(name, our_step, (model, length, window), THREADS) for name, window in cases.items()]
+        systems.append(System(f"{first}, by a mask", our_step, (model, length, first, True), THREADS))
+        systems = [replace(system, has_loss=False) for system in systems]
         yield Group(f"documents, {model}, {length:,} tokens", chosen(systems, only))
 
 
