@@ -10,9 +10,11 @@ most, and one of a thousand documents of four tokens.
 Shapes: S sequence, B samples, L length and N number of some documents.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -60,8 +62,7 @@ class Documents:
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
         """Return (length, number of documents that have it), by rising length."""
-        lengths, counts = np.unique(np.concatenate([np.array(of) for of in self.lengths]), return_counts=True)
-        return list(zip(lengths.tolist(), counts.tolist(), strict=True))
+        return sorted(Counter(length for of in self.lengths for length in of).items())
 
     @cached_property
     def longest(self) -> int:
@@ -78,18 +79,12 @@ class Documents:
 
         In a group rows are ordered by position, then by document, which makes it [L, N].
         """
-        lengths, samples = (np.concatenate(each) for each in zip(*self._by_sample(), strict=True))
-        firsts = (np.cumsum(lengths) - lengths) % sum(self.lengths[0])  # in their sample
-        rows = []
-        for length, _ in self.groups:
-            some = lengths == length
-            positions = firsts[some] + np.arange(length)[:, None]
-            rows.append((positions * len(self.lengths) + samples[some]).ravel())
-        order = np.concatenate(rows)
+        samples, firsts = len(self.lengths), {length: list[int]() for length, _ in self.groups}
+        for sample, of in enumerate(self.lengths):
+            for length, end in zip(of, accumulate(of), strict=True):
+                firsts[length].append((end - length) * samples + sample)
+        order = np.concatenate([(np.arange(n)[:, None] * samples + rows).ravel() for n, rows in firsts.items()])
         return self._there(order), self._there(np.argsort(order))
-
-    def _by_sample(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(np.array(of), np.full(len(of), sample)) for sample, of in enumerate(self.lengths)]
 
     def _there(self, numbers: np.ndarray) -> Tensor:
         """Return numbers as a tensor on the device; a GPU fetches them itself, when it comes to that."""
