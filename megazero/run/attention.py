@@ -21,6 +21,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from megazero.build.assemble import DTYPES
 from megazero.config.schema import Config
 from megazero.launch.environment import fix_cublas_workspace
-from megazero.model.attention import VariableLength
+from megazero.model.attention import Attention, VariableLength
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
 
@@ -54,7 +55,7 @@ class AttentionChoice:
         name: cudnn, flash, efficient or math.
         repeats: keys and values are repeated for each query head.
         variable_length: for documents; None: those of one length at a time.
-        why: the reasons against the fused implementations, if none is left; of the same for documents.
+        why: what is to be warned of; "" where nothing is.
     """
 
     name: str
@@ -107,8 +108,8 @@ class Probe:
         return attend
 
     def _empty(self, *shape: int) -> Tensor:
-        options = {"dtype": self._dtype, "device": self._device, "requires_grad": True}
-        return torch.zeros((*shape, self._heads.channels), **options)
+        shape = (*shape, self._heads.channels)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device, requires_grad=True)
 
 
 def choose_attention(probe: Probe, *, documents: bool, deterministic: bool) -> AttentionChoice:
@@ -154,8 +155,9 @@ def settle_attention(config: Config, model: Transformer, device: torch.device, *
         repeat_bits()
     choice = choose_attention(probe, documents=config.data.mask_eod, deterministic=deterministic)
     take(choice.name)
-    for block in model.blocks:
-        block.attention.repeats, block.attention.variable_length = choice.repeats, choice.variable_length
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.repeats, layer.variable_length = choice.repeats, choice.variable_length
     documents = " (documents: variable-length flash)" if choice.variable_length is not None else ""
     logging.getLogger("megazero").info("attention: %s%s%s", choice, documents, ", deterministic" * deterministic)
     if choice.why and first:
@@ -166,7 +168,8 @@ def repeat_bits() -> None:
     """Let torch take the operations on a GPU that give the same bits in every run."""
     fix_cublas_workspace()
     torch.use_deterministic_algorithms(True)  # with warn_only attention's backward would not be
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would write each new tensor once more
+    # Without this torch would write each new tensor once more.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def take(name: str) -> None:
@@ -186,11 +189,13 @@ def variable_length(grouped: bool) -> VariableLength:
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler, which takes a second
 
     known = inspect.signature(varlen_attn).parameters
-    options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}  # 2.10 has only the latter
-    options |= {"enable_gqa": grouped} if "enable_gqa" in known else {}
+    options: dict[str, Any] = {"enable_gqa": grouped} if "enable_gqa" in known else {}
+    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}  # the latter in 2.10 alone
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+        y = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+        assert isinstance(y, Tensor), "nothing beside it was asked for"
+        return y
 
     return attend
 

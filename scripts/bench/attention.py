@@ -83,8 +83,9 @@ def our_step(model: str, length: int, window: str | None, by_mask: bool = False)
     config = config_of(model, length)
     built = build(config, single(), CPU, choose("auto", CPU, torch.float32))
     if by_mask:
-        for block in built.model.blocks:
-            block.attention.core = masked(block.attention)
+        for layer in built.model.modules():
+            if isinstance(layer, Attention):
+                layer.core = masked(layer)
     feed = feeds_of(single()["tensor"], CPU, False)
     lengths = None if window is None else WINDOWS[window](length)
     positions = None if lengths is None else torch.cat([torch.arange(n) for n in lengths])[:, None]

@@ -144,30 +144,33 @@ def test_a_cpu_has_one_and_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, cap
 Given = dict[str, object]
 
 
-def of_2_10(given: Given) -> Callable[..., None]:
+def of_2_10(given: Given) -> Callable[..., Tensor]:
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, return_aux=None):
         given.update(bounds=(cu_q, cu_k), most=(max_q, max_k), causal=is_causal, grouped=True)
+        return q
 
     return varlen_attn
 
 
-def of_2_11(given: Given) -> Callable[..., None]:
+def of_2_11(given: Given) -> Callable[..., Tensor]:
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
         given.update(bounds=(cu_q, cu_k), most=(max_q, max_k), causal=window_size == (-1, 0), grouped=True)
+        return q
 
     return varlen_attn
 
 
-def of_2_13(given: Given) -> Callable[..., None]:
+def of_2_13(given: Given) -> Callable[..., Tensor]:
     def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
         given.update(bounds=(cu_q, cu_k), most=(max_q, max_k), causal=window_size == (-1, 0), grouped=enable_gqa)
+        return q
 
     return varlen_attn
 
 
 @pytest.mark.parametrize("version", [of_2_10, of_2_11, of_2_13])
 def test_every_version_of_torch_is_called_as_it_wants(
-    version: Callable[[Given], Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+    version: Callable[[Given], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: Given = {}
     module = ModuleType("torch.nn.attention.varlen")
