@@ -197,9 +197,9 @@ def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Te
         cuts.append(int(torch.randint(1, shape.seq_len, (), generator=generator)))
     window = torch.stack(windows, dim=1)
     positions = torch.arange(shape.seq_len)[:, None].expand(-1, len(ids))
-    documents_SB = (positions >= torch.tensor(cuts)).long()
-    positions_SB = positions - documents_SB * torch.tensor(cuts)
-    now = BatchContext(step, torch.tensor(ids)).within_documents(positions_SB, documents_SB)
+    positions_SB = torch.where(positions < torch.tensor(cuts), positions, positions - torch.tensor(cuts))
+    lengths = tuple((cut, shape.seq_len - cut) for cut in cuts)
+    now = BatchContext(step, torch.tensor(ids)).within_documents(positions_SB, lengths)
     return window[:-1].clone(), window[1:].clone(), torch.stack(valids, dim=1), now
 
 

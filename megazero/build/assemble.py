@@ -291,6 +291,8 @@ def assemble(
         recomputed=recomputed,
         offload=offload,
     )
+    if model.rotary is not None:
+        grid.comm.ledger.hold("angles", model.rotary.table_bytes(precision.parameters))
     local = job.micro.local(config.model.seq_len)
     chunks = {}
     for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):
@@ -326,8 +328,8 @@ def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[Mi
         tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))
         part = len(tokens) // tensor.size if sequence else 0
         now = BatchContext(step, batch.sample_ids_B.to(device), tensor.rank * part, training=training)
-        if batch.positions_SB is not None and batch.documents_SB is not None:
-            now = now.within_documents(batch.positions_SB.to(device), batch.documents_SB.to(device))
+        if batch.positions_SB is not None and batch.documents is not None:
+            now = now.within_documents(batch.positions_SB.to(device), batch.documents)
         return StageInputs(tokens, targets, valid, now)
 
     return feed

@@ -40,6 +40,10 @@ class Run(Section):
     steps: Positive = Field(default=1000, description="Training steps (batches consumed, skipped or not).")
     seed: NonNegative = Field(default=0, description="Decides initial weights, dropout masks and the order of samples.")
     time_limit: Positive | None = Field(default=None, description="Seconds after which the run saves and exits 75.")
+    deterministic: bool = Field(
+        default=False,
+        description="The same bits in every run on a GPU, at some speed; on a CPU they always are.",
+    )
 
 
 class Model(Section):

@@ -51,6 +51,12 @@ def split_documents(num_documents: int, fraction: float) -> tuple[np.ndarray, np
     return np.flatnonzero(~is_valid), np.flatnonzero(is_valid)
 
 
+def document_lengths(starts: np.ndarray) -> tuple[int, ...]:
+    """Return the lengths of the documents of a window: bool, True where one begins; the first token needs no mark."""
+    bounds = np.flatnonzero(starts[1:]) + 1
+    return tuple(np.diff(bounds, prepend=0, append=len(starts)).tolist())
+
+
 class TokenStream:
     """The chosen documents of a data set, in file order, as one sequence of `num_tokens` tokens.
 

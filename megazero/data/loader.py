@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megazero.base.errors import UserError
-from megazero.data.documents import TokenStream, split_documents
+from megazero.data.documents import TokenStream, document_lengths, split_documents
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sampler import index_of, sample_id, window_of
 
@@ -37,7 +37,7 @@ class MicroBatch:
         tokens_SB, targets_SB: int64; the target is the next token.
         valid_SB: bool, which targets count in the loss.
         positions_SB: int64, from the start of the token's document or of the window; None: 0 ... S - 1.
-        documents_SB: int32, ordinal of the token's document within its window; None: one document.
+        documents: the lengths of the documents of each row, in order; None: each row is one.
         sample_ids_B: int64, numbers of the samples over the whole run (validation: of the windows).
     """
 
@@ -45,7 +45,7 @@ class MicroBatch:
     targets_SB: torch.Tensor
     valid_SB: torch.Tensor
     positions_SB: torch.Tensor | None
-    documents_SB: torch.Tensor | None
+    documents: tuple[tuple[int, ...], ...] | None
     sample_ids_B: torch.Tensor
 
 
@@ -96,7 +96,7 @@ class WindowDataset:
             valid = ordinals[1:] == ordinals[:-1]
             starts = np.zeros(valid.shape, bool)  # the token begins a document; the window's first needs no mark
             starts[1:] = ~valid[:-1]
-            documents = torch.from_numpy(np.cumsum(starts, axis=0, dtype=np.int32))
+            documents = tuple(document_lengths(of_row) for of_row in starts.T)
             index = np.arange(self.seq_len)[:, None]
             positions = torch.from_numpy(index - np.maximum.accumulate(np.where(starts, index, 0), axis=0))
         return MicroBatch(
@@ -104,7 +104,7 @@ class WindowDataset:
             targets_SB=torch.from_numpy(tokens[1:].copy()),  # no memory shared with tokens_SB
             valid_SB=torch.from_numpy(valid),
             positions_SB=positions,
-            documents_SB=documents,
+            documents=documents,
             sample_ids_B=torch.from_numpy(sample_ids.astype(np.int64)),
         )
 

@@ -263,3 +263,11 @@ def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher
             return World(rank, size, local_rank, launcher)
     got = ", ".join(f"{name}={addresses.shown(text)}" for name, text in zip(names, texts, strict=True))
     raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)
+
+
+def fix_cublas_workspace() -> None:
+    """Let cuBLAS take memory of a fixed size for each stream, without which its products may differ between runs.
+
+    It is read when the first product is computed. What the user has set is left.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

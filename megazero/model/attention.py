@@ -23,6 +23,9 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
 
+# Causal attention inside documents: q [T, H, d], k and v [T, G, d], where documents begin (int32), the longest of them.
+VariableLength = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
 
 class _Rotate(torch.autograd.Function):
     """The rotation by position; its backward is the inverse, by the same kernel, and only the angles are kept."""
@@ -42,27 +45,41 @@ class _Rotate(torch.autograd.Function):
 class Rotary:
     """Rotary positions, with the angle p * theta^(-2i/d) for channel pair i at position p (Su et al. 2021, eq. 15).
 
-    Angles are computed in fp32 (fp64 for fp64 activations) whatever the model's dtype: bf16 would blur them.
+    Angles are computed in fp32 (fp64 for fp64 activations) whatever the model's dtype: bf16 would blur them. All layers
+    share one table of them, computed when the first layer runs.
     """
 
-    def __init__(self, head_dim: int, theta: float, ops: Operations):
-        self.head_dim, self.theta, self.ops = head_dim, theta, ops
+    def __init__(self, head_dim: int, theta: float, seq_len: int, ops: Operations):
+        self.head_dim, self.theta, self.seq_len, self.ops = head_dim, theta, seq_len, ops
+        self._table: tuple[Tensor, Tensor] | None = None
+        self._placed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the micro-batch with these positions
 
-    def __call__(self, step: BatchContext, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Return queries and keys [S, B, H or G, d] rotated by their positions."""
-        cos, sin = self.angles(step, heads[0])
+    def rotate(self, positions_SB: Tensor | None, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Return queries and keys [S, B, H or G, d] rotated by their positions; None: 0 to S - 1 in every sample."""
+        cos, sin = self.angles(positions_SB, heads[0])
         return tuple(_Rotate.apply(x_SBHd, cos, sin, self.ops) for x_SBHd in heads)
 
-    def angles(self, step: BatchContext, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions_SB: Tensor | None, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles: [S, B or 1, 1, d], in the dtype of `like_SBHd`."""
-        positions = step.positions_SB
-        if positions is None:  # attention sees the whole sequence, whatever part of it this rank holds outside
-            positions = torch.arange(like_SBHd.shape[0], device=like_SBHd.device)[:, None]
-        dtype = wide_dtype(like_SBHd.dtype)
-        exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
-        angles = positions[..., None].to(dtype) * self.theta**-exponents
+        if self._table is None or len(self._table[0]) < len(like_SBHd):
+            self._table = self._computed(max(self.seq_len, len(like_SBHd)), like_SBHd)
+        cos, sin = self._table
+        if positions_SB is None:
+            return cos[: len(like_SBHd)], sin[: len(like_SBHd)]
+        if self._placed is None or self._placed[0] is not positions_SB:
+            self._placed = positions_SB, (cos[:, 0][positions_SB], sin[:, 0][positions_SB])
+        return self._placed[1]
+
+    def table_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the table."""
+        return 2 * self.seq_len * self.head_dim * dtype.itemsize
+
+    def _computed(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = wide_dtype(like.dtype), like.device
+        exponents = torch.arange(0, self.head_dim, 2, dtype=dtype, device=device) / self.head_dim
+        angles = torch.arange(length, device=device)[:, None, None].to(dtype) * self.theta**-exponents
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]
-        return angles.cos().to(like_SBHd.dtype), angles.sin().to(like_SBHd.dtype)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class Attention(nn.Module):
@@ -74,6 +91,8 @@ class Attention(nn.Module):
 
     Attributes:
         core: what lies between the projections. The builder replaces it where it is to be computed again in backward.
+        variable_length: computes documents of several lengths at once; None: those of each length for themselves.
+        repeats: keys and values are repeated for each query of their group, for implementations that know no groups.
     """
 
     def __init__(
@@ -96,25 +115,34 @@ class Attention(nn.Module):
         self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region)
         self.rotary = rotary
         self.core: Callable[[Tensor, BatchContext], Tensor] = self._core
+        self.variable_length: VariableLength | None = None
+        self.repeats = False
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         return self.out(self.core(self.qkv(x_SBD), step))
 
     def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
         """Return what the heads have seen, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
-        q, k, v = self._heads(qkv, step)
-        a_BHSd = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=step.attend_B1SS,
-            is_causal=step.attend_B1SS is None,
-            enable_gqa=self.queries_per_group > 1,
-        )
+        documents = step.documents
+        if documents is None:
+            return self._causal(qkv)
+        if self.variable_length is None:
+            return documents.attend(self._causal, qkv)
+        q, k, v = (rearrange(x, "s b h d -> (b s) h d") for x in self._heads(qkv, step.positions_SB))
+        a = self.variable_length(q, k, v, documents.bounds, documents.longest)
+        return rearrange(a, "(b s) h d -> s b (h d)", b=qkv.shape[1])
+
+    def _causal(self, qkv: Tensor) -> Tensor:
+        """Return the same where each sample is one document."""
+        q, k, v = (x_SBHd.permute(1, 2, 0, 3) for x_SBHd in self._heads(qkv, None))
+        if self.repeats:
+            k, v = (x_BGSd.repeat_interleave(self.queries_per_group, dim=1) for x_BGSd in (k, v))
+        grouped = q.shape[1] != k.shape[1]
+        a_BHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return rearrange(a_BHSd, "b h s d -> s b (h d)")
 
-    def _heads(self, qkv: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, H, S, d], k and v [B, G, S, d] (views into one projection where the layout allows it)."""
+    def _heads(self, qkv: Tensor, positions_SB: Tensor | None) -> tuple[Tensor, ...]:
+        """Return q [S, B, H, d], k and v [S, B, G, d] (views into one projection where the layout allows it)."""
         per_group = self.queries_per_group
         qkv = rearrange(qkv, "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
         if per_group == 1:
@@ -124,5 +152,5 @@ class Attention(nn.Module):
             q, k, v = qkv.split((per_group, 1, 1), dim=3)
             q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:
-            q, k = self.rotary(step, q, k)
-        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+            q, k = self.rotary.rotate(positions_SB, q, k)
+        return q, k, v

@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megazero.model.documents import Documents
+
 
 @dataclass(frozen=True)
 class BatchContext:
@@ -20,7 +22,7 @@ class BatchContext:
         sample_ids_B: int64 global ids of the samples (dropout masks depend on them, not on ranks or rows).
         sequence_offset: the first position of the residual stream that this rank holds (sequence parallelism).
         positions_SB: int64 positions of each token in its document, None when they are 0..S-1 for every sample.
-        attend_B1SS: bool, True where query (row) may see key (column); None for plain causal attention.
+        documents: inside which attention stays; None: each sample is one.
         training: dropout acts only when True.
         recomputing: a layer has run before on the same input, and now only its backward is wanted: its output is not
             read, and work that only the output needs may be left out.
@@ -30,21 +32,18 @@ class BatchContext:
     sample_ids_B: Tensor
     sequence_offset: int = 0
     positions_SB: Tensor | None = None
-    attend_B1SS: Tensor | None = None
+    documents: Documents | None = None
     training: bool = True
     recomputing: bool = False
 
-    def within_documents(self, positions_SB: Tensor, documents_SB: Tensor) -> Self:
+    def within_documents(self, positions_SB: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Self:
         """Return the same step with attention and positions confined to documents (`data.mask_eod`).
 
         Args:
             positions_SB: int64, restarting at 0 with each document.
-            documents_SB: which document each token belongs to (any integers, equal within a document).
+            lengths: of the documents of each sample, in order.
         """
-        documents_BS = documents_SB.T
-        same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-        attend_B1SS = same_BSS.tril_()[:, None]
-        return replace(self, positions_SB=positions_SB, attend_B1SS=attend_B1SS)
+        return replace(self, positions_SB=positions_SB, documents=Documents(lengths, positions_SB.device))
 
     def evaluation(self) -> Self:
         """Return the same step with dropout off."""

@@ -94,15 +94,20 @@ class Transformer(nn.Module):
         ops: the kernels to use.
 
     Attributes:
+        rotary: the rotary positions that all blocks share; None with learned ones.
         layers: embedding, blocks, head; forward calls them through this list, in which the builder replaces entries.
     """
 
     def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations):
         super().__init__()
         self.shape, self.tensor, self.ops = shape, tensor, ops
+        self.rotary = None
+        if shape.position == "rotary":
+            self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
         embedding, block, head = (Region(tensor, sequence, name) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
-        self.blocks = nn.ModuleList(_block(shape, i, seed=seed, region=block, ops=ops) for i in range(shape.layers))
+        blocks = (_block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
+        self.blocks = nn.ModuleList(blocks)
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
 
@@ -168,16 +173,15 @@ class Transformer(nn.Module):
         return [("embedding", self.embedding), *blocks, ("head", self.head)]
 
 
-def _block(shape: Shape, layer: int, *, seed: int, region: Region, ops: Operations) -> Block:
+def _block(shape: Shape, layer: int, rotary: Rotary | None, *, seed: int, region: Region, ops: Operations) -> Block:
     # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
     out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
-    head_dim = shape.hidden // shape.heads
     attention = Attention(
         shape.hidden,
         shape.heads,
         shape.kv_heads,
         bias=shape.bias,
-        rotary=Rotary(head_dim, shape.rope_theta, ops) if shape.position == "rotary" else None,
+        rotary=rotary,
         out_std=out_std,
         region=region,
     )

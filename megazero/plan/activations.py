@@ -7,15 +7,15 @@ h the hidden size, kv the width of keys and of values, f that of the MLP, e byte
     attention     T (h + 2 kv) e / t         the projection
                   T h e / t                  what the heads have seen
                   T heads 4 / t              logarithms of softmax sums (8 in fp64)
-    rotary        T (h + kv) e / t           rotated queries and keys; and 2 s d e for their angles (documents: 2 T d e)
-    documents     T s e                      attention's own mask as numbers, where documents end inside a sequence
+    rotary        T (h + kv) e / t           rotated queries and keys
+    documents     T h e / t                  what the heads have seen, in the order of documents too
     mlp           2 T f e / t                before and after gelu; gated: 3 T f e / t (gate, up, product)
     statistics    2 T' 2 4                   LayerNorm's mean and deviation (8 in fp64); RMSNorm has one number
 
 In 16 bits with f = 4 h and t = 1 that is s b h (8 + 6 + 2 + 16) = 32 s b h. Korthikanti et al. 2022 (arXiv 2205.05198,
 Table 2) count 34: two masks of dropout, a byte an element, which nobody stores here, because they are computed again.
-Their 5 a s^2 b for scores is what fused attention never stores. Selective recompute spares the softmax sums, the mask
-of documents and what rotary adds; full recompute keeps T' h e, the input, or with Pa T' h e / t.
+Their 5 a s^2 b for scores is what fused attention never stores. Selective recompute spares the softmax sums, and
+what documents and rotary add; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
 
 from megazero.plan.model import Micro, ModelShape
@@ -33,10 +33,9 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
     core = 0
     if recompute == "none":
         core = tokens * shape.heads // t * _wide(item)
-        core += tokens * shape.seq_len * item if micro.documents else 0
+        core += tokens * shape.hidden * item // t if micro.documents else 0
         if not shape.learned_positions:
-            angles = tokens if micro.documents else shape.seq_len
-            core += tokens * (shape.hidden + shape.kv_width) * item // t + 2 * angles * shape.head_dim * item
+            core += tokens * (shape.hidden + shape.kv_width) * item // t
     return 4 * stream * shape.hidden * item + heads + core + mlp + statistics
 
 

@@ -3,6 +3,7 @@
     parameters, gradients, optimizer    model states (`states.py`)
     pool          whole buffers of what is kept sharded over the data axis: gathered parameters (stage 3) and gradients
                   on their way to a shard (stages 2 and 3), one in use and one coming or going (`pool.py`)
+    angles        of rotary positions, one table for all blocks: 2 s d e (cos and sin, d channels of a head)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
                   with Pa+cpu; where they have to be put together again two whole ones more
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
@@ -50,6 +51,8 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     sizes = units(job.shape, job.tensor, list(stages.values()))
     held = states(sizes, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, stages.values())
+    if not job.shape.learned_positions:
+        held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
     held |= _inputs(job, stages, live)
     held["activations"], cause = _activations(job, rank, stages, live, fused)

@@ -111,7 +111,7 @@ class Micro:
         sequence: the residual stream is split over these ranks.
         item: bytes of an activation.
         dropout: the model has dropout.
-        documents: attention has a mask of its own, so that it does not cross the ends of documents.
+        documents: attention does not cross the ends of documents, which take another order for it.
     """
 
     sequences: int

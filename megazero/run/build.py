@@ -31,6 +31,7 @@ from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
+from megazero.run.attention import settle_attention
 from megazero.run.checkpointing import (
     CheckpointMetadata,
     Identity,
@@ -81,6 +82,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     if config.zero.offload.optimizer == "cpu" and device.type != "cpu":
         host_ops = for_host(config.precision.kernels, precision_of(config).masters)
     built = build(config, grid, device, ops, host_ops=host_ops)
+    settle_attention(config, built.model, device, first=grid["world"].rank == 0)
     engine, pipeline = built.engine, built.pipeline
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     flops = model_shape(config).flops_per_token()

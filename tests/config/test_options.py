@@ -94,6 +94,7 @@ ROWS: dict[str, Works | Refused] = {
     "run.steps": Works("2", steps),
     "run.seed": Works("1", losses),
     # run.time_limit: tests/train/test_stopping.py
+    # run.deterministic: test_deterministic_changes_nothing_on_a_cpu
     "model.layers": Works("1", shapes),
     "model.hidden": Works("48", shapes),
     "model.heads": Works("2", losses),
@@ -166,6 +167,7 @@ OTHERWISE = {
     "zero.offload.optimizer",
     "zero.offload.delayed",
     "run.time_limit",
+    "run.deterministic",
     "checkpoint.async",
     "checkpoint.resume",
     "checkpoint.load",
@@ -342,3 +344,11 @@ def test_micro_batches_are_cut_as_asked(tiny_data: TinyData, tmp_path: Path):
     sizes = [batch.tokens_SB.shape[1] for batch in trainer.loader.step(0)]
     trainer.close()
     assert sizes == [1, 1, 1, 1]
+
+
+def test_deterministic_changes_nothing_on_a_cpu(tiny_data: TinyData, reference, tmp_path: Path):
+    changed, plain = train(tiny_data.load(tmp_path / "run", "run.deterministic=true")), reference(())
+    for key in ("loss", "grad_norm", "lr", "valid_loss"):
+        assert [row.get(key) for row in changed.rows] == [row.get(key) for row in plain.rows]
+    assert all(torch.equal(value, changed.weights()[name]) for name, value in plain.weights().items())
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -11,7 +11,7 @@ from megazero.config.schema import Config, default_ffn, resolved
 
 # What scripts and users rely on, with the value that a resolved config has when nobody says otherwise.
 DEFAULTS = {
-    "run": {"dir": None, "steps": 1000, "seed": 0, "time_limit": None},
+    "run": {"dir": None, "steps": 1000, "seed": 0, "time_limit": None, "deterministic": False},
     "model": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50257, "seq_len": 1024}
     | {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
     | {"norm_eps": 1e-5, "rope_theta": 10000.0},

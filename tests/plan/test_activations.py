@@ -35,13 +35,13 @@ DTYPES = {
 
 def plain(feed: StageInputs) -> StageInputs:
     """A plain causal micro-batch, without documents."""
-    return replace(feed, now=replace(feed.now, positions_SB=None, attend_B1SS=None))
+    return replace(feed, now=replace(feed.now, positions_SB=None, documents=None))
 
 
-def after_forward(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> int:
+def after_forward(grid: Grid, layout: Job, shape: Shape, precision: Precision, documents: bool = False) -> int:
     """Bytes that are there between a forward and its backward."""
     rank = Rank(grid, layout, shape, precision)
-    feed = plain(rank.feed(0, 0))
+    feed = rank.feed(0, 0) if documents else plain(rank.feed(0, 0))
     there: list[int] = []
 
     def note(action: Action) -> None:
@@ -81,6 +81,19 @@ def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, re
         0 if recompute == "full" else kept_by_block(model_shape(config_of(layout, shape, precision)), micro, recompute)
     )
     assert many - few == 2 * expected
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("flavour", ["gpt-dry", "llama", "rotary"])
+def test_what_a_block_keeps_of_documents(flavour: str, recompute: str) -> None:
+    """Whatever their lengths: two in each window, at another place in each."""
+    shape, precision, layout = FLAVOURS[flavour], DTYPES["bf16"], job_on(2, recompute=recompute)
+    few, many = (
+        run_ranks(2, after_forward, layout, replace(shape, layers=layers), precision, True, tensor=2)[0]
+        for layers in (2, 4)
+    )
+    micro = Micro(layout.micro_batch, 2, False, precision.parameters.itemsize, shape.dropout > 0, documents=True)
+    assert many - few == 2 * kept_by_block(model_shape(config_of(layout, shape, precision)), micro, recompute)
 
 
 def test_the_paper_s_34() -> None:

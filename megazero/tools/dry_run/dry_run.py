@@ -13,7 +13,7 @@ the host's memory is another) follows the device that is declared.
 import os
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -184,15 +184,15 @@ def _batch(config: Config) -> MicroBatch:
         targets,
         torch.empty(shape, dtype=torch.bool),
         torch.empty(shape, dtype=torch.int64) if eod else None,
-        torch.empty(shape, dtype=torch.int32) if eod else None,
+        ((shape[0],),) * shape[1] if eod else None,
         torch.empty(config.batch.micro, dtype=torch.int64),
     )
 
 
 def _copy(batch: MicroBatch) -> MicroBatch:
     """Return a batch as a device has it."""
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: tensor.clone() for name, tensor in tensors.items() if tensor is not None})
+    tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, **tensors)
 
 
 def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils.hooks.RemovableHandle]:

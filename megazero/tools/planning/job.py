@@ -22,7 +22,7 @@ from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
 
-BUFFERS = ("pool", "allocator")
+BUFFERS = ("pool", "angles", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
 _DAY = 86400.0
 

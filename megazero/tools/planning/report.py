@@ -23,12 +23,13 @@ _COLOURS = {
     "gradients": "#8fb8de",
     "optimizer": "#6fa84f",
     "pool": "#b7b7b7",
+    "angles": "#c9c9c9",
     "inputs": "#f2c879",
     "activations": "#d99f3b",
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
-_OF_OTHER_SYSTEMS = ("scores", "allocator")  # drawn only where there are any
+_WHERE_THERE_ARE = ("angles", "scores", "allocator")  # rotary positions, other systems: else not drawn
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
@@ -92,7 +93,7 @@ def draw(plan: Plan, path: Path) -> None:
         below = [0.0] * len(plan.ranks)
         for category, colour in _COLOURS.items():
             sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
-            if category in _OF_OTHER_SYSTEMS and not any(sizes):
+            if category in _WHERE_THERE_ARE and not any(sizes):
                 continue
             left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
             below = [under + size for under, size in zip(below, sizes, strict=True)]

@@ -1,0 +1,201 @@
+"""The choice of attention on a GPU, with stand-ins for what torch and the GPU say; none is here."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megazero.config.schema import Config, resolved
+from megazero.model.attention import VariableLength
+from megazero.run import attention
+from megazero.run.attention import AttentionChoice, Heads, Probe, choose_attention, settle_attention, variable_length
+from tests.model.small import LLAMA, make
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def some_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    return q
+
+
+class Said(Probe):
+    """A probe that answers what it is told to.
+
+    Args:
+        takes: implementations that take the heads as they are; behind a * those that take them with repeated keys.
+    """
+
+    def __init__(self, *takes: str, cudnn: bool = True, varying: str | None = None):
+        self._takes, self._cudnn, self._varying = takes, cudnn, varying
+
+    def prefers_cudnn(self) -> bool:
+        return self._cudnn
+
+    def refusal(self, name: str, *, repeats: bool) -> str | None:
+        return None if name in self._takes or (repeats and f"*{name}" in self._takes) else f"no {name} here"
+
+    def variable_length(self) -> VariableLength:
+        if self._varying is not None:
+            raise RuntimeError(self._varying)
+        return some_attention
+
+
+ALL = ("cudnn", "flash", "efficient")
+
+
+@pytest.mark.parametrize(
+    ("probe", "documents", "deterministic", "expected"),
+    [
+        (Said(*ALL), False, False, ("cudnn", False)),
+        (Said(*ALL), False, True, ("flash", False)),  # cuDNN's backward adds in any order
+        (Said(*ALL), True, False, ("flash", False)),  # and it would plan each length of a document anew
+        (Said(*ALL, cudnn=False), False, False, ("flash", False)),
+        (Said("efficient"), False, False, ("efficient", False)),
+        (Said("*efficient"), False, False, ("efficient", True)),  # fp32 with grouped queries: never by math
+        (Said("efficient", "*flash"), False, False, ("efficient", False)),
+        (Said(), False, False, ("math", False)),
+    ],
+)
+def test_one_implementation_is_chosen(
+    probe: Said, documents: bool, deterministic: bool, expected: tuple[str, bool]
+) -> None:
+    choice = choose_attention(probe, documents=documents, deterministic=deterministic)
+    assert (choice.name, choice.repeats) == expected
+    assert (choice.variable_length is some_attention) == documents
+
+
+def test_math_is_never_silent() -> None:
+    why = choose_attention(Said(), documents=False, deterministic=False).why
+    assert "S^2" in why and all(f"{name}: no {name} here" in why for name in ALL)
+    assert not choose_attention(Said("flash"), documents=True, deterministic=False).why
+
+
+def test_documents_without_variable_lengths_say_so() -> None:
+    choice = choose_attention(Said("efficient", varying="only 16 bits"), documents=True, deterministic=False)
+    assert choice.variable_length is None and choice.name == "efficient"
+    assert choice.why == "documents are computed length by length: only 16 bits"
+
+
+def enabled() -> tuple[bool, bool, bool, bool]:
+    """Whether torch may take cudnn, flash, efficient, math."""
+    cuda = torch.backends.cuda
+    return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+
+
+@pytest.fixture
+def torch_s_own() -> Iterator[None]:
+    """Put back what torch has for the whole process."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    before = enabled()
+    yield
+    cuda = torch.backends.cuda
+    for enable, was in zip(
+        (cuda.enable_cudnn_sdp, cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp),
+        before,
+        strict=True,
+    ):
+        enable(was)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def config(**run: object) -> Config:
+    shape = {name: getattr(LLAMA, name) for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq_len")}
+    return resolved(Config.model_validate({"model": shape, "run": run, "data": {"mask_eod": True}}))
+
+
+@pytest.mark.usefixtures("torch_s_own")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_model_on_a_gpu_gets_it(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys
+) -> None:
+    monkeypatch.setattr(attention, "Probe", lambda *_: Said("*efficient"))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is put back
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    model = make(LLAMA, torch.float32)
+    with caplog.at_level("INFO", logger="megazero"):
+        settle_attention(config(deterministic=deterministic), model, GPU, first=True)
+    assert all(block.attention.repeats for block in model.blocks)
+    assert all(block.attention.variable_length is some_attention for block in model.blocks)
+    said = "attention: efficient with repeated keys (documents: variable-length flash)"
+    said += ", deterministic" * deterministic
+    assert [record.message for record in caplog.records] == [said] and capsys.readouterr().err == ""
+    assert enabled() == (False, False, True, False)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
+
+
+@pytest.mark.usefixtures("torch_s_own")
+def test_a_cpu_has_one_and_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(attention, "choose_attention", None)
+    model = make(LLAMA, torch.float32)
+    settle_attention(config(deterministic=True), model, CPU, first=True)
+    assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.math_sdp_enabled()
+    assert not any(block.attention.repeats or block.attention.variable_length for block in model.blocks)
+    assert not caplog.records
+
+
+Given = dict[str, object]
+
+
+def of_2_10(given: Given) -> Callable[..., Tensor]:
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, return_aux=None):
+        given.update(bounds=(cu_q, cu_k), most=(max_q, max_k), causal=is_causal, grouped=True)
+        return q
+
+    return varlen_attn
+
+
+def of_2_11(given: Given) -> Callable[..., Tensor]:
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        given.update(bounds=(cu_q, cu_k), most=(max_q, max_k), causal=window_size == (-1, 0), grouped=True)
+        return q
+
+    return varlen_attn
+
+
+def of_2_13(given: Given) -> Callable[..., Tensor]:
+    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        given.update(bounds=(cu_q, cu_k), most=(max_q, max_k), causal=window_size == (-1, 0), grouped=enable_gqa)
+        return q
+
+    return varlen_attn
+
+
+@pytest.mark.parametrize("version", [of_2_10, of_2_11, of_2_13])
+def test_every_version_of_torch_is_called_as_it_wants(
+    version: Callable[[Given], Callable[..., Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: Given = {}
+    module = ModuleType("torch.nn.attention.varlen")
+    vars(module)["varlen_attn"] = version(given)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    q, bounds = torch.zeros(8, 4, 16), torch.tensor([0, 3, 8])
+    variable_length(True)(q, q, q, bounds, 5)
+    assert given == {"bounds": (bounds, bounds), "most": (5, 5), "causal": True, "grouped": True}
+
+
+def test_the_installed_torch_knows_the_call() -> None:
+    """Shapes and options alone: no kernel runs."""
+    with FakeTensorMode():
+        q, k = (torch.empty(8, count, 16, dtype=torch.bfloat16, requires_grad=True) for count in (4, 2))
+        bounds = torch.empty(3, dtype=torch.int32)
+        y = variable_length(True)(q, k, k, bounds, 5)
+        y.sum().backward()
+    assert y.shape == q.shape == q.grad.shape and k.grad.shape == k.shape
+
+
+def test_why_torch_refuses_is_said() -> None:
+    """Asked of tensors on a CPU, which no implementation for GPUs takes."""
+    refusal = Probe(CPU, torch.float32, Heads(4, 2, 16, 8)).refusal("flash", repeats=False)
+    assert refusal
+
+
+def test_a_choice_is_said_in_words() -> None:
+    assert str(AttentionChoice("flash", False, None, "")) == "flash"
