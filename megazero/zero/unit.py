@@ -39,6 +39,7 @@ class Unit:
         precision: dtypes.
         device: the device that computes.
         pools: for whole parameters and whole gradients.
+        reduction: for gradients that are summed over ranks in another dtype; None: they are summed as they are.
         offload: the values that rest on the host; None: none.
         ops: the kernels to use where gradients are wider than parameters.
 
@@ -64,8 +65,9 @@ class Unit:
         offload: Offload | None = None,
         *,
         ops: Operations = REFERENCE,
+        reduction: Pool | None = None,
     ):
-        self.layout, self.axes, self.device, self._pools = layout, axes, device, pools
+        self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload(None)
         stage, updater = axes.stage, offload.updater
         self.numel = layout.padded(axes.shard.size)
@@ -222,6 +224,7 @@ class Unit:
             FlatBuffer(self.own_gradients, {shard: self.axes.stage.optimizer}, self.shard.start),
             "gradients",
             accumulate=accumulate,
+            through=self.reduction,
         )
 
     def _open_share(self, *, accumulate: bool) -> None:

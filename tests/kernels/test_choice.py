@@ -115,7 +115,7 @@ def test_apex_is_taken_for_what_it_has(plant, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger="megazero"):
         chosen = choice.choose("apex", GPU, torch.bfloat16)
     assert caplog.messages == ["kernels: reference; apex: norm (asked for)"]
-    assert chosen.swiglu is reference.swiglu and chosen.sum_of_squares is WIDE_REFERENCE.sum_of_squares
+    assert chosen.swiglu is reference.swiglu and chosen.sums_of_squares is WIDE_REFERENCE.sums_of_squares
     x, weight, bias, grad = (torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
     weight, bias = weight[0, 0], bias[0, 0]
     for mine, theirs in (
