@@ -13,7 +13,7 @@ from torch import Tensor
 
 Product = Callable[[Tensor, Tensor, Tensor], object]  # (into, left, right)
 _LOG = logging.getLogger("megazero")
-_ROWS, _INNER, _COLUMNS, _LARGEST = 16, 32, 24, 15
+_ROWS, _INNER, _COLUMNS, _NUMBERS = 16, 32, 24, 31
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def wide_products(
     """
 
     def whole(rows: int, columns: int) -> Tensor:
-        numbers = torch.arange(rows * columns, device=device) * 7 % (_LARGEST + 1)
+        numbers = torch.arange(rows * columns, device=device) * 7 % _NUMBERS
         return numbers.view(rows, columns).to(dtype)
 
     left, right = whole(_INNER, _ROWS).T, whole(_INNER, _COLUMNS)  # a weight's gradient has a transposed factor
