@@ -23,11 +23,13 @@ length, a few hundred eps at most.
                      32 r, of a parameter as a whole (|a - b| / |b|, norms), for its moments and for its update. In the
                      size of the update of all matrices, or of all vectors, errors of both signs cancel: r / 2.
     REDUCED          gradients that are summed over ranks in bf16 and wider otherwise (`zero.reduce_dtype`), against one
-                     process, which sums nothing: each rank's part and each partial sum is off by up to r = 2^-9 of
-                     itself, and parts of both signs are larger than their sum: 4 r of the largest element, and of a
-                     moment or an update as a whole. Errors of both signs cancel: r of the norm, r / 2 of a size. In the
-                     steps of a certificate a loss changes by less than an eighth, 4 r of which come of the updates. A
-                     weight is not held alone, as in 16 bits: of a sum near zero not one bit need be right.
+                     process, which sums nothing. Each rank's part and each partial sum is off by up to r = 2^-8 of
+                     itself, and parts of both signs are larger than their sum: together a typical error is that of one
+                     or two roundings, and the largest of some 1e4 is four times a typical one. 8 r of a single element
+                     of a gradient; 4 r of a parameter as a whole, for its moments (the second one doubles an error) and
+                     its update. Errors of both signs cancel: r / 2 of a norm, r / 4 of a size. In the steps of a
+                     certificate updates change a loss by less than an eighth of it, and r of that is off. A weight is
+                     not held alone, as in 16 bits: of a sum near zero not one bit need be right.
 
 The certificate trains with settings of its own, so that a wrong one shows ten times over:
 
@@ -147,7 +149,7 @@ class Tolerance:
     sizes: float
 
 
-REDUCED = Tolerance(2.0**-10, 2.0**-9, 2.0**-7, math.inf, 2.0**-7, 2.0**-10)
+REDUCED = Tolerance(2.0**-11, 2.0**-9, 2.0**-5, math.inf, 2.0**-6, 2.0**-10)
 
 
 def tolerance_of(dtype: str, *, reduced: bool = False) -> Tolerance:
