@@ -1,31 +1,38 @@
-"""Command that builds the kernels of this machine: `python -m megazero.kernels`; or of other ones' GPUs: `... 80 90`.
+"""Command that builds the kernels of this machine: `python -m megazero.kernels`.
 
 The first run on a machine compiles them, for seconds to minutes, while all its ranks wait. A job of many ranks runs
-this once per node before it starts them (scripts/slurm/train.sbatch). Where the nodes have no compiler, run it with the
-GPUs' compute capabilities where there is one, and copy the libraries (docs/kernels.md).
+this once per node before it starts them (scripts/slurm/train.sbatch).
+
+    python -m megazero.kernels --registers      # of every CUDA kernel, on each architecture of a release; needs no GPU
+    python -m megazero.kernels --archs 80 90    # for such GPUs, not those that are here: to be copied to their hosts
 """
 
+import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from megazero.kernels import cpu, cuda
-from megazero.kernels.build import BuildError
+from megazero.kernels import cpu, cuda, ptxas
+from megazero.kernels.build import BuildError, compiler_report, find_nvcc, release_archs
 
 
-def main(arguments: list[str]) -> int:
-    """Build for the CPU, and for the GPUs that are here or that `arguments` name; return 1 if something is not built.
-
-    Raises:
-        SystemExit: 2, an argument is no compute capability.
-    """
-    if wrong := [word for word in arguments if not word.isdigit()]:
-        print(f"expected compute capabilities such as 90, got {wrong[0]}", file=sys.stderr)
-        raise SystemExit(2)
+def main() -> int:
+    """Build for the CPU, and for the GPUs that are named or here; return 1 if one of them cannot be built."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--registers", action="store_true", help="print registers and spills of the CUDA kernels")
+    parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, 90 for 9.0")
+    options = parser.parse_args()
+    if options.registers:
+        return registers()
+    builders: dict[str, Callable[[], object]] = {"cpu": cpu.load}
+    if options.archs:
+        builders["cuda"] = lambda: cuda.library(options.archs)
+    elif torch.cuda.is_available():
+        builders["cuda"] = cuda.load
     code = 0
-    for kind, load in _builders([int(word) for word in arguments]):
+    for kind, load in builders.items():
         began = time.monotonic()
         try:
             print(f"{kind} kernels: {load()} ({time.monotonic() - began:.1f} s)", flush=True)
@@ -35,13 +42,17 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _builders(archs: list[int]) -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "cpu", cpu.load
-    if archs:
-        yield "cuda", lambda: cuda.library(archs)
-    elif torch.cuda.is_available():
-        yield "cuda", cuda.load
+def registers() -> int:
+    """Print what ptxas reports of each CUDA kernel; return 1 if the kernels cannot be built."""
+    try:
+        print("compiling for every architecture of a release: some minutes", file=sys.stderr, flush=True)
+        library = cuda.library(release_archs(find_nvcc()))
+    except BuildError as error:
+        print(f"cuda kernels: not built, {error}", file=sys.stderr, flush=True)
+        return 1
+    print(ptxas.table(ptxas.resources(compiler_report(library))))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
