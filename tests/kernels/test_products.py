@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.kernels import reference
+from megazero.kernels import reference, select
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.products import Product, WideProducts, wide_products
 from megazero.kernels.select import choose
@@ -160,3 +160,16 @@ def test_sorted_rows_are_taken_on_a_gpu_that_is_to_be_deterministic() -> None:
     }
     assert chosen.pop(("cuda", True)) is reference.add_sorted_rows_
     assert all(each is reference.add_rows_ for each in chosen.values())
+
+
+def test_products_are_tried_on_a_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not beside fp32 parameters, not for a device that is only declared, and never on a CPU, whose bits stay."""
+    found = WideProducts(write, add)
+    monkeypatch.setattr(select, "wide_products", lambda device, dtype: found)
+    gpu = torch.device("cuda")
+    assert choose("reference", gpu, torch.bfloat16).wide_products is None  # this torch sees none
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose("reference", gpu, torch.bfloat16).wide_products is found
+    assert choose("reference", gpu, torch.float32).wide_products is None
+    assert choose("reference", gpu, torch.bfloat16, present=False).wide_products is None
+    assert choose("reference", CPU, torch.bfloat16).wide_products is None
