@@ -74,7 +74,10 @@ def config_of(job: Job, shape: Shape, precision: Precision) -> Config:
     names = {dtype: name for name, dtype in DTYPES.items()}
     options = {
         "model": asdict(shape),
-        "zero": {"grad_dtype": "fp32" if precision.gradients == torch.float32 else "param"},
+        "zero": {
+            "grad_dtype": "fp32" if precision.gradients == torch.float32 else "param",
+            "reduce_dtype": None if precision.reduced is None else names[precision.reduced],
+        },
         "precision": {"dtype": names[precision.parameters], "kernels": "reference"},
         "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5},
         "batch": {"global": job.global_batch},

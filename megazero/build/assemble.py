@@ -88,7 +88,9 @@ def bucket_of(config: Config) -> int:
 def precision_of(config: Config) -> Precision:
     dtype = DTYPES[config.precision.dtype]
     wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64
-    return Precision(dtype, torch.float32 if wide else dtype)
+    asked = config.zero.reduce_dtype
+    reduced = None if asked is None else dtype if asked == "param" else DTYPES[asked]
+    return Precision(dtype, torch.float32 if wide else dtype, reduced)
 
 
 def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
@@ -138,6 +140,8 @@ def build_units(
         ops: the kernels to use, where gradients are delivered.
     """
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
+    apart = precision.reduced not in (None, precision.gradients)
+    reduction = Pool(precision.reduced or precision.gradients, device, ledger, "pool") if apart else None
     units = []
     with doing("making parameters", len(names)) as progress:
         for name, members in model.units():
@@ -145,7 +149,7 @@ def build_units(
                 continue
             declarations = declarations_by_name(members)
             layout = unit_layout_of(name, declarations)
-            unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops)
+            unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops, reduction=reduction)
             if seed is not None:
                 unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             model.materialise(unit.make_parameters())

@@ -21,11 +21,12 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     """
     parallel, memory, offload = config.parallel, config.memory, config.zero.offload
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
-    wide = config.zero.grad_dtype == "fp32" and item < 4
+    gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
+    reduced = {"bf16": 2, "fp32": 4, "param": item}.get(config.zero.reduce_dtype or "", gradient)
     assert config.zero.stage is not None and config.pipeline.chunks is not None, "a resolved config"
     return Job(
         model_shape(config),
-        Bytes(item, 4 if wide else item, max(item, 4)),
+        Bytes(item, gradient, max(item, 4), reduced),
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         data=ranks // (parallel.tensor * parallel.pipeline),

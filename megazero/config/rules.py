@@ -141,6 +141,14 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion(
         "zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu", "nvme"), "it is the host that is late"
     ),
+    Exclusion(
+        "zero.reduce_dtype",
+        ("bf16",),
+        "precision.dtype",
+        ("fp32", "bf16"),
+        "fp16 is summed in fp16 or fp32, fp64 in fp64",
+    ),
+    Exclusion("zero.reduce_dtype", ("fp32",), "precision.dtype", ("fp32", "bf16", "fp16"), "fp64 is summed in fp64"),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits the saved inputs of recompute"),
     Exclusion("memory.offload", (True,), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
 )

@@ -116,6 +116,10 @@ class Zero(Section):
     grad_dtype: Literal["param", "fp32"] = Field(
         default="fp32", description="Gradients in the parameter's dtype or fp32."
     )
+    reduce_dtype: Literal["param", "fp32", "bf16"] | None = Field(
+        default=None,
+        description="Dtype in which gradients are summed over ranks; null: as they accumulate (grad_dtype).",
+    )
     bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = Field(
         default=64.0,
         description="Memory for what an operation receives through sockets, and to widen 16-bit gradients, MiB.",

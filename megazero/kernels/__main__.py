@@ -4,28 +4,35 @@ The first run on a machine compiles them, for seconds to minutes, while all its 
 this once per node before it starts them (scripts/slurm/train.sbatch).
 
     python -m megazero.kernels --registers      # of every CUDA kernel, on each architecture of a release; needs no GPU
+    python -m megazero.kernels --archs 80 90    # for such GPUs, not those that are here: to be copied to their hosts
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
 from megazero.kernels import cpu, cuda, ptxas
-from megazero.kernels.build import BuildError, build_cuda, compiler_report, find_nvcc, release_archs
+from megazero.kernels.build import BuildError, compiler_report, find_nvcc, release_archs
 
 
 def main() -> int:
-    """Build for the CPU, and for the GPUs if there are any; return 1 if one of them cannot be built."""
+    """Build for the CPU, and for the GPUs that are named or here; return 1 if one of them cannot be built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--registers", action="store_true", help="print registers and spills of the CUDA kernels")
-    if parser.parse_args().registers:
+    parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, 90 for 9.0")
+    options = parser.parse_args()
+    if options.registers:
         return registers()
+    builders: dict[str, Callable[[], object]] = {"cpu": cpu.load}
+    if options.archs:
+        builders["cuda"] = lambda: cuda.library(options.archs)
+    elif torch.cuda.is_available():
+        builders["cuda"] = cuda.load
     code = 0
-    for kind, load in (("cpu", cpu.load), ("cuda", cuda.load)):
-        if kind == "cuda" and not torch.cuda.is_available():
-            continue
+    for kind, load in builders.items():
         began = time.monotonic()
         try:
             print(f"{kind} kernels: {load()} ({time.monotonic() - began:.1f} s)", flush=True)
@@ -39,7 +46,7 @@ def registers() -> int:
     """Print what ptxas reports of each CUDA kernel; return 1 if the kernels cannot be built."""
     try:
         print("compiling for every architecture of a release: some minutes", file=sys.stderr, flush=True)
-        library = build_cuda(cuda.SOURCE, release_archs(find_nvcc()), spills=True)
+        library = cuda.library(release_archs(find_nvcc()))
     except BuildError as error:
         print(f"cuda kernels: not built, {error}", file=sys.stderr, flush=True)
         return 1

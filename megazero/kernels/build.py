@@ -1,14 +1,18 @@
 """The builder that makes a shared library of C++ or CUDA sources, once per machine.
 
-The library's name is a hash of what decides its code (sources, flags, compiler, torch, machine), so a stale one is
-never loaded and nothing needs cleaning. Where torch and the compiler lie does not decide it: two environments with the
-same torch share one library. Nor does it carry a path to torch's libraries: these are loaded before it and the loader
-knows them by their names, and the path would be of an environment that may be gone.
+The library's name is made of hashes of what decides its code (sources, flags, torch, machine; then the compiler), so a
+stale one is never loaded and nothing needs cleaning. Where torch and the compiler lie does not decide it: two
+environments with the same torch share one library. Nor does it carry a path to torch's libraries: these are loaded
+before it and the loader knows them by their names, and the path would be of an environment that may be gone.
 
 What is loaded is checked against the hash of its own content too (`cache.py`). Many ranks may start at once: one
 compiles under a file lock while the others wait, and the finished library appears by a rename, so a half-written one is
 never loaded either. It lives in the user's cache folder (XDG_CACHE_HOME, else ~/.cache), with what the compiler said
 beside it: nvcc's is the report of the resources that each kernel takes (`ptxas`).
+
+A machine without a compiler takes a library that another one has made: from the folder that MEGAZERO_KERNELS names,
+which comes first, or from the cache. Of its name all must fit but the compiler; it must be made for these GPUs, and
+trusted as one of the cache is.
 """
 
 import fcntl
@@ -17,7 +21,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,10 +32,11 @@ import xxhash
 from megazero.base.doing import doing
 from megazero.base.files import flush_file, modified_at
 from megazero.base.reading import read_file
-from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, seal
+from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, refuse_shared, seal
 from megazero.kernels.compiler import compile_with
 
 _LOG = logging.getLogger("megazero")
+FOLDER_VARIABLE = "MEGAZERO_KERNELS"
 _TORCH = Path(torch.__file__).parent
 # The oldest torch whose stable ABI has what the sources use (parallel_for): 2.10.
 _TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-ltorch_cpu", "-lc10"]
@@ -58,19 +63,23 @@ class BuildError(RuntimeError):
 
 
 def build_cpu(source: Path) -> Path:
-    """Return the shared library of a C++ source; compile it with g++ if that has not been done before.
+    """Return the shared library of a C++ source, one that lies ready or is compiled with g++ now.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
 
     Raises:
-        BuildError: no compiler, it failed, or the cache folder cannot be written.
+        BuildError: none lies ready, and there is no compiler, it failed, or the cache folder cannot be written.
     """
-    return build_library(source, [find_gcc(), *_CPU_FLAGS], _TORCH_FLAGS, folders=_TORCH_FOLDERS)
+    return _ready_or_built(
+        _key(source, (), [*_CPU_FLAGS, *_TORCH_FLAGS]),
+        (),
+        lambda: build_library(source, [find_gcc(), *_CPU_FLAGS], _TORCH_FLAGS, folders=_TORCH_FOLDERS),
+    )
 
 
 def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> Path:
-    """Return the shared library of a CUDA source; compile it with nvcc if that has not been done before.
+    """Return the shared library of a CUDA source, one that lies ready or is compiled with nvcc now.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
@@ -79,16 +88,19 @@ def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> P
             one slow kernel is better than none.
 
     Raises:
-        BuildError: no compiler, it does not know one of `archs`, it failed, a kernel spills registers, or the cache
-            folder cannot be written.
+        BuildError: none lies ready, and there is no compiler, it does not know one of `archs`, it failed, a kernel
+            spills registers, or the cache folder cannot be written.
     """
-    nvcc = find_nvcc()
-    known = known_archs(nvcc)
-    if unknown := sorted(set(archs) - set(known)):
-        raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
-    command = [nvcc, *_CUDA_FLAGS, *([] if spills else [_NO_SPILLS]), *targets]
-    return build_library(source, command, [*_TORCH_FLAGS, _CUDA_NEEDS], folders=_TORCH_FOLDERS)
+    options, libraries = [*_CUDA_FLAGS, *([] if spills else [_NO_SPILLS])], [*_TORCH_FLAGS, _CUDA_NEEDS]
+
+    def build() -> Path:
+        nvcc = find_nvcc()
+        known = known_archs(nvcc)
+        if unknown := sorted(set(archs) - set(known)):
+            raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
+        return build_library(source, [nvcc, *options], libraries, folders=_TORCH_FOLDERS, archs=archs)
+
+    return _ready_or_built(_key(source, (), [*options, *libraries]), archs, build)
 
 
 def build_library(
@@ -97,6 +109,7 @@ def build_library(
     libraries: Sequence[str],
     headers: Sequence[Path] = (),
     folders: Sequence[str] = (),
+    archs: Sequence[int] = (),
 ) -> Path:
     """Return the shared library that `command` makes of a source; run it if that has not been done before.
 
@@ -108,16 +121,16 @@ def build_library(
         libraries: options that follow the source.
         headers: what the source includes beside the headers in the folder that has its name.
         folders: options that name folders of torch's version, and so are no part of the library's name.
+        archs: compute capabilities to compile for; the name says which, beside the hashes.
 
     Raises:
         BuildError: the compiler failed, or the cache folder cannot be written.
     """
-    version = _said([command[0], "--version"])
-    machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
-    # A compiler is told by what it says of itself, and torch by its version and the commit that it was built from.
-    made_by = [version, torch.__version__, str(torch.version.git_version)]
-    parts = [*_texts(source, headers), *command[1:], *libraries, *made_by, *machine]
-    name = f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}.so"
+    # A compiler is told by what it says of itself.
+    made_by = xxhash.xxh3_64_hexdigest(_said([command[0], "--version"]).encode())
+    key = _key(source, headers, [*command[1:], *libraries])
+    name = "-".join([key, *(f"sm{arch}" for arch in sorted(archs)), made_by]) + ".so"
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
     folder = _cache_folder()
     library, failed = folder / name, (folder / name).with_suffix(".failed")
     try:
@@ -130,7 +143,7 @@ def build_library(
                 raise BuildError(reason)
             if not is_sealed(library):
                 with doing(f"compiling {source.name}"):
-                    _compile(source, command, [*folders, *libraries], library, failed)
+                    _compile(source, [*command, *targets], [*folders, *libraries], library, failed)
     except UntrustedCacheError as error:
         raise BuildError(f"the kernel cache is not used: {error}") from None
     except OSError as error:
@@ -189,6 +202,47 @@ def open_library(library: Path) -> None:
 def compiler_report(library: Path) -> str:
     """Return what the compiler said when it made `library`; raise FileNotFoundError if it said nothing."""
     return library.with_suffix(".log").read_text(encoding="utf-8")
+
+
+def _key(source: Path, headers: Sequence[Path], options: Sequence[str]) -> str:
+    """Return the name of a source with a hash of what decides the code of its library, but for the compiler."""
+    machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
+    of_torch = [torch.__version__, str(torch.version.git_version)]  # the commit that it was built from
+    parts = [*_texts(source, headers), *options, *of_torch, *machine]
+    return f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
+
+
+def _ready_or_built(key: str, archs: Sequence[int], build: Callable[[], Path]) -> Path:
+    """Return the library of the folder that is named, else of `build`, or without a compiler of the cache."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    try:
+        if named and (library := _ready(Path(named), key, archs)):
+            return library
+    except OSError as error:
+        raise BuildError(f"the libraries of {FOLDER_VARIABLE} are not used: {error}") from None
+    try:
+        return build()
+    except BuildError as error:
+        with suppress(OSError, BuildError):
+            if library := _ready(_cache_folder(), key, archs):
+                return library
+        raise BuildError(
+            f"{error}, nor is its library in {named} ({FOLDER_VARIABLE})" if named else str(error)
+        ) from None
+
+
+def _ready(folder: Path, key: str, archs: Sequence[int]) -> Path | None:
+    """Return a trusted library of a folder that fits, whichever compiler made it; None: there is none.
+
+    Raises:
+        OSError: the folder cannot be read, or others could put something into it.
+    """
+    refuse_shared(folder)
+    for library in sorted(folder.glob(f"{key}-*.so")):
+        made_for = {word for word in library.stem.split("-") if word.startswith("sm")}
+        if {f"sm{arch}" for arch in archs} <= made_for and is_sealed(library):
+            return library
+    return None
 
 
 def _said(command: Sequence[str]) -> str:

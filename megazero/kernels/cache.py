@@ -39,6 +39,17 @@ def make_private_folder(folder: Path) -> None:
     place = folder.resolve()
     if place.stat().st_uid == os.geteuid() and place.stat().st_mode & _OTHERS_MAY_WRITE:
         place.chmod(0o700)
+    refuse_shared(place)
+
+
+def refuse_shared(folder: Path) -> None:
+    """Refuse a folder that others can put something into.
+
+    Raises:
+        UntrustedCacheError: it, or one above it, belongs to somebody else or can be written by others.
+        OSError: it is not there, or may not be looked at.
+    """
+    place = folder.resolve()
     for part in (place, *place.parents):
         status = part.stat()
         sticky = part != place and status.st_mode & stat.S_ISVTX  # in /tmp others cannot rename what is ours

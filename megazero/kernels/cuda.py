@@ -1,5 +1,6 @@
 """The library of csrc/cuda.cu, which implements the operations of `schema` for tensors on NVIDIA GPUs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,17 +17,19 @@ def load() -> str:
     It is built once per machine and torch version, which takes about 20 s. The text returned is for the log.
 
     Raises:
-        BuildError: no GPU, no nvcc or one that does not know this GPU, it failed, or its library cannot be loaded or
-            used.
+        BuildError: no GPU; no library that lies ready, and no nvcc or one that does not know this GPU; it failed; or
+            the library cannot be loaded or used.
     """
-    open_library(library())
+    archs = present_archs()
+    found = library(archs)
+    open_library(found)
     start_one(torch.device("cuda"))
-    return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in present_archs())}"
+    return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in archs)}, in {found.parent}"
 
 
-def library() -> Path:
-    """Return the library for the GPUs of this machine; raise BuildError as `load` does."""
-    return build_cuda(SOURCE, present_archs(), spills=True)
+def library(archs: Sequence[int]) -> Path:
+    """Return the library for GPUs of some compute capabilities; raise BuildError as `load` does."""
+    return build_cuda(SOURCE, archs, spills=True)
 
 
 def start_one(device: torch.device) -> None:

@@ -4,13 +4,17 @@ A run chooses once (`select.choose`), by the declared device and dtype; layers a
 it. What has one implementation is called where it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megazero.kernels import reference
+
+if TYPE_CHECKING:
+    from megazero.kernels.products import WideProducts
 
 Two = tuple[Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -25,6 +29,8 @@ class Operations:
         name: "reference" or "fused", with the families that have another; for the log.
         adamw_: the update of fp32 masters and moments that publishes 16-bit parameters; None: torch's own fused kernel,
             and a copy. All other updates are torch's.
+        add_rows_: torch's own, in `reference` only: `add_rows_`, or `add_sorted_rows_`.
+        wide_products: of 16-bit matrices into fp32 memory; None: a product is made in 16 bits and then widened.
     """
 
     name: str
@@ -45,13 +51,15 @@ class Operations:
     rotary: Callable[..., Tensor]
     cross_entropy_parts_: Callable[..., Tensor]
     cross_entropy_backward_: Callable[..., None]
-    sum_of_squares: Callable[[Tensor], Tensor]
+    sums_of_squares: Callable[[Sequence[Tensor]], Tensor]
     accumulate_: Callable[[Tensor, Tensor], None]
     cast_: Callable[[Tensor, Tensor], None]
+    add_rows_: Callable[[Tensor, Tensor, Tensor], None]
     adamw_: Callable[..., None] | None = None
+    wide_products: "WideProducts | None" = None
 
 
-_NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_")]
+_NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_", "wide_products")]
 REFERENCE = Operations("reference", **{name: getattr(reference, name) for name in _NAMES})
 # Where there is no cache that passes over a slice would find it in.
-WIDE_REFERENCE = replace(REFERENCE, sum_of_squares=partial(reference.sum_of_squares, at_once=1 << 24))
+WIDE_REFERENCE = replace(REFERENCE, sums_of_squares=partial(reference.sums_of_squares, at_once=1 << 24))

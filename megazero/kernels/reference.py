@@ -7,6 +7,7 @@ feed-forward, V vocabulary (this rank's part of it).
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -234,16 +235,40 @@ def cast_(into: Tensor, x: Tensor) -> None:
     into.copy_(x)
 
 
-def sum_of_squares(flat: Tensor, at_once: int = _SLICE_BYTES // 8) -> Tensor:
-    """Return the sum of squares of a flat tensor in fp64, the same to rounding however the tensor is cut.
+def sums_of_squares(flats: Sequence[Tensor], at_once: int = _SLICE_BYTES // 8) -> Tensor:
+    """Return the sum of squares of each flat tensor: fp64 [flats], the same to rounding however one is cut.
 
     Args:
         at_once: elements that are widened to fp64 at a time.
     """
+    return torch.stack([_sum_of_squares(flat, at_once) for flat in flats])
+
+
+def _sum_of_squares(flat: Tensor, at_once: int) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for piece in flat.split(at_once):
         total += piece.to(torch.float64).square().sum()  # sums in pairs; a library's dot product may not
     return total
+
+
+def add_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None:
+    """Add `values[i]` to row `rows[i]` of `into`; rows may repeat."""
+    into_VD.index_add_(0, rows_N, values_ND.to(into_VD.dtype))
+
+
+def add_sorted_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None:
+    """Add them in an order of their own: the same bits in every run, also on a GPU.
+
+    There `add_rows_` adds with atomics, in the order in which threads come. Here the values of each row are added one
+    after the other, in the order in which they are given, and their sum is added to `into`. All sizes are known
+    beforehand, so that the host need not wait: one value of each row brings the sum, the others zeros.
+    """
+    rows, order = rows_N.sort(stable=True)
+    starts, ends = torch.searchsorted(rows, rows), torch.searchsorted(rows, rows, right=True)
+    lengths = (ends - starts) * (starts == torch.arange(len(rows), device=rows.device))
+    values = values_ND.index_select(0, order).to(into_VD.dtype)
+    sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
+    into_VD.index_add_(0, rows, sums)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -188,10 +188,10 @@ def adamw_(*arguments: object) -> None:
     """Update by AdamW; master and both moments are fp32, grad fp32 or as `published`, which is of 16 bits."""
 
 
-@_operation("(Tensor flat) -> Tensor")
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """Return the sum of squares: fp64, 0-dim."""
-    return flat.new_empty((), dtype=torch.float64)
+@_operation("(Tensor[] flats) -> Tensor")
+def sums_of_squares(flats: list[Tensor]) -> Tensor:
+    """Return the sum of squares of each of some flat tensors of one T, at least one: fp64 [flats]."""
+    return flats[0].new_empty(len(flats), dtype=torch.float64)
 
 
 @_operation("(Tensor(a!) into, Tensor x) -> ()")

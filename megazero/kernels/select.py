@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 
 from megazero.base.errors import UserError
-from megazero.kernels import apex, cpu, cuda
-from megazero.kernels.build import BuildError
+from megazero.kernels import apex, cpu, cuda, reference
+from megazero.kernels.build import FOLDER_VARIABLE, BuildError
 from megazero.kernels.families import FAMILIES, KERNEL_DTYPES, Family, KernelImplementation
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
+from megazero.kernels.products import wide_products
 
 _LOG = logging.getLogger("megazero")
 _ORDER = {
@@ -33,12 +34,20 @@ def for_host(preference: str, dtype: torch.dtype) -> Operations:
     return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 
-def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present: bool = True) -> Operations:
+def choose(
+    preference: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    present: bool = True,
+    deterministic: bool = False,
+) -> Operations:
     """Return the operations for a run on `device` with parameters of `dtype`.
 
     Args:
         present: the device is here; otherwise it is only declared, tensors have no data, and the schemas of fused
             kernels are all that is needed of them.
+        deterministic: the same bits in every run, on a GPU too: no atomics.
 
     Raises:
         UserError: 114, "fused" or "apex" was asked for and cannot be had.
@@ -58,7 +67,24 @@ def choose(preference: str, device: torch.device, dtype: torch.dtype, *, present
     taken = {name: each for of in chosen.values() if of.name != "reference" for name, each in of.operations.items()}
     operations = replace(base, name=_summary({family: of.name for family, of in chosen.items()}), **taken)
     _LOG.info("kernels: %s (%s)", operations.name, reason)
-    return operations if taken else base
+    if preference == "auto" and device.type == "cuda" and dtype in KERNEL_DTYPES and "fused" not in available:
+        _warn_without_fused(reason)
+    found = operations if taken else base
+    if device.type == "cuda" and deterministic:
+        found = replace(found, add_rows_=reference.add_sorted_rows_)
+    if device.type == "cuda" and present and dtype.itemsize == 2 and torch.cuda.is_available():
+        found = replace(found, wide_products=wide_products(device, dtype))
+    return found
+
+
+def _warn_without_fused(reason: str) -> None:
+    """Say loudly that a GPU goes without the kernels that were made for it."""
+    _LOG.warning(
+        "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, or "
+        "name a folder of built ones in %s (docs/kernels.md), or say precision.kernels=reference",
+        reason,
+        FOLDER_VARIABLE,
+    )
 
 
 def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:

@@ -43,11 +43,10 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
 def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, ops: Operations) -> Tensor:
     """Return the sum of squares of each of some units that have the same axes: fp64 [units]."""
     sharded = len(units[0].masters) < units[0].numel
-    parts = 1 if sharded else shard.size
-    first, *others = (
-        torch.stack([_squares(unit, part, parts, ops, counts=tensor.rank == 0) for unit in units])
-        for part in range(parts)
-    )
+    parts, counts = 1 if sharded else shard.size, tensor.rank == 0
+    cut = [piece for unit in units for piece in unit.reduced_gradients.split(_lengths(unit, parts, counts=counts))]
+    squares = ops.sums_of_squares(cut).view(len(units), parts, -1)
+    first, *others = (squares[..., 0] if counts else squares[..., 0] + 0.0 * squares[..., 1]).unbind(1)
     for other in others:
         first = first + other
     total = first.to(units[0].device)  # gradients may be on the host
@@ -58,18 +57,19 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
     return all_reduce(total, tensor, "norm")
 
 
-def _squares(unit: Unit, part: int, parts: int, ops: Operations, *, counts: bool) -> Tensor:
-    """Return the fp64 sum of squares of one of `parts` equal parts of the gradients that this rank updates with.
+def _lengths(unit: Unit, parts: int, *, counts: bool) -> list[int]:
+    """Return the lengths into which the gradients that this rank updates with are cut: equal parts, or two of each.
 
     Args:
-        counts: parameters replicated over the tensor axis count on this rank: the first. Other ranks add 0 times
-            their sum, so that a value that is not finite still shows.
+        counts: parameters replicated over the tensor axis count on this rank: the first. On other ranks they are the
+            second piece of each part, whose sum is added 0 times, so that a value that is not finite still shows.
     """
-    gradients = unit.reduced_gradients.chunk(parts)[part]
+    length = len(unit.reduced_gradients) // parts
     if counts:
-        return ops.sum_of_squares(gradients)
-    border = max(unit.layout.tp_replicated - unit.shard.start - part * len(gradients), 0)
-    return ops.sum_of_squares(gradients[:border]) + 0.0 * ops.sum_of_squares(gradients[border:])
+        return [length] * parts
+    first = unit.layout.tp_replicated - unit.shard.start
+    counted = [min(max(first - part * length, 0), length) for part in range(parts)]
+    return [piece for own in counted for piece in (own, length - own)]
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -9,6 +9,8 @@ depends on their kind (embedding, block, head, tied weight) and not on their siz
                  reduced before it, which is on its way; and a tied weight of which both uses are on this rank, from the
                  head's backward to the embedding's
     shards       with the update on the host: of a unit that is reduced, and of the one before it
+    staged       where gradients are summed in another dtype than they accumulate in: a whole unit, or its shard, of
+                 each sum that is under way
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ StageUnits = Sequence[UnitSize]
 
 
 def pool(job: Job, stages: Iterable[range]) -> int:
-    """Return the bytes of both pools on a rank of the pipeline axis.
+    """Return the bytes of the pools on a rank of the pipeline axis.
 
     Args:
         stages: of this rank, each as its parts of the model's path.
@@ -44,7 +46,22 @@ def pool(job: Job, stages: Iterable[range]) -> int:
         gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
     if job.offload_optimizer and job.replicas > 1:  # summed over the replicas one after the other
         gradients |= Counter({unit.padded(shard) // shard: 1 for path in paths for part in path for unit in part})
-    return item.parameter * _elements(whole) + item.gradient * _elements(gradients)
+    staged = _staged(job, paths, ties) if item.summed != item.gradient else Counter[int]()
+    return item.parameter * _elements(whole) + item.gradient * _elements(gradients) + item.summed * _elements(staged)
+
+
+def _staged(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[UnitSize]) -> Counter[int]:
+    """Return the buffers in which gradients are summed in another dtype, by their elements."""
+    shard, found = job.shard, Counter[int]()
+    parts = shard if job.shards_optimizer else 1
+    if shard > 1:
+        for _, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
+            found |= Counter(unit.padded(shard) for unit in on_their_way)
+    if job.replicas > 1:  # one after the other
+        found |= Counter({unit.padded(shard) // parts: 1 for path in paths for part in path for unit in part})
+    if job.pipeline > 1 and len(ties) == 1:
+        found |= Counter({ties[0].padded(shard) // parts: 1})
+    return found
 
 
 def _path(job: Job, parts: range) -> list[StageUnits]:

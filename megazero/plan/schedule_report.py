@@ -113,11 +113,11 @@ def bill_of(job: Job) -> TrafficBill:
     tie = sizes.get("tied", 0) // (data if job.shards_optimizer else 1)
     return TrafficBill(
         sequence * job.micro_batch * shape.hidden * item.parameter,
-        [round(times * share * sum(own(k))) * item.gradient for k in stages],
+        [round(times * share * sum(own(k))) * item.summed for k in stages],
         [round(share * of(layers.parts[k])) * gathered for k in stages],
         [round(share * of(layers.parts[k], without=(0, last))) * gathered for k in stages],
-        tie * item.gradient,
-        [2 * (job.replicas - 1) * sum(-(-n // data // job.replicas) for n in own(k)) * item.gradient for k in stages],
+        tie * item.summed,
+        [2 * (job.replicas - 1) * sum(-(-n // data // job.replicas) for n in own(k)) * item.summed for k in stages],
     )
 
 

@@ -21,11 +21,21 @@ from megazero.plan.placements import STAGES, Placement, aligned
 
 @dataclass(frozen=True)
 class Bytes:
-    """The bytes of one element."""
+    """The bytes of one element.
+
+    Attributes:
+        reduced: of a gradient as it is summed over the data axis and copies of a tied weight; None: as it accumulates.
+    """
 
     parameter: int
     gradient: int
     master: int
+    reduced: int | None = None
+
+    @property
+    def summed(self) -> int:
+        """Return the bytes in which a gradient is summed over ranks."""
+        return self.gradient if self.reduced is None else self.reduced
 
     @property
     def optimizer(self) -> int:

@@ -20,6 +20,8 @@ tensor axis:
 
     replica         2 P / N gradients, once a step, in units of bytes x (R - 1) / R of R shard groups
 
+Gradients along these axes and at the ends count in the bytes in which they are summed (`zero.reduce_dtype`).
+
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
     norm, loss      fp64 scalars: a sum of squares for each unit, the loss and the count of its tokens
@@ -213,12 +215,12 @@ def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
     times = m if job.shards_gradients else 1 if job.shards_optimizer else 2
     if n > 1:
         ops = numbers * (m if job.shards_gradients else 1)
-        yield Flow(axis, "gradients", ops, times * each * job.bytes.gradient)
+        yield Flow(axis, "gradients", ops, times * each * job.bytes.summed)
     if n > 1 and job.shards_optimizer and not job.shards_parameters:
         yield Flow(axis, "parameters", numbers, each * job.bytes.parameter)
     if job.replicas > 1:
         elements = sum(unit.count * -(-_shard(job, unit) // job.replicas) for unit in own)
-        yield Flow("replica", "gradients", numbers, 2 * (job.replicas - 1) * elements * job.bytes.gradient)
+        yield Flow("replica", "gradients", numbers, 2 * (job.replicas - 1) * elements * job.bytes.summed)
 
 
 def _gathered(job: Job, share: Share) -> tuple[int, int]:
@@ -300,7 +302,7 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     """Yield the sums of the tied weight's gradient, the norm and the loss."""
     tied = _tied(job, share, own)
     for unit in tied:
-        yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.gradient)
+        yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.summed)
     copies = len(tied) if share.head else 0
     counted = sum(unit.count for unit in own) - copies
     everywhere = job.shape.layers + job.shape.tied + _ends(job)

@@ -38,7 +38,10 @@ _SAME = {
     "weights": ("model.*",),
 }
 # What may be another, and then changes what is computed: said when a run goes on.
-_SAID = ("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.offload.delayed", "precision.kernels")
+_SAID = (
+    *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
+    *("zero.offload.delayed", "precision.kernels"),
+)
 
 
 def taken(manifest: Manifest, load: str) -> str:

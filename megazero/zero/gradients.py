@@ -129,7 +129,8 @@ class GradientAccumulator:
 
     The first delivery overwrites what the memory held, later ones (the next micro-batch, the other use of a tied
     weight) add to it: the buffer is never zeroed in a pass of its own. Where the buffer is wider than the parameter
-    (fp32 for a 16-bit parameter), a gradient is computed narrow and widened as it is delivered, in one pass.
+    (fp32 for a 16-bit parameter), a gradient is computed narrow and widened as it is delivered, in one pass; a product
+    is wide from the start where the device has such a one (`kernels/products.py`).
 
     Attributes:
         view: of the parameter's shape, in the unit's buffer.
@@ -180,10 +181,14 @@ class GradientAccumulator:
 
     def _add_product(self, left: Tensor, right: Tensor) -> None:
         self._unit.open_gradients()
-        if left.dtype != self.view.dtype:
+        same, wide = left.dtype == self.view.dtype, self._ops.wide_products
+        if not same and wide is None:
             self._add(left @ right)
             return
-        if self._first():
+        first = self._first()
+        if not same and wide is not None:
+            (wide.write if first else wide.add)(self.view, left, right)
+        elif first:
             torch.mm(left, right, out=self.view)
         else:
             self.view.addmm_(left, right)
@@ -192,7 +197,7 @@ class GradientAccumulator:
     def _add_rows(self, rows: Tensor, values: Tensor) -> None:
         if self._first():
             self.view.zero_()
-        self.view.index_add_(0, rows, values.to(self.view.dtype))
+        self._ops.add_rows_(self.view, rows, values)
         self._unit.deliveries.delivered(self._name)
 
     def _first(self) -> bool:

@@ -26,7 +26,7 @@ from megazero.comm.collectives import (
 )
 from megazero.comm.grid import Axis
 from megazero.comm.host import Host
-from megazero.comm.pool import same_place
+from megazero.comm.pool import Pool, same_place
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.placements import STAGES, Placement, ZeroStage
 
@@ -37,11 +37,14 @@ class Precision:
 
     Attributes:
         parameters: of the parameters that forward and backward compute with, and of activations.
-        gradients: of the gradients as they are accumulated and summed over ranks.
+        gradients: of the gradients as they are accumulated.
+        reduced: of the gradients as they are summed over the data axis and the copies of a tied weight; None: as they
+            are accumulated.
     """
 
     parameters: torch.dtype = torch.float32
     gradients: torch.dtype = torch.float32
+    reduced: torch.dtype | None = None
 
     @property
     def masters(self) -> torch.dtype:
@@ -108,7 +111,9 @@ def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
     return slice(axis.rank * part, (axis.rank + 1) * part)
 
 
-def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False) -> Pending:
+def redistribute(
+    source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False, through: Pool | None = None
+) -> Pending:
     """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
 
     | along an axis        | operation                                                     |
@@ -123,6 +128,7 @@ def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumu
     Args:
         purpose: as the ledger and profiles name it.
         accumulate: a reduce-scatter's sum is added to what `target` holds.
+        through: buffers of another dtype, in which a sum is taken: `source` is rounded to it and stays as it is.
     """
     changes = [
         (axis, before, after)
@@ -131,6 +137,8 @@ def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumu
     ]
     assert len(changes) <= 1, "one axis at a time"
     for axis, before, after in changes:
+        if before is Placement.PARTIAL and through is not None:
+            return _sum_through(through, source, target, axis, purpose, accumulate=accumulate)
         if after is Placement.SHARD:
             return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
         _copy(source, target, purpose)
@@ -138,6 +146,27 @@ def redistribute(source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumu
         return start(target.values, axis, purpose)
     _copy(source, target, purpose)
     return done(target.values)
+
+
+def _sum_through(
+    pool: Pool, source: FlatBuffer, target: FlatBuffer, axis: Axis, purpose: str, *, accumulate: bool
+) -> Pending:
+    """Start a sum in a buffer of the pool; its result is rounded or widened to the dtype of `target`."""
+    staged = pool.take(len(source))
+    staged.copy_(source.values)
+    if target.placements.get(axis) is Placement.SHARD:
+        result = staged[shard_slice(len(staged), Placement.SHARD, axis)]
+        pending = start_reduce_scatter(staged, axis, purpose, out=result)
+    else:
+        result = staged
+        pending = start_all_reduce(staged, axis, purpose)
+
+    def land() -> Tensor:
+        target.values.add_(result) if accumulate else target.values.copy_(result)
+        pool.give(staged)
+        return target.values
+
+    return pending.then(land)
 
 
 def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> None:

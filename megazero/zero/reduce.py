@@ -13,6 +13,9 @@ because the other ranks wait for it.
     copies          of the other uses of a tied weight           once a step, `sum_copies`
     tensor          of the tokens of the other ranks, of what    once a step, `sum_tp_replicated`
                     is whole on each (sequence parallelism)
+
+The first three may be taken in another dtype (`zero.reduce_dtype`). The last is of norms and biases, few elements, and
+stays in that of the accumulation.
 """
 
 from collections import deque
@@ -22,6 +25,7 @@ import torch
 
 from megazero.comm.collectives import Pending, done
 from megazero.comm.grid import Axis
+from megazero.comm.pool import Pool
 from megazero.comm.streams import SideStream
 from megazero.zero.placement import FlatBuffer, Placement, redistribute
 from megazero.zero.unit import Unit
@@ -123,14 +127,14 @@ def sum_replicas(units: Iterable[Unit]) -> None:
     """
     for unit in units:
         if unit.axes.replica.size > 1:
-            _sum(unit, unit.axes.replica, 0, "gradients")()
+            _sum(unit, unit.axes.replica, 0, "gradients", unit.reduction)()
 
 
 def sum_copies(units: Iterable[Unit]) -> None:
     """Sum the reduced gradients of units that the first and the last pipeline stage share, once a step."""
     for unit in units:
         if unit.axes.copies.size > 1:
-            _sum(unit, unit.axes.copies, 0, "tied")()
+            _sum(unit, unit.axes.copies, 0, "tied", unit.reduction)()
 
 
 def sum_tp_replicated(units: Iterable[Unit]) -> None:
@@ -144,9 +148,13 @@ def sum_tp_replicated(units: Iterable[Unit]) -> None:
         finish()
 
 
-def _sum(unit: Unit, axis: Axis, first: int, purpose: str) -> Callable[[], None]:
-    """Start to sum a shard's reduced gradients from element `first` on over an axis; return a function that ends it."""
+def _sum(unit: Unit, axis: Axis, first: int, purpose: str, through: Pool | None = None) -> Callable[[], None]:
+    """Start to sum a shard's reduced gradients from element `first` on over an axis; return a function that ends it.
+
+    Args:
+        through: as of `redistribute`.
+    """
     reduced = unit.take_reduced(first)
     buffer = FlatBuffer(reduced, {axis: Placement.PARTIAL})
-    pending = redistribute(buffer, FlatBuffer(reduced, {}), purpose)
+    pending = redistribute(buffer, FlatBuffer(reduced, {}), purpose, through=through)
     return lambda: unit.put_reduced(first, pending.wait())

@@ -12,7 +12,7 @@ Values that do not rest whole are whole for a while in a buffer of the pool: gat
 `install` and `release`, the gradients of one micro-batch (`partial`) from the first delivery until they are reduced.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class Unit:
         precision: dtypes.
         device: the device that computes.
         pools: for whole parameters and whole gradients.
+        reduction: for gradients that are summed over ranks in another dtype; None: they are summed as they are.
         offload: the values that rest on the host; None: none.
         ops: the kernels to use where gradients are wider than parameters.
 
@@ -64,8 +65,9 @@ class Unit:
         offload: Offload | None = None,
         *,
         ops: Operations = REFERENCE,
+        reduction: Pool | None = None,
     ):
-        self.layout, self.axes, self.device, self._pools = layout, axes, device, pools
+        self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload(None)
         stage, updater = axes.stage, offload.updater
         self.numel = layout.padded(axes.shard.size)
@@ -93,7 +95,9 @@ class Unit:
         self._share: Tensor | None = None
         self.deliveries = DeliveryCounter(layout.name)
         self.views = {i.name: GradientAccumulator(self, i.name, ops) for i in layout.intervals}
-        self._members: list[tuple[Interval, nn.Parameter]] = []
+        self._members: list[nn.Parameter] = []  # in buffer order
+        self._padding = list(_gaps(layout, self.numel))
+        self._places: dict[int, list[Tensor]] = {}  # of each buffer that a pool has given, by its storage
         self._nothing = torch.empty(0, dtype=precision.parameters, device=device)
         if self.partial is not None:
             self._show_gradients()
@@ -151,8 +155,9 @@ class Unit:
         for interval in self.layout.intervals:
             parameter = nn.Parameter(self._nothing if self.whole is None else _view(self.whole, interval))
             parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
-            self._members.append((interval, parameter))
-        return {interval.name: parameter for interval, parameter in self._members}
+            self._members.append(parameter)
+        names = (interval.name for interval in self.layout.intervals)
+        return dict(zip(names, self._members, strict=True))
 
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
@@ -163,8 +168,8 @@ class Unit:
         """Show the model its parameters in this buffer, of `start_unshard`."""
         assert self.whole is None, f"unit {self.layout.name} is there already"
         self.whole = whole
-        for interval, parameter in self._members:
-            parameter.data = _view(whole, interval)
+        for parameter, values in zip(self._members, self._views_of(whole), strict=True):
+            parameter.data = values
 
     def release(self) -> None:
         """Free the gathered parameters; whoever touches one then sees an empty tensor."""
@@ -172,7 +177,7 @@ class Unit:
             return
         self._pools[0].give(self.whole)
         self.whole = None
-        for _, parameter in self._members:
+        for parameter in self._members:
             parameter.data = self._nothing
 
     def round_masters(self) -> None:
@@ -205,7 +210,8 @@ class Unit:
             for view in self.views.values():
                 view.fresh = False
         else:
-            self._clear_padding(self.partial)
+            for elements in self._padding:
+                self.partial[elements].zero_()
 
     def start_reduce(self, *, accumulate: bool) -> Pending:
         """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.
@@ -222,6 +228,7 @@ class Unit:
             FlatBuffer(self.own_gradients, {shard: self.axes.stage.optimizer}, self.shard.start),
             "gradients",
             accumulate=accumulate,
+            through=self.reduction,
         )
 
     def _open_share(self, *, accumulate: bool) -> None:
@@ -297,15 +304,22 @@ class Unit:
 
     def _show_gradients(self) -> None:
         assert self.partial is not None
-        for interval in self.layout.intervals:
-            self.views[interval.name].view = _view(self.partial, interval)
+        for accumulator, place in zip(self.views.values(), self._views_of(self.partial), strict=True):
+            accumulator.view = place
 
-    def _clear_padding(self, flat: Tensor) -> None:
-        stop = 0
-        for interval in self.layout.intervals:
-            flat[stop : interval.start].zero_()
-            stop = interval.stop
-        flat[stop:].zero_()
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return each parameter's place in a buffer; made once, because the buffers of a pool come again and again."""
+        key = flat.untyped_storage()._cdata
+        if key not in self._places:
+            self._places[key] = [_view(flat, interval) for interval in self.layout.intervals]
+        return self._places[key]
+
+
+def _gaps(layout: UnitLayout, numel: int) -> Iterator[slice]:
+    """Yield the elements of a buffer that belong to no parameter."""
+    starts = [interval.start for interval in layout.intervals]
+    stops = [interval.stop for interval in layout.intervals]
+    yield from (slice(a, b) for a, b in zip([0, *stops], [*starts, numel], strict=True) if a < b)
 
 
 def _view(flat: Tensor, interval: Interval) -> Tensor:

@@ -109,7 +109,7 @@ def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("dropout_add", 3 * one, *cubes, *site, eager=lambda: F.dropout(cubes[0], DROP) + cubes[1])
     yield _case("dropout_backward", 2 * one, cubes[0], *site)
     flat, wide = x.flatten(), torch.zeros(n * d)
-    yield _case("sum_of_squares", one, flat)
+    yield _case("sums_of_squares", one, [flat])
     yield _case("accumulate_", one + 8 * n * d, wide, flat)
     converted = torch.empty_like(flat, dtype=torch.bfloat16 if item == 4 else torch.float32)
     yield _case("cast_", 6 * n * d, converted, flat)

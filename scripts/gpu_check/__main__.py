@@ -101,7 +101,7 @@ def built(device: torch.device) -> tuple[Rows, int]:
     print(f"\nkernels: {how}, {time.perf_counter() - begin:.1f} s")
     if device.type != "cuda":
         return [], 0
-    rows = ptxas.resources(compiler_report(cuda.library()))
+    rows = ptxas.resources(compiler_report(cuda.library(cuda.present_archs())))
     print(
         f"{len(rows)} kernels, {max(row.registers for row in rows)} registers at most, "
         f"{sum(row.spills for row in rows)} bytes spilled"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megazero.kernels import reference
 from scripts.gpu_check.samples import SAMPLES, Arguments, Draw, Sizes, least_bytes, results
@@ -90,7 +91,7 @@ def _timed(name: str, sizes: Sizes, device: torch.device, compiling: bool, copy:
     runs = [_bound(system, arguments) for system in systems]
     fused, eager_s, compiled_s = (*_medians(runs, device), None)[:3]
     assert fused is not None, f"{name} failed"
-    rate, shape = moved / fused, next(each for each in arguments if isinstance(each, Tensor)).shape
+    rate, shape = moved / fused, next(each for each in pytree.tree_leaves(arguments) if isinstance(each, Tensor)).shape
     shown = "x".join(map(str, shape))
     return Timed(
         *(name, shown, moved / 1e6, fused * 1e6),
@@ -110,8 +111,8 @@ def _eager(name: str) -> Callable[..., Any]:
     """Return what one writes without kernels: the specification, or torch's own where it has a better one."""
     if name == "adamw_":
         return _torch_update
-    if name == "sum_of_squares":
-        return lambda flat: reference.sum_of_squares(flat, at_once=1 << 24)
+    if name == "sums_of_squares":
+        return lambda flats: reference.sums_of_squares(flats, at_once=1 << 24)
     return getattr(reference, name)
 
 

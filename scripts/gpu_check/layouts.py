@@ -94,7 +94,7 @@ def settings(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATC
     found: dict[str, dict[str, Any]] = {
         "run": {"seed": 0, "deterministic": False},
         "model": model,
-        "zero": {"grad_dtype": "fp32"},
+        "zero": {"grad_dtype": "fp32", "reduce_dtype": None},
         "precision": {"dtype": case.dtype, "kernels": "reference"},
         "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": CLIP},
         "batch": {"global_": batch},

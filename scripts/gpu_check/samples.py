@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megazero.kernels import reference, schema
 
@@ -148,7 +149,7 @@ SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "cross_entropy_parts_": _logits,
     "cross_entropy_backward_": _loss_gradient,
     "adamw_": _update,
-    "sum_of_squares": lambda draw, s: (draw(s.flat),),
+    "sums_of_squares": lambda draw, s: ([draw(s.flat), draw(s.flat // 3), draw(0)],),
     "accumulate_": lambda draw, s: (draw.fp32(s.flat), draw(s.flat)),
     "cast_": _cast,
 }
@@ -204,7 +205,7 @@ def results(implementation: Any, name: str, arguments: Arguments) -> tuple[Tenso
 
 def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
     """Return the results in fp64."""
-    wide = tuple(each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in arguments)
+    wide = pytree.tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, arguments)
     if name.startswith("add_") and not name.endswith("backward"):  # normed is the sum as it is rounded
         total = (arguments[0] + arguments[1]).double()
         return wide[0] + wide[1], *getattr(reference, name.removeprefix("add_"))(total, *wide[2:])
@@ -268,7 +269,8 @@ def least_bytes(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> i
     """Return the bytes of a pass that reads every argument once and writes every result once."""
     read = sum(
         each.numel() * each.element_size()
-        for place, each in enumerate(arguments)
+        for place, argument in enumerate(arguments)
+        for each in pytree.tree_leaves(argument)
         if isinstance(each, Tensor) and place != _UNREAD.get(name)
     )
     return read + sum(each.numel() * each.element_size() for each in found)

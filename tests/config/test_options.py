@@ -157,6 +157,7 @@ OTHERWISE = {
     "pipeline.chunks",
     "zero.stage",
     "zero.shard_ranks",  # tests/zero/test_hybrid.py
+    "zero.reduce_dtype",  # tests/zero/test_reduce_dtype.py
     "parallel.tensor",
     "parallel.sequence",
     "parallel.timeout",

@@ -53,6 +53,8 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
         for place in ("cpu", "nvme")
     },
     ("zero.offload.delayed", True): (["zero.offload.delayed=true"], "zero.offload.optimizer=cpu"),
+    ("zero.reduce_dtype", "bf16"): (["zero.reduce_dtype=bf16", "precision.dtype=fp16"], "precision.dtype=bf16"),
+    ("zero.reduce_dtype", "fp32"): (["zero.reduce_dtype=fp32", "precision.dtype=fp64"], "precision.dtype=fp16"),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
     ("memory.offload", True): (["memory.offload=true", "memory.recompute=full"], "memory.partition=true"),
 }

@@ -16,7 +16,7 @@ DEFAULTS = {
     | {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
     | {"norm_eps": 1e-5, "rope_theta": 10000.0},
     "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "timeout": 120},
-    "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "bucket_mb": 64.0}
+    "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "reduce_dtype": None, "bucket_mb": 64.0}
     | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None, "offload.delayed": False},
     "memory": {"recompute": "none", "partition": False, "offload": False},
     "pipeline": {"schedule": "1f1b", "chunks": 1},

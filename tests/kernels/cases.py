@@ -47,7 +47,7 @@ def calls(dtype: torch.dtype, seed: int = 0) -> dict[str, tuple[object, ...]]:
             *(torch.tensor(3.0), torch.tensor(2.0), torch.tensor(0.0)),
             *(1e-3, 0.9, 0.95, 1e-8, 0.1),
         ),
-        "sum_of_squares": (draw(D),),
+        "sums_of_squares": ([draw(D), draw(0), draw(S)],),
         "accumulate_": (draw(D, of=torch.float32), draw(D)),
         "cast_": (draw(D, of=narrow), draw(D)),
     }

@@ -6,6 +6,7 @@ afterwards the poison must be whole, and what is not an output must be as it was
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -224,11 +225,16 @@ class Emulated:
         common = Own(poisoned(16, dtype=torch.float32))
         self.call("adamw", *types, *memory, divide_by, skip, common, *map(float, settings), master.numel())
 
-    def sum_of_squares(self, flat: Tensor) -> Tensor:
-        total = Written(poisoned(1, dtype=torch.float64))
-        partial = Own(poisoned(len(flat) // (1 << 15) + 1, dtype=torch.float64))
-        self.call("sum_of_squares", _TYPES[flat.dtype], flat, partial, total, len(flat))
-        return total.tensor[0]
+    def sums_of_squares(self, flats: Sequence[Tensor]) -> Tensor:
+        copies = [_Guarded(flat, self.offset) for flat in flats]
+        at = Own(torch.tensor([copy.inside.data_ptr() for copy in copies]))
+        numel = Own(torch.tensor([len(flat) for flat in flats]))
+        partial = Own(poisoned(sum(-(-len(flat) // (1 << 15)) for flat in flats), dtype=torch.float64))
+        totals = Written(poisoned(len(flats), dtype=torch.float64))
+        self.call("sums_of_squares", _TYPES[flats[0].dtype], at, numel, len(flats), partial, totals)
+        for flat, copy in zip(flats, copies, strict=True):
+            assert copy.whole() and torch.equal(copy.inside, flat.view(torch.uint8)), "written beside or to an input"
+        return totals.tensor
 
     def accumulate_(self, into: Tensor, x: Tensor) -> None:
         self.call("accumulate_flat", _TYPES[x.dtype], Written(into), x, x.numel())

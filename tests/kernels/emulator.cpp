@@ -201,9 +201,9 @@ int adamw(int64_t grad_type, int64_t type, Memory master, Memory grad, Memory fi
   });
 }
 
-int sum_of_squares(int64_t type, Memory flat, Memory partial, Memory total, int64_t n) {
+int sums_of_squares(int64_t type, Memory at, Memory numel, int64_t count, Memory partial, Memory totals) {
   return caught([&] {
-    for_type(type, [&](auto t) { launch_sum_of_squares<decltype(t)>(launch, flat, partial, total, n); });
+    for_type(type, [&](auto t) { launch_sums_of_squares<decltype(t)>(launch, at, numel, count, partial, totals); });
   });
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.kernels.build import BuildError, build_cpu, build_library
+from megazero.kernels.build import BuildError, build_cpu, build_cuda, build_library
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -210,3 +210,94 @@ def test_a_fifo_in_the_place_of_the_lock(tmp_path: Path, source: Path, monkeypat
     os.mkfifo(library.with_suffix(".lock"))
     with pytest.raises(BuildError, match="cannot be used"):
         build_cpu(source)
+
+
+# ---- libraries that were built elsewhere
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library in a folder that MEGAZERO_KERNELS names, on a machine with an empty cache and no compiler."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "maker"))
+    made, folder = build_cpu(source), tmp_path / "shipped"
+    folder.mkdir(mode=0o755)
+    for path in (made, made.with_suffix(".sha256")):
+        shutil.copy2(path, folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    monkeypatch.setenv("MEGAZERO_KERNELS", str(folder))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return folder / made.name
+
+
+def test_a_shipped_library_needs_no_compiler(source: Path, shipped: Path) -> None:
+    assert build_cpu(source) == shipped
+    assert ctypes.CDLL(str(shipped))._Z5valuev() == 1
+
+
+def test_without_a_compiler_the_cache_s_library_does(
+    source: Path, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on nodes that share a home folder with one that has a compiler."""
+    monkeypatch.delenv("MEGAZERO_KERNELS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "maker"))
+    assert build_cpu(source) == tmp_path / "maker" / "megazero" / shipped.name
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    with pytest.raises(BuildError, match=r"^no g\+\+ on this machine$"):
+        build_cpu(source)
+
+
+def test_a_shipped_library_of_other_sources_is_not_taken(source: Path, shipped: Path) -> None:
+    source.write_text("int value() { return 2; }\n")
+    with pytest.raises(BuildError, match=rf"no g\+\+ on this machine, nor is its library in {shipped.parent}"):
+        build_cpu(source)
+
+
+def test_a_shipped_library_is_taken_before_a_compiler_is_asked(
+    source: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("MEGAZERO_KERNELS", str(shipped.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shipped.parent / "none"))
+    assert build_cpu(source) == shipped and not (shipped.parent / "none").exists()
+
+
+@pytest.mark.parametrize("damage", ["content", "hash", "mode", "folder", "missing"])
+def test_a_shipped_library_that_cannot_be_trusted_is_not_loaded(source: Path, shipped: Path, damage: str) -> None:
+    expected = "nor is its library in"
+    if damage == "content":
+        shipped.write_bytes(shipped.read_bytes() + b"x")
+    elif damage == "hash":
+        shipped.with_suffix(".sha256").unlink()
+    elif damage == "mode":
+        shipped.chmod(0o777)
+    elif damage == "folder":
+        shipped.parent.chmod(0o777)
+        expected = r"libraries of MEGAZERO_KERNELS are not used: .* can be written by others"
+    else:
+        shutil.rmtree(shipped.parent)
+        expected = "libraries of MEGAZERO_KERNELS are not used: .*No such file"
+    with pytest.raises(BuildError, match=expected):
+        build_cpu(source)
+
+
+def test_a_library_for_several_gpus_serves_each_of_them(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made by a stand-in for nvcc, which a node with the GPU does not have."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\n'
+        '[ "$1" = --list-gpu-arch ] && echo compute_80 compute_90 && exit\n'
+        'while [ "$1" != -o ]; do shift; done\necho library > "$2"\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    made = build_cuda(source, [90, 80])
+    assert "-sm80-sm90-" in made.name
+    nvcc.unlink()
+    assert build_cuda(source, [90]) == build_cuda(source, [80]) == build_cuda(source, [80, 90]) == made
+    for archs, spills in (([120], False), ([80, 120], False), ([90], True)):
+        with pytest.raises(BuildError, match="no nvcc"):
+            build_cuda(source, archs, spills=spills)

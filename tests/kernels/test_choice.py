@@ -19,6 +19,7 @@ from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+TORCHS = ("name", "add_rows_", "wide_products")  # no kernels of ours
 
 
 @needs_compiler
@@ -36,7 +37,7 @@ def test_the_choice() -> None:
 def test_every_operation_is_ours_where_ours_are_taken() -> None:
     chosen = choice.choose("fused", CPU, torch.bfloat16)
     for name in REFERENCE.__dataclass_fields__:
-        assert name == "name" or getattr(chosen, name) is getattr(torch.ops.megazero, name)
+        assert name in TORCHS or getattr(chosen, name) is getattr(torch.ops.megazero, name)
 
 
 @needs_compiler
@@ -52,9 +53,25 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # in the other one a library may lie ready
     assert choice.choose("auto", CPU, torch.float32) is REFERENCE
     with pytest.raises(UserError, match=r"MZ-114 .*no g\+\+"):
         choice.choose("fused", CPU, torch.float32)
+
+
+def test_a_gpu_without_fused_kernels_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What, why, and what to do; nothing where it was asked for, or where there are no such kernels."""
+    with caplog.at_level(logging.WARNING, logger="megazero"):
+        choice.choose("auto", GPU, torch.bfloat16)
+        (said,) = caplog.messages
+        assert "plain torch instead of fused kernels" in said and "torch sees no CUDA device" in said
+        assert "MEGAZERO_KERNELS" in said and "precision.kernels=reference" in said
+        caplog.clear()
+        choice.choose("reference", GPU, torch.bfloat16)
+        choice.choose("auto", GPU, torch.float64)
+        choice.choose("auto", GPU, torch.bfloat16, present=False)
+        choice.choose("auto", CPU, torch.float64)
+    assert caplog.messages == []
 
 
 class Extension(ModuleType):
@@ -115,7 +132,7 @@ def test_apex_is_taken_for_what_it_has(plant, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger="megazero"):
         chosen = choice.choose("apex", GPU, torch.bfloat16)
     assert caplog.messages == ["kernels: reference; apex: norm (asked for)"]
-    assert chosen.swiglu is reference.swiglu and chosen.sum_of_squares is WIDE_REFERENCE.sum_of_squares
+    assert chosen.swiglu is reference.swiglu and chosen.sums_of_squares is WIDE_REFERENCE.sums_of_squares
     x, weight, bias, grad = (torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(i)) for i in range(4))
     weight, bias = weight[0, 0], bias[0, 0]
     for mine, theirs in (

@@ -85,7 +85,10 @@ def rotary(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
 
 def flat(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
     x = draw(rows * columns)
-    return [("sum_of_squares", x), ("accumulate_", draw(rows * columns, dtype=torch.float32), x)]
+    return [
+        ("sums_of_squares", [x, x[: len(x) // 3], x[:0]]),
+        ("accumulate_", draw(rows * columns, dtype=torch.float32), x),
+    ]
 
 
 FAMILIES = {
@@ -132,10 +135,10 @@ def test_against_the_specification(
         if str(name).startswith("add_") and not str(name).endswith("backward"):  # what is normed is the rounded sum
             assert torch.equal(found[0], arguments[0] + arguments[1])  # type: ignore[operator]
             arguments[:2] = [found[0], torch.zeros_like(found[0])]
-        exact = tuple(
-            each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in arguments
+        exact = pytree.tree_map_only(
+            Tensor, lambda each: each.double() if each.is_floating_point() else each, arguments
         )
-        for mine, theirs in zip(found, run(reference, str(name), exact), strict=True):
+        for mine, theirs in zip(found, run(reference, str(name), tuple(exact)), strict=True):
             assert mine.is_contiguous() and close(mine, theirs), name
 
 
@@ -227,7 +230,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
     """Rows without it are as before, and a NaN is never lost."""
     for name, *arguments in large(dtype):
-        if name in ("sum_of_squares", "accumulate_", "rotary"):
+        if name in ("sums_of_squares", "accumulate_", "rotary"):
             continue
         clean = run(fused, str(name), tuple(arguments))
         spoilt = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
@@ -245,7 +248,7 @@ def test_no_nan_of_bfloat16_is_rounded_away(bits: int) -> None:
     """Of any payload and sign: rounding adds to the bits of a number, and must not carry out of a NaN's."""
     bad = torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for name, *arguments in large(torch.bfloat16):
-        if name == "sum_of_squares":
+        if name == "sums_of_squares":
             continue
         spoilt = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
         position = 1 if name == "accumulate_" else 0
@@ -299,18 +302,22 @@ def test_conversions_are_torch_s() -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 65_535, 65_536, 65_537, 300_001])
-def test_sum_of_squares(numel: int) -> None:
+def test_sums_of_squares(numel: int) -> None:
+    """Each of the tensors as if it were alone, whatever lies around it in the list."""
     flat = torch.randn(numel + 1, generator=torch.Generator().manual_seed(0))[1:]
-    found = fused.sum_of_squares(flat)
-    assert found.dtype == torch.float64
-    assert abs(found.item() - math.fsum(v * v for v in flat.tolist())) <= 1e-14 * numel
+    flats = [flat[:0], flat, flat[: numel // 2], flat[:0], flat[numel // 2 :], flat[:0]]
+    found = fused.sums_of_squares(flats)
+    assert found.dtype == torch.float64 and found.shape == (len(flats),)
+    for each, total in zip(flats, found, strict=True):
+        assert abs(total.item() - math.fsum(v * v for v in each.tolist())) <= 1e-14 * numel
+        assert torch.equal(fused.sums_of_squares([each])[0], total)
 
 
 def test_not_finite_values_reach_the_sum() -> None:
     for poison in (math.nan, math.inf):
         flat = torch.ones(100_000)
         flat[77_777] = poison
-        assert not math.isfinite(fused.sum_of_squares(flat).item())
+        assert not math.isfinite(fused.sums_of_squares([flat]).item())
 
 
 def test_wrong_inputs_are_refused() -> None:

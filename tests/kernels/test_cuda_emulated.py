@@ -135,7 +135,6 @@ def test_values_that_are_not_finite(poison: float, dtype: torch.dtype) -> None:
         ("cross_entropy_parts_", 0, 1),
         ("cross_entropy_backward_", 2, 1),
         ("cast_", 1, 1),
-        ("sum_of_squares", 0, 1),
     ]
     for name, place, compared in rows:
         arguments = sample(name, dtype, SMALL)
@@ -192,11 +191,30 @@ def test_sums_of_squares_do_not_depend_on_the_alignment() -> None:
     for dtype in DTYPES:
         flat = torch.randn(70_001, generator=torch.Generator().manual_seed(0)).to(dtype)
         sums = {
-            Emulated(offset, multiprocessors).sum_of_squares(flat).item()
+            Emulated(offset, multiprocessors).sums_of_squares([flat]).item()
             for offset, multiprocessors in ((0, 1), (1, 3))
         }
         assert len(sums) == 1
         assert abs(sums.pop() - math.fsum(v * v for v in flat.tolist())) <= 1e-14 * len(flat)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_reaches_its_own_sum(poison: float) -> None:
+    flats = [torch.ones(40_000) for _ in range(3)]
+    flats[1][-1] = poison
+    assert Emulated().sums_of_squares(flats).isfinite().tolist() == [True, False, True]
+
+
+def test_sums_of_squares_of_more_tensors_than_one_launch_takes() -> None:
+    """Empty ones at every place, also at both ends of a launch; each sum has the bits that it has alone."""
+    generator, sizes = torch.Generator().manual_seed(0), [0, 1, 40_000, 0, 32_768, 7, 0, 32_769]
+    flats = [torch.randn(sizes[i % len(sizes)], generator=generator) for i in range(3 * 128 - 1)]
+    alone = {i: Emulated().sums_of_squares([flat]) for i, flat in enumerate(flats[:8])}
+    found = Emulated().sums_of_squares([*flats, *flats[:8]])
+    assert all(torch.equal(found[i : i + 1], total) for i, total in alone.items())
+    assert torch.equal(found[:8], found[-8:])
+    expected = torch.stack([flat.double().square().sum() for flat in flats])
+    assert torch.allclose(found[:-8], expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
@@ -324,7 +342,8 @@ def test_the_last_parts_of_a_long_sum() -> None:
     flat = big(torch.randn(TAIL, COLUMNS).bfloat16())
     blocks = FLAT // (1 << 15)
     partial, total = torch.zeros(blocks, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    last_blocks("sum_of_squares", TAIL, blocks, BF16, Own(flat), Own(partial), Own(total), FLAT)
+    flats = Own(torch.tensor([flat.data_ptr()])), Own(torch.tensor([FLAT])), 1
+    last_blocks("sums_of_squares", TAIL, blocks, BF16, *flats, Own(partial), Own(total))
     assert distance(partial[-TAIL:], tail(flat).double().square().sum(1)) <= 1
 
 

@@ -121,13 +121,13 @@ def test_cross_entropy_of_a_part_that_is_all_padding() -> None:
     assert not padding.any()
 
 
-def test_sum_of_squares_does_not_depend_on_the_cut() -> None:
+def test_sums_of_squares_do_not_depend_on_the_cut() -> None:
     flat = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)) * 1e-3
-    whole = ops.sum_of_squares(flat)
+    (whole,) = ops.sums_of_squares([flat])
     assert whole.dtype == torch.float64
     assert abs(whole - flat.double().square().sum()) <= 1e-14 * whole
     for shards in (2, 3, 4):
-        parts = sum(ops.sum_of_squares(part) for part in flat.tensor_split(shards))
+        parts = ops.sums_of_squares(flat.tensor_split(shards)).sum()
         assert parts.float().sqrt() == whole.float().sqrt()
 
 

@@ -4,17 +4,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.build.assemble import build_units
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
 from megazero.plan.placements import ALIGNMENT
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import Entry, Group, lay_out
-from megazero.zero.placement import Precision, UnitAxes
+from megazero.zero.placement import STAGES, Precision, UnitAxes
+from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")
@@ -168,3 +171,54 @@ def test_a_parameter_that_nothing_reached_has_a_zero_gradient() -> None:
         unit.forget_gradients()
         unit.close_gradients()
         assert not unit.gradients.values.any()
+
+
+class Calls(TorchDispatchMode):
+    """The operations that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_buffer_that_has_been_seen_needs_no_new_views() -> None:
+    """Of a unit in stage 3 with two parts: the second time parameters and gradients are shown without slicing."""
+    layout = lay_out("unit", [Entry("a", (4, 8), Group(decay=True), True), Entry("b", (32,), Group(decay=True), True)])
+    shard = Axis("shard", 2)
+    unit = Unit(layout, UnitAxes(shard, Axis("tensor"), STAGES[3]), Precision(), CPU, _pools())
+    parameters = unit.make_parameters()
+    whole = unit._pools[0].take(unit.numel)
+    for seen in (False, True):
+        whole.copy_(torch.arange(unit.numel) + seen)
+        with Calls() as calls:
+            unit.install(whole)
+            unit.open_gradients()
+        assert [name for name in calls.names if name in ("slice", "view")] == [] or not seen
+        assert "zero_" not in calls.names  # there is no padding
+        assert torch.equal(parameters["a"].data, whole[:32].view(4, 8)) and torch.equal(parameters["b"], whole[32:64])
+        assert unit.partial is not None
+        unit.views["b"].view.fill_(3.0)
+        assert torch.equal(unit.partial[32:64], torch.full((32,), 3.0))
+        unit.release()
+        assert not len(parameters["a"])
+        whole = unit._pools[0].take(unit.numel)
+        unit.drop_gradients()
+
+
+def _pools() -> tuple[Pool, Pool]:
+    return Pool(torch.float32, CPU, Ledger(), "pool"), Pool(torch.float32, CPU, Ledger(), "pool")
+
+
+def test_padding_is_cleared_when_memory_comes_for_gradients() -> None:
+    layout = lay_out("unit", [Entry("a", (5,), Group(decay=True), True), Entry("b", (3,), Group(decay=False), True)])
+    unit = Unit(layout, UnitAxes(Axis("shard", 2), Axis("tensor"), STAGES[2]), Precision(), CPU, _pools())
+    unit._pools[1].give(torch.full((unit.numel,), torch.nan))
+    unit.open_gradients()
+    assert unit.partial is not None
+    used = torch.zeros(unit.numel, dtype=torch.bool)
+    used[:5], used[16:19] = True, True
+    assert unit.partial[used].isnan().all() and not unit.partial[~used].any()

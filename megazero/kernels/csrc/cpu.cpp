@@ -6,6 +6,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -212,20 +213,31 @@ void adamw_(Tensor master, const Tensor& grad, Tensor first, Tensor second, Tens
   *output<float>(step, 1) += 1.0f;
 }
 
-Tensor sum_of_squares(const Tensor& flat) {
-  const int64_t n = flat.numel(), blocks = (n + kBlock - 1) / kBlock;
-  std::vector<double> partial(blocks);
-  with_type(flat.scalar_type(), [&]<typename T>(T*) {
-    const T* p = input<T>(flat, n);
-    parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) partial[b] = squares(p + b * kBlock, std::min(kBlock, n - b * kBlock));
+Tensor sums_of_squares(std::vector<Tensor> flats) {
+  STD_TORCH_CHECK(!flats.empty(), "expected at least one tensor");
+  const int64_t count = static_cast<int64_t>(flats.size());
+  std::vector<int64_t> first(count + 1, 0);  // of each tensor's blocks; at the end the number of all
+  for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + (flats[i].numel() + kBlock - 1) / kBlock;
+  std::vector<double> partial(first[count]);
+  with_type(flats[0].scalar_type(), [&]<typename T>(T*) {
+    std::vector<const T*> at(count);
+    for (int64_t i = 0; i < count; ++i) at[i] = input<T>(flats[i], flats[i].numel());
+    parallel_for(0, first[count], 1, [&](int64_t begin, int64_t end) {
+      int64_t i = std::upper_bound(first.begin(), first.end(), begin) - first.begin() - 1;
+      for (int64_t b = begin; b < end; ++b) {
+        while (b >= first[i + 1]) ++i;
+        const int64_t from = (b - first[i]) * kBlock;
+        partial[b] = squares(at[i] + from, std::min(kBlock, flats[i].numel() - from));
+      }
     });
   });
-  Tensor total = torch::stable::new_empty(flat, {}, ScalarType::Double);
-  double sum = 0.0;
-  for (const double part : partial) sum += part;
-  *output<double>(total, 1) = sum;
-  return total;
+  Tensor totals = torch::stable::new_empty(flats[0], {count}, ScalarType::Double);
+  double* total = output<double>(totals, count);
+  for (int64_t i = 0; i < count; ++i) {
+    total[i] = 0.0;
+    for (int64_t b = first[i]; b < first[i + 1]; ++b) total[i] += partial[b];
+  }
+  return totals;
 }
 
 void accumulate_(Tensor into, const Tensor& x) {
@@ -270,7 +282,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
   IMPLEMENT(cross_entropy_parts_);
   IMPLEMENT(cross_entropy_backward_);
   IMPLEMENT(adamw_);
-  IMPLEMENT(sum_of_squares);
+  IMPLEMENT(sums_of_squares);
   IMPLEMENT(accumulate_);
   IMPLEMENT(cast_);
 #undef IMPLEMENT

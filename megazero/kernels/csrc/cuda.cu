@@ -308,16 +308,23 @@ void adamw_(Tensor master, const Tensor& grad, Tensor first, Tensor second, Tens
   });
 }
 
-Tensor sum_of_squares(const Tensor& flat) {
-  const Launch launch("sum_of_squares", flat);
-  const int64_t n = flat.numel(), partials = square_partials(n);
-  Tensor partial = make<double>(flat, {partials}), total = make<double>(flat, {});
-  for_type_of(launch, flat, "flat", [&](auto type) {
+Tensor sums_of_squares(std::vector<Tensor> flats) {
+  STD_TORCH_CHECK(!flats.empty(), "megazero::sums_of_squares: expected at least one tensor");
+  const Launch launch("sums_of_squares", flats[0]);
+  const int64_t count = static_cast<int64_t>(flats.size());
+  std::vector<const void*> at;
+  std::vector<int64_t> numel;
+  for (const Tensor& flat : flats) numel.push_back(flat.numel());
+  const int64_t partials = square_partials(numel.data(), count);
+  Tensor partial = make<double>(flats[0], {partials}), totals = make<double>(flats[0], {count});
+  for_type_of(launch, flats[0], "flats", [&](auto type) {
     using T = decltype(type);
-    launch_sum_of_squares(launch, launch.read<T>(flat, n, "flat"), launch.write<double>(partial, partials, "partial"),
-                          launch.write<double>(total, 1, "total"), n);
+    for (const Tensor& flat : flats) at.push_back(launch.read<T>(flat, flat.numel(), "flats"));
+    launch_sums_of_squares<T>(launch, at.data(), numel.data(), count,
+                              launch.write<double>(partial, partials, "partial"),
+                              launch.write<double>(totals, count, "totals"));
   });
-  return total;
+  return totals;
 }
 
 void accumulate_(Tensor into, const Tensor& x) {
@@ -362,7 +369,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CUDA, m) {
   m.impl("cross_entropy_parts_", TORCH_BOX(&cross_entropy_parts_));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
   m.impl("adamw_", TORCH_BOX(&adamw_));
-  m.impl("sum_of_squares", TORCH_BOX(&sum_of_squares));
+  m.impl("sums_of_squares", TORCH_BOX(&sums_of_squares));
   m.impl("accumulate_", TORCH_BOX(&accumulate_));
   m.impl("cast_", TORCH_BOX(&cast_));
 }

@@ -31,7 +31,7 @@ from megazero.plan.placements import STAGES
 from megazero.plan.search import OFFLOAD, RECOMPUTE
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
-from megazero.tools.certify.tolerances import tolerance_of
+from megazero.tools.certify.tolerances import Tolerance, tolerance_of
 from megazero.tools.certify.training import Plant, nothing, settings, train_rank
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
@@ -140,7 +140,7 @@ class Certificate:
         ranks, fault = self._results(layout, plant)
         if fault:
             return Row(layout=layout, fault=fault)
-        tolerance = tolerance_of(self._config.precision.dtype)
+        tolerance = _tolerance(self._config)
         return Row(layout=layout, **vars(compare_all(ranks, alone, model.heads, model.kv_heads, tolerance)))
 
     def _reference(self, delayed: bool) -> Results:
@@ -180,7 +180,7 @@ def certify(
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
     """Return the rows as a table in Markdown."""
-    tolerance = tolerance_of(config.precision.dtype)
+    tolerance = _tolerance(config)
     lines = [
         f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process: relative differences",
         "",
@@ -200,7 +200,7 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
 
 def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
     """Return the rows for a terminal: under each layout its numbers, in 60 columns."""
-    tolerance = tolerance_of(config.precision.dtype)
+    tolerance = _tolerance(config)
     limits = (tolerance.loss, tolerance.norm, tolerance.gradients, tolerance.weights)
     lines = [
         f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process:",
@@ -227,7 +227,7 @@ def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
 
 
 def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
-    tolerance = asdict(tolerance_of(config.precision.dtype))
+    tolerance = asdict(_tolerance(config))
     found = [
         asdict(row) | {"layout": _options(row.layout), "name": str(row.layout), "ranks": row.layout.ranks}
         for row in rows
@@ -235,6 +235,11 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     for row in found:  # JSON has no infinity
         row["times"] = {measure: times if math.isfinite(times) else None for measure, times in row["times"].items()}
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
+
+
+def _tolerance(config: Config) -> Tolerance:
+    sizes = alone_of(config).bytes
+    return tolerance_of(config.precision.dtype, reduced=sizes.summed < sizes.gradient)
 
 
 def admits(config: Config, layout: Job) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from megazero.build.assemble import StageInputs
 from megazero.checkpoint.save import ShardState
 from megazero.data.loader import MicroBatch
@@ -155,6 +157,24 @@ def lost_gradients(rig: Rig) -> None:
     unit.close_gradients = close_and_lose  # type: ignore[method-assign]
 
 
+def rough_sums(rig: Rig) -> None:
+    """Round each rank's gradients to two bits before they are summed."""
+    for unit in rig.built.engine.units:
+        _round_before_sum(unit)
+
+
+def _round_before_sum(unit: Unit) -> None:
+    close = unit.close_gradients
+
+    def close_and_round() -> None:
+        close()
+        assert unit.partial is not None
+        mantissa, exponent = torch.frexp(unit.partial)
+        unit.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
+
+    unit.close_gradients = close_and_round  # type: ignore[method-assign]
+
+
 def norm_without_a_unit(rig: Rig) -> None:
     engine = rig.built.engine
     engine._counted, engine._places = engine._counted[1:], engine._places[1:]
@@ -217,7 +237,8 @@ def untied(rig: Rig) -> None:
 
 
 def incomplete_tails(rig: Rig) -> None:
-    rig.built.engine._complete_tails = lambda: None  # type: ignore[method-assign]
+    for unit in rig.built.engine.units:
+        unit.axes = replace(unit.axes, sequence=False)
 
 
 def lost_on_the_way(rig: Rig) -> None:
@@ -265,6 +286,7 @@ FAULTS = (
     Fault("swapped-betas", "Adam's betas are swapped", DATA, swapped_betas),
     Fault("no-update", "one rank never updates its part of a block", SHARDED, _of_one_rank(no_update)),
     Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _of_one_rank(lost_gradients)),
+    Fault("rough-sums", "gradients are rounded to two bits before they are summed", DATA, rough_sums),
     Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, norm_without_a_unit),
     Fault("other-weights", "one rank begins with other weights", DATA, _of_one_rank(other_weights)),
     Fault("stale-shards", "a block's updated shards are never gathered", DATA, stale_shards),

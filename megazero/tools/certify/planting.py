@@ -66,8 +66,7 @@ def plant(
             what = f"the config cannot be trained as {layout}, into which faults are planted"
             raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
     for dtype in DTYPES:
-        precision = config.precision.model_copy(update={"dtype": dtype})
-        certificate = Certificate(config.model_copy(update={"precision": precision}), steps, interruption)
+        certificate = Certificate(_in(config, dtype), steps, interruption)
         if NOTHING in chosen:
             yield _nothing(certificate, dtype)
         for fault in faults:
@@ -83,6 +82,15 @@ def _suited(config: Config) -> Config:
     return config.model_copy(
         update={"model": config.model.model_copy(update=model), "batch": config.batch.model_copy(update=batch)}
     )
+
+
+def _in(config: Config, dtype: str) -> Config:
+    """Return the config in another precision; sums over ranks are in a dtype of their own only where they can be."""
+    zero = config.zero
+    if dtype not in ("fp32", "bf16"):
+        zero = zero.model_copy(update={"reduce_dtype": None})
+    precision = config.precision.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"precision": precision, "zero": zero})
 
 
 def _layouts(alone: Job) -> list[Job]:

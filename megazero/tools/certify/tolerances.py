@@ -22,6 +22,14 @@ length, a few hundred eps at most.
                      of roundings a layer, forward and back, in all about a thousand, whose errors add up like a root:
                      32 r, of a parameter as a whole (|a - b| / |b|, norms), for its moments and for its update. In the
                      size of the update of all matrices, or of all vectors, errors of both signs cancel: r / 2.
+    REDUCED          gradients that are summed over ranks in bf16 and wider otherwise (`zero.reduce_dtype`), against one
+                     process, which sums nothing. Each rank's part and each partial sum is off by up to r = 2^-8 of
+                     itself, and parts of both signs are larger than their sum: together a typical error is that of one
+                     or two roundings, and the largest of some 1e4 is four times a typical one. 8 r of a single element
+                     of a gradient; 4 r of a parameter as a whole, for its moments (the second one doubles an error) and
+                     its update. Errors of both signs cancel: r / 2 of a norm, r / 4 of a size. In the steps of a
+                     certificate updates change a loss by less than an eighth of it, and r of that is off. A weight is
+                     not held alone, as in 16 bits: of a sum near zero not one bit need be right.
 
 The certificate trains with settings of its own, so that a wrong one shows ten times over:
 
@@ -37,7 +45,7 @@ The certificate trains with settings of its own, so that a wrong one shows ten t
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -141,15 +149,22 @@ class Tolerance:
     sizes: float
 
 
-def tolerance_of(dtype: str) -> Tolerance:
+REDUCED = Tolerance(2.0**-11, 2.0**-9, 2.0**-5, math.inf, 2.0**-6, 2.0**-10)
+
+
+def tolerance_of(dtype: str, *, reduced: bool = False) -> Tolerance:
     """Return the tolerances of a dtype.
 
     In 16 bits no single element is held: of a gradient near zero not one bit need be right.
+
+    Args:
+        reduced: gradients are summed over ranks in 16 bits, and wider otherwise: what that adds comes on top.
     """
     inf = float("inf")
-    return {
+    own = {
         "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),
         "fp32": Tolerance(LOSS_FP32, GRADIENT_FP32, GRADIENT_FP32, WEIGHTS_FP32, WEIGHTS_FP32, WEIGHTS_FP32),
         "bf16": Tolerance(LOSS_16_BITS, NORM_16_BITS, inf, inf, STATES_BF16, SIZES_BF16),
         "fp16": Tolerance(LOSS_16_BITS / 8, NORM_16_BITS / 8, inf, inf, STATES_FP16, SIZES_FP16),
     }[dtype]
+    return Tolerance(*map(sum, zip(astuple(own), astuple(REDUCED), strict=True))) if reduced else own

@@ -11,6 +11,7 @@ from megazero.__main__ import main
 from megazero.config.schema import Config
 from megazero.plan.job import Job
 from megazero.tools.certify.certify import alone_of, certify, layouts_of, sample_of
+from megazero.tools.certify.tolerances import GRADIENT_FP32
 from megazero.zero.unit import Unit
 from tests.tiny_run import TinyData
 
@@ -91,6 +92,22 @@ BITWISE: list[dict[str, Any]] = [
     {"pipeline": 3, "schedule": "zb-h1"},
     {"pipeline": 2, "schedule": "zb-v", "chunks": 2},
 ]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_sums_in_another_dtype_have_a_tolerance_of_their_own(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
+    """In fp32 it is needed: by that of fp32 alone the first gradients would be wrong."""
+    config = config_of(tiny_data, tmp_path, *SMALL, f"precision.dtype={dtype}", "zero.reduce_dtype=bf16")
+    layouts: list[dict[str, Any]] = [
+        {"data": 2, "stage": 0},
+        {"data": 4, "stage": 3, "shard_ranks": 2, "offload_optimizer": True},
+        {"data": 2, "stage": 2, "pipeline": 2, "schedule": "zb-h1"},
+    ]
+    rows = list(certify(config, laid_out(config, *layouts), 4))
+    for row in rows:
+        print(row.layout, row.times)
+    assert [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+    assert dtype != "fp32" or all(row.gradients > 10 * GRADIENT_FP32 for row in rows)
 
 
 def test_a_pipeline_alone_changes_no_bit(tiny_data: TinyData, tmp_path: Path) -> None:

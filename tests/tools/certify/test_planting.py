@@ -34,6 +34,26 @@ def test_what_was_missed_is_found(
     check(found)
 
 
+REDUCED = [
+    ("fp32", ("rough-sums", "wrong-lr")),
+    pytest.param("bf16", ("rough-sums", "wrong-lr"), marks=pytest.mark.full),
+    pytest.param("fp32", (NOTHING, *MISSED), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("dtype", "names"), REDUCED)
+def test_they_are_found_beside_sums_in_another_dtype(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, names: tuple[str, ...]
+) -> None:
+    """Although gradients that are summed in bf16 have a wider tolerance."""
+    monkeypatch.setattr(planting, "DTYPES", (dtype,))
+    found = list(plant(tiny_data.load(tmp_path, *SHAPE, "zero.reduce_dtype=bf16"), names, 4))
+    assert {each.fault for each in found} == set(names)
+    for each in found:
+        print(each)
+    assert all(each.right and (each.times > 1) == (each.fault != NOTHING) for each in found)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_every_fault_is_found_in_every_precision(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-// Flat memory: the sum of squares in fp64, accumulation into fp32 and casts.
+// Flat memory: sums of squares in fp64, accumulation into fp32 and casts.
 
 #pragma once
 
@@ -11,6 +11,24 @@ constexpr int64_t kSquaresBlock = 1 << 15;
 constexpr int kSquaresThreads = 256;
 constexpr int kSquaresGroup = 4;  // packs in flight
 constexpr int kTotalThreads = 1024;
+constexpr int kSquaresFlats = 128;
+
+// The tensors of one launch. It is an argument of the kernels (at most 4,096 bytes), so nothing is copied to the device.
+struct SquaresFlats {
+  const void* at[kSquaresFlats];
+  int64_t numel[kSquaresFlats];
+  int64_t first[kSquaresFlats + 1];  // of each tensor's blocks; at the end the number of all
+  int count;
+
+  // The tensor that a block works on: the last whose first block is not behind it; an empty one has none.
+  __device__ __forceinline__ int of(int64_t block) const {
+    int i = 0;
+#pragma unroll
+    for (int step = kSquaresFlats / 2; step; step /= 2)
+      if (i + step < count && first[i + step] <= block) i += step;
+    return i;
+  }
+};
 
 __device__ __forceinline__ double sum_block(double x) {
   double* sums = reinterpret_cast<double*>(scratch);
@@ -25,13 +43,16 @@ __device__ __forceinline__ double sum_block(double x) {
   return x;
 }
 
-// One partial sum for each kSquaresBlock elements. The same elements meet in the same order when the memory is not
-// aligned (ALIGNED false: they are then loaded one by one).
-template <typename T, bool ALIGNED>
-__global__ void __launch_bounds__(kSquaresThreads) square_blocks(const T* flat, double* partial, int64_t n) {
+// One partial sum for each kSquaresBlock elements of each tensor. The same elements meet in the same order when the
+// memory is not aligned: they are then loaded one by one.
+template <typename T>
+__global__ void __launch_bounds__(kSquaresThreads) square_blocks(const SquaresFlats flats, double* partial) {
   constexpr int N = kPack<T>;
   const int64_t block = blockIdx.x;
-  const int64_t begin = block * kSquaresBlock;
+  const int i = flats.of(block);
+  const int64_t begin = (block - flats.first[i]) * kSquaresBlock, n = flats.numel[i];
+  const T* flat = static_cast<const T*>(flats.at[i]);
+  const bool aligned = reinterpret_cast<uintptr_t>(flat) % alignof(Pack<T, N>) == 0;
   const int count = static_cast<int>(n - begin < kSquaresBlock ? n - begin : kSquaresBlock);
   double sum = 0.0;
   for (int base = threadIdx.x * N; base < count; base += kSquaresGroup * kSquaresThreads * N) {
@@ -39,7 +60,7 @@ __global__ void __launch_bounds__(kSquaresThreads) square_blocks(const T* flat, 
 #pragma unroll
     for (int g = 0; g < kSquaresGroup; ++g) {
       const int at = base + g * kSquaresThreads * N;
-      if (ALIGNED && at + N <= count) {
+      if (aligned && at + N <= count) {
         group[g] = load_fixed<N>(flat + begin + at);
       } else {
 #pragma unroll
@@ -58,12 +79,14 @@ __global__ void __launch_bounds__(kSquaresThreads) square_blocks(const T* flat, 
   if (threadIdx.x == 0) partial[block] = sum;
 }
 
-// Static, because it is no template and each translation unit gets its own.
-static __global__ void __launch_bounds__(kTotalThreads) sum_blocks(const double* partial, double* total, int64_t n) {
+// One block for each tensor. Static, because it is no template and each translation unit gets its own.
+static __global__ void __launch_bounds__(kTotalThreads)
+    sum_blocks(const SquaresFlats flats, const double* partial, double* totals) {
+  const int64_t begin = flats.first[blockIdx.x], end = flats.first[blockIdx.x + 1];
   double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < n; i += kTotalThreads) sum += partial[i];
+  for (int64_t i = begin + threadIdx.x; i < end; i += kTotalThreads) sum += partial[i];
   sum = sum_block(sum);
-  if (threadIdx.x == 0) *total = sum;
+  if (threadIdx.x == 0) totals[blockIdx.x] = sum;
 }
 
 template <typename T, int N>
@@ -97,20 +120,29 @@ __global__ void __launch_bounds__(kFlatThreads) cast(To* into, const From* x, in
 
 // ---- launchers
 
-__host__ inline int64_t square_partials(int64_t n) { return at_least(divide_up(n, kSquaresBlock), 1); }
+__host__ inline int64_t square_partials(const int64_t* numel, int64_t count) {
+  int64_t partials = 0;
+  for (int64_t i = 0; i < count; ++i) partials += divide_up(numel[i], kSquaresBlock);
+  return partials;
+}
 
-// `partial` has square_partials(n) elements.
+// `partial` has square_partials(numel, count) elements, `totals` count.
 template <typename T, typename Launch>
-__host__ void launch_sum_of_squares(const Launch& launch, const T* flat, double* partial, double* total, int64_t n) {
-  const int64_t blocks = divide_up(n, kSquaresBlock);
-  auto start = [&](auto kernel) {
-    launch(kernel, blocks, kSquaresThreads, kScratch, flat, partial, n);
-  };
-  if (packs_fit<kPack<T>>(flat, 0))
-    start(square_blocks<T, true>);
-  else
-    start(square_blocks<T, false>);
-  launch(sum_blocks, 1, kTotalThreads, kScratch, static_cast<const double*>(partial), total, blocks);
+__host__ void launch_sums_of_squares(const Launch& launch, const void* const* at, const int64_t* numel, int64_t count,
+                                     double* partial, double* totals) {
+  for (int64_t begin = 0; begin < count; begin += kSquaresFlats) {
+    SquaresFlats flats{};
+    flats.count = static_cast<int>(at_most(count - begin, kSquaresFlats));
+    for (int i = 0; i < flats.count; ++i) {
+      flats.at[i] = at[begin + i];
+      flats.numel[i] = numel[begin + i];
+      flats.first[i + 1] = flats.first[i] + divide_up(numel[begin + i], kSquaresBlock);
+    }
+    const int64_t blocks = flats.first[flats.count];
+    launch(square_blocks<T>, blocks, kSquaresThreads, kScratch, flats, partial);
+    launch(sum_blocks, flats.count, kTotalThreads, kScratch, flats, static_cast<const double*>(partial), totals + begin);
+    partial += blocks;
+  }
 }
 
 template <typename T, typename Launch>
