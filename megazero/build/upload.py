@@ -5,17 +5,22 @@ before, so the host never waits for it; the micro-batches are views of the memor
 buffers, and one is written to again only when the device has read it. On a CPU nothing is packed or copied.
 """
 
+from __future__ import annotations  # of micro-batches only the fields are used
+
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megazero.comm.pinned import pinned_bytes
 from megazero.comm.readback import Mark, mark, passed
-from megazero.data.loader import MicroBatch
+
+if TYPE_CHECKING:
+    from megazero.data.loader import MicroBatch
 
 _ALIGNED = 16  # bytes: no dtype is wider
 

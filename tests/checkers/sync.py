@@ -40,7 +40,7 @@ READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "
 READS |= {"cuda", "pin_memory"}
 MAKES = {torch.tensor, torch.as_tensor, torch.from_numpy}
 WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal"}
-WAITS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::is_nonzero", "aten::lift_fresh"}
+WAITS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::is_nonzero"}
 
 
 class Wait(NamedTuple):
@@ -59,7 +59,7 @@ class SyncDetector:
 
     def __init__(self) -> None:
         self.found: list[Wait] = []
-        self._host: dict[int, Tensor] = {}  # storages of memory of a host apart; kept, so that no other takes the place
+        self._host: dict[int, Tensor] = {}  # by storage; kept, so that no other tensor's takes its place
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ class SyncDetector:
         def empty(host: Host, *arguments: Any) -> Tensor:
             x = honest(host, *arguments)
             if host.apart:
-                self._host[x.untyped_storage()._cdata] = x
+                self.is_of_host(x)
             return x
 
         stack = ExitStack()
@@ -92,11 +92,16 @@ class SyncDetector:
         if wait not in self.found:
             self.found.append(wait)
 
+    def is_of_host(self, x: Tensor) -> None:
+        """Count a tensor's memory as the host's."""
+        self._host[x.untyped_storage()._cdata] = x
+
     def crosses(self, a: Tensor, b: Tensor) -> bool:
         """Return whether one of two tensors is in the host's memory and the other is not."""
-        if a.device.type != b.device.type:
-            return True
-        return (a.untyped_storage()._cdata in self._host) != (b.untyped_storage()._cdata in self._host)
+        return self.on_host(a) != self.on_host(b)
+
+    def on_host(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self._host
 
 
 class _Calls(TorchFunctionMode):
@@ -124,26 +129,29 @@ class _Operations(TorchDispatchMode):
         self._detector = detector
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func._schema.name
+        kwargs, detector, name = kwargs or {}, self._detector, func._schema.name
         if name in WAITS:
-            self._detector.add(name)
-        elif name == "aten::copy_" and self._detector.crosses(args[0], args[1]):
+            detector.add(name)
+        elif name == "aten::copy_" and detector.crosses(args[0], args[1]):
             if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
-                self._detector.add("aten::copy_ that blocks")
-        elif name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_") and _has_mask(args[1]):
-            if name == "aten::index" or args[2].numel() != 1:  # one number is filled in without counting
-                self._detector.add(f"{name} by a mask")
+                detector.add("aten::copy_ that blocks")
+        elif name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
+            indices = [index for index in args[1] if index is not None]
+            # One number where a mask says so is filled in without counting.
+            if (name == "aten::index" or args[2].numel() != 1) and any(index.dtype == torch.bool for index in indices):
+                detector.add(f"{name} by a mask")
+            if any(detector.on_host(index) for index in indices):
+                detector.add(f"{name} by a list")
         elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-            self._detector.add(name)
-        return func(*args, **kwargs)
+            detector.add(name)
+        found = func(*args, **kwargs)
+        if name == "aten::lift_fresh":  # a tensor of Python's numbers, which is made on the host
+            detector.is_of_host(found)
+        return found
 
 
 def _names_a_device(args: tuple, kwargs: dict[str, Any]) -> bool:
     return "device" in kwargs or any(isinstance(value, torch.device | str) for value in args[:1])
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _our_frames() -> Iterator[tuple[str, str]]:

@@ -177,6 +177,27 @@ def plant_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "begin_step", begin_step)
 
 
+def plant_one(patch: pytest.MonkeyPatch) -> None:
+    """An element set to a number: torch makes a tensor of it on the host, and copies that."""
+    honest = Engine.begin_step
+
+    def begin_step(self: Engine) -> None:
+        honest(self)
+        self._totals[0] = 0.0
+
+    patch.setattr(Engine, "begin_step", begin_step)
+
+
+def plant_list(patch: pytest.MonkeyPatch) -> None:
+    honest = Engine.begin_step
+
+    def begin_step(self: Engine) -> None:
+        honest(self)
+        self._totals[[0, 1]].sum()
+
+    patch.setattr(Engine, "begin_step", begin_step)
+
+
 def plant_documents(patch: pytest.MonkeyPatch) -> None:
     honest = BatchContext.positions_S
 
@@ -197,6 +218,8 @@ def plant_documents(patch: pytest.MonkeyPatch) -> None:
         (plant_mask, "aten::index by a mask", "loss"),
         (plant_copy, ".cpu()", "finish_step"),
         (plant_number, "torch.tensor()", "begin_step"),
+        (plant_one, "aten::copy_ that blocks", "begin_step"),
+        (plant_list, "aten::index by a list", "begin_step"),
         (plant_documents, ".__int__()", "positions_S"),
     ],
 )

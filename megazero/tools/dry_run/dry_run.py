@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.base.doing import Doing, doing
