@@ -18,6 +18,7 @@ from megazero.base.doing import doing
 from megazero.build.job import job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
+from megazero.build.upload import Upload
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.host import Host
@@ -326,14 +327,20 @@ def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, 
 
 
 def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], StageInputs]:
-    """Return the function (micro-batch, step, training) -> what the stages need to know of it."""
+    """Return the function (micro-batch, step, training) -> what the stages need to know of it.
+
+    Micro-batches of training come from the loader on the device. Those of a validation are read on the host, which
+    scores them too, and are sent one by one.
+    """
+    upload = Upload(device)
 
     def feed(batch: MicroBatch, step: int, training: bool) -> StageInputs:
-        tokens, targets, valid = (t.to(device) for t in (batch.tokens_SB, batch.targets_SB, batch.valid_SB))
-        part = len(tokens) // tensor.size if sequence else 0
-        now = BatchContext(step, batch.sample_ids_B.to(device), tensor.rank * part, training=training)
+        if batch.tokens_SB.device.type != device.type:
+            (batch,) = upload.pack([batch])()
+        part = len(batch.tokens_SB) // tensor.size if sequence else 0
+        now = BatchContext(step, batch.sample_ids_B, tensor.rank * part, training=training)
         if batch.positions_SB is not None and batch.documents is not None:
-            now = now.within_documents(batch.positions_SB.to(device), batch.documents)
-        return StageInputs(tokens, targets, valid, now)
+            now = now.within_documents(batch.positions_SB, batch.documents)
+        return StageInputs(batch.tokens_SB, batch.targets_SB, batch.valid_SB, now)
 
     return feed

@@ -1,7 +1,7 @@
 """Save checkpoints: every rank writes its own part in parallel, and a step exists once the first rank has renamed it.
 
     1  snapshot   (in the background, if asked for) the state to save is copied to host memory, beside the next
-                  step's passes: it does not change before the next update, which waits for the copy
+                  step's passes: it does not change before the next update, which waits for the copy (`snapshot.py`)
     2  shard      each rank writes its file into the staging folder, flushes it, and hashes every block on the way
     3  part       then a small file that lists its content and its hashes
     4  manifest   the first rank waits for all parts, makes one manifest of them, flushes it
@@ -30,6 +30,7 @@ from megazero.checkpoint.manifest import PartFile, shard_name
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
+from megazero.checkpoint.snapshot import Snapshot, on_device
 from megazero.checkpoint.store import Store
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
@@ -104,12 +105,12 @@ class Saver:
         tidy: Callable[[Callable[[], bool]], None] | None,
     ):
         self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
-        self._sources = [holding.tensors[kind] for holding in holdings for kind in holding.kinds]
+        sources = [holding.tensors[kind] for holding in holdings for kind in holding.kinds]
         # What is on a GPU has to be copied to be written at all.
-        snapshot = snapshot or any(source.is_cuda for source in self._sources)
-        copies = (torch.empty_like(source, device="cpu", pin_memory=source.is_cuda) for source in self._sources)
-        self._copies = list(copies) if snapshot else None
-        self._entries = list(_entries(holdings, iter(self._copies or self._sources)))
+        snapshot = snapshot or any(on_device(source) for source in sources)
+        self._snapshot = Snapshot(sources) if snapshot else None
+        kept = sources if self._snapshot is None else self._snapshot.copies
+        self._entries = list(_entries(holdings, iter(kept)))
         self._copied, self._give_up = threading.Event(), threading.Event()
         self._copied.set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
@@ -126,7 +127,7 @@ class Saver:
     @property
     def copy_bytes(self) -> int:
         """Return the bytes of host memory that snapshots take."""
-        return sum(copy.nbytes for copy in self._copies or ())
+        return sum(copy.nbytes for copy in self._snapshot.copies) if self._snapshot is not None else 0
 
     def begin(self, step: int, progress: Progress) -> None:
         """Start to save the tensors' present values in the background; no other save may be under way.
@@ -135,14 +136,18 @@ class Saver:
         """
         assert not self._under_way, "one at a time"
         self._copied.clear()
+        if self._snapshot is not None:
+            self._snapshot.begin()
         self._began = time.monotonic()
         self._under_way = [self._thread.submit(self._write, step)]
         if self._conclude is not None:
             self._under_way.append(self._thread.submit(self._wait_and_conclude, step, progress))
 
     def settle(self) -> None:
-        """Wait until the tensors may change: the snapshot is complete, or without one the file."""
+        """Wait until the tensors may change: the snapshot has been taken, or without one the file is complete."""
         self._copied.wait()
+        if self._snapshot is not None:
+            self._snapshot.join()
 
     @property
     def busy(self) -> bool:
@@ -182,9 +187,10 @@ class Saver:
     def _write(self, step: int) -> None:
         staging = self.store.staging(step)
         try:
-            if self._copies is not None:
-                copy_all(self._sources, self._copies)
+            if self._snapshot is not None:
+                self._snapshot.copy_near()
                 self._copied.set()
+                self._snapshot.arrive()
             self.store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
             staging.mkdir(exist_ok=True)
             part = self._write_shard(step, staging)
@@ -253,11 +259,6 @@ def _read_part(path: Path) -> WrittenShard:
     found = PartFile.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     shard = Shard(found.shard.name, found.shard.size, tuple(found.shard.blocks))
     return WrittenShard(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})
-
-
-def copy_all(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    for source, copy in zip(sources, copies, strict=True):
-        copy.copy_(source)
 
 
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:

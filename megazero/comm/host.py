@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from megazero.comm.ledger import HOST, Ledger
+from megazero.comm.pinned import pinned_bytes
+from megazero.comm.readback import Readback
 from megazero.comm.streams import SideStream
 
 
@@ -33,7 +35,9 @@ class Host:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, category: str) -> Tensor:
         """Return new, uninitialised host memory."""
         self._ledger.hold(f"host_{category}", math.prod(shape) * dtype.itemsize)
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pinned)
+        if not self._pinned:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return pinned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
         """Return new flat host memory filled with zeros."""
@@ -66,5 +70,5 @@ class Host:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
 
     def read(self, *scalars: Tensor) -> list[Tensor]:
-        """Copy small tensors of the device to the host, and wait for them."""
-        return [scalar.cpu() for scalar in scalars]
+        """Copy small tensors of the device to the host, and wait for what computes them."""
+        return Readback(*scalars).wait()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.ledger import Ledger
+from megazero.comm.pinned import pinned_bytes
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
@@ -39,7 +40,9 @@ class Pool:
         if free := self._free.get(numel):
             return free.pop()
         self._ledger.hold(self._category, numel * self._dtype.itemsize)
-        return torch.empty(numel, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
+        if self._pinned:
+            return pinned_bytes(numel * self._dtype.itemsize).view(self._dtype)
+        return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""

@@ -15,7 +15,7 @@ not scored.
 Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,6 +118,8 @@ class BatchLoader:
         global_batch: sequences per step over all ranks; a multiple of micro_batch x num_data.
         micro_batch: sequences per micro-batch.
         data_rank, num_data: this rank on the data axis, and its size.
+        pack: called with a step's micro-batches in the background thread; returns what `step` calls to get those of the
+            device. None: they are used where they are made.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class BatchLoader:
         micro_batch: int,
         data_rank: int = 0,
         num_data: int = 1,
+        pack: Callable[[Sequence[MicroBatch]], Callable[[], list[MicroBatch]]] | None = None,
     ):
         assert 0 <= data_rank < num_data and global_batch % (micro_batch * num_data) == 0, "held by the config"
         self._dataset, self._seed, self._global_batch, self._micro_batch = dataset, seed, global_batch, micro_batch
@@ -139,12 +142,14 @@ class BatchLoader:
             ]
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+        self._pack = pack
+        self._ahead: tuple[int, Future[Callable[[], list[MicroBatch]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, in order, a function of the step alone. Raises UserError 205: bad ids."""
         ahead, self._ahead = self._ahead, None
-        batches = ahead[1].result() if ahead is not None and ahead[0] == step else self._build(step)
+        ready = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._build, step)
+        batches = ready.result()()
         self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
         return batches
 
@@ -160,10 +165,12 @@ class BatchLoader:
         """End the background thread, and drop what it read, or failed to read, for a step that never came."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _build(self, step: int) -> list[MicroBatch]:
+    def _build(self, step: int) -> Callable[[], list[MicroBatch]]:
+        """Read a step; return what gives its micro-batches to the caller of `step`."""
         ids = sample_id(step, self._indices, self._global_batch)
         windows = window_of(ids, self._dataset.num_windows, self._seed)
-        return [self._dataset.micro_batch(*rows) for rows in zip(windows, ids, strict=True)]
+        batches = [self._dataset.micro_batch(*rows) for rows in zip(windows, ids, strict=True)]
+        return (lambda: batches) if self._pack is None else self._pack(batches)
 
 
 def validation_batches(

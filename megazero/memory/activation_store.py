@@ -50,12 +50,14 @@ class Arena:
         return slot
 
     def fetch(self, slot: Tensor, into: Tensor) -> None:
-        """Copy a slot to memory of the device, which the current stream may use afterwards; then free the slot."""
+        """Copy a slot to memory of the device, which the current stream may use afterwards.
+
+        The slot may be freed when what computes the inputs to be kept is behind the copy.
+        """
         if self._host is None:
             into.copy_(slot)
         else:
             self._host.bring(slot, into, "inputs")
-        self.give(slot)
 
     def give(self, slot: Tensor) -> None:
         """Free a slot."""

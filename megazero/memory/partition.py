@@ -47,19 +47,19 @@ class _Part:
     """
 
     def __init__(self, store: PartitionedStore, slot: Tensor, shape: torch.Size, before: "_Part | None"):
-        self._store, self._slot, self._shape, self._before = store, slot, shape, before
+        self._store, self._shape, self._before = store, shape, before
+        self._slot: Tensor | None = slot  # None: nothing is in it that is needed any more
         self._coming: tuple[Tensor, Pending] | None = None
 
     def start(self) -> None:
         """Start to fetch and gather the input, which will be needed soon."""
         store = self._store
-        if self._slot is None:
+        if self._slot is None or self._coming is not None:
             return
         whole = store.pool.take(self._shape.numel())
         with store.stream.queued():
             store.arena.fetch(self._slot, whole.chunk(store.axis.size)[store.axis.rank])
             self._coming = whole, start_all_gather_in_place(whole, store.axis, "inputs")
-        self._slot = None
 
     def restore(self) -> Tensor:
         self.start()
@@ -68,6 +68,9 @@ class _Part:
         with self._store.stream.queued():
             pending.wait()
         self._store.stream.join()
+        if self._slot is not None:  # not given back before: an input would be written over one that is still read
+            self._store.arena.give(self._slot)
+            self._slot = None
         if self._before is not None:
             self._before.start()
             self._before = None

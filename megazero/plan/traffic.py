@@ -24,7 +24,8 @@ Gradients along these axes and at the ends count in the bytes in which they are 
 
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
-    norm, loss      fp64 scalars: a sum of squares for each unit, the loss and the count of its tokens
+    norm, loss      fp64 scalars: a sum of squares for each unit; over all ranks the loss, the count of its tokens, and
+                    the votes on ending the run
     host            what is offloaded, to and fro
 
 In stage 3 a forward gathers every unit of the stage; a backward those of the blocks, because the embedding needs none
@@ -39,6 +40,7 @@ from megazero.plan.placements import aligned
 from megazero.plan.states import UnitSize, units
 
 WIDE = 8  # bytes of a scalar that ranks sum
+TOTALS = 10  # scalars of a step that all ranks sum: loss, count of its tokens, votes (`zero/engine.py`)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> d
 
 def axis_size(job: Job, axis: str) -> int:
     sizes = {"tensor": job.tensor, "shard": job.shard, "replica": job.replicas, "data": job.data}
-    return {**sizes, "pipeline": job.pipeline, "ends": 2}[axis]
+    return {**sizes, "pipeline": job.pipeline, "ends": 2, "world": job.ranks}[axis]
 
 
 def ranks_in_node(job: Job, axis: str, devices: int) -> int:
@@ -156,7 +158,7 @@ def ranks_in_node(job: Job, axis: str, devices: int) -> int:
         return axis_size(job, axis)
     across = job.tensor * job.data
     strides = {"tensor": 1, "shard": job.tensor, "data": job.tensor, "replica": job.tensor * job.shard}
-    stride = {**strides, "pipeline": across, "ends": across * (job.pipeline - 1)}[axis]
+    stride = {**strides, "pipeline": across, "ends": across * (job.pipeline - 1), "world": 1}[axis]
     size, together = axis_size(job, axis), max(1, devices // stride)
     if together >= size and devices % (size * stride):
         return max(1, size // 2)
@@ -306,7 +308,7 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     copies = len(tied) if share.head else 0
     counted = sum(unit.count for unit in own) - copies
     everywhere = job.shape.layers + job.shape.tied + _ends(job)
-    sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("data", "loss", 2), ("pipeline", "loss", 2)]
+    sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
     if job.shards_optimizer:
         sums.append((job.shard_axis, "norm", counted))
     if job.replicas > 1:

@@ -12,6 +12,7 @@ from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.build.assemble import DTYPES, build, feeds_of, precision_of
 from megazero.build.pipeline import model_shape
+from megazero.build.upload import Upload
 from megazero.checkpoint.save import ShardState
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, Grid
@@ -102,7 +103,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         engine,
         pipeline,
         lambda batch, step: feed(batch, step, True),
-        loader_of(config, train, grid["data"]),
+        loader_of(config, train, grid["data"], device),
         _validation(
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
@@ -127,8 +128,8 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     return Ready(trainer, about, holdings_to_load(built, grid), ops)
 
 
-def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
-    """Return the loader of the micro-batches of each step on one rank of the data axis."""
+def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.device) -> BatchLoader:
+    """Return the loader of the micro-batches of each step on one rank of the data axis, for its device."""
     return BatchLoader(
         train,
         seed=config.run.seed,
@@ -136,6 +137,7 @@ def loader_of(config: Config, train: WindowDataset, data: Axis) -> BatchLoader:
         micro_batch=config.batch.micro,
         data_rank=data.rank,
         num_data=data.size,
+        pack=None if device.type == "cpu" else Upload(device).pack,
     )
 
 

@@ -1,22 +1,21 @@
 """Why a run ends before its last step, agreed by all ranks.
 
 One rank may have got a signal, or find its disk full, that others know nothing of; a rank that ended alone would leave
-the others waiting. So once a step, when it has been issued, every rank says what it knows, and all add it up. The
-answer is read with the step's other numbers, when the next step is under way: a run ends at most one step after the
-one in which it was told to.
+the others waiting. So once a step, before its update, every rank votes for the reasons that it knows, and the votes are
+added up together with the loss (`zero/engine.py`). They are read with the step's other numbers, when the next step is
+under way: a run ends at most one step after the one in which it was told to.
 """
 
 from __future__ import annotations  # signals are told from outside
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
 from megazero.comm.collectives import all_reduce
@@ -75,42 +74,38 @@ class Stopping:
         self._end = None if time_limit is None else clock() + time_limit
         self._last: float | None = None
         self._longest = 0.0
-        self._said: Tensor | None = None  # by all ranks, on the device
-        self._first_step, self._answers = first_step, 0
+        self._first_step, self._began = first_step, False
 
-    def vote(self, *, failed: bool, saving: float) -> None:
-        """Say what this rank knows, once a step has been issued.
+    def votes(self, *, failed: bool, saving: float) -> list[int]:
+        """Return what this rank votes for in a step: places in `REASONS`.
 
         Args:
             failed: something that was written in the background has failed.
             saving: seconds that a checkpoint takes.
         """
-        said = torch.zeros(len(REASONS), dtype=torch.int64)
-        for reason in self._own(failed, saving):
-            said[REASONS.index(reason)] = 1
-        self._said = all_reduce(said.to(self._device), self._world, "agree")
+        return [REASONS.index(reason) for reason in self._own(failed, saving)]
 
-    def result(self) -> Reason | None:
-        """Return what all ranks said when they were last asked; None: go on."""
-        if self._said is None:
-            return None
-        said, self._said = self._said.tolist(), None
-        self._answers += 1
-        if self._answers == 2 and self._world.rank == 0:  # the first one comes before the first step
+    def counted(self, votes: Sequence[float]) -> Reason | None:
+        """Return why the run ends by all ranks' votes in a step; None: it goes on.
+
+        Args:
+            votes: how many ranks have voted for each of `REASONS`.
+        """
+        if not self._began and self._world.rank == 0:
             self._first_step()
-        return next((reason for reason, count in zip(REASONS, said, strict=True) if count), None)
+        self._began = True
+        return _first(votes)
 
-    def check(self, saving: float) -> Reason | None:
-        """Ask and answer at once, in the middle of something long that is no step. Every rank calls it.
+    def check(self, saving: float = 0.0) -> Reason | None:
+        """Vote and count at once, outside of a step. Every rank calls it, and waits for the others.
 
         Args:
             saving: seconds that a checkpoint takes.
         """
-        answers = self._answers
-        self.vote(failed=False, saving=saving)
-        reason = self.result()
-        self._answers = answers
-        return reason
+        cast = torch.zeros(len(REASONS), dtype=torch.int64)
+        for vote in self.votes(failed=False, saving=saving):
+            cast[vote] = 1
+        return _first(all_reduce(cast.to(self._device), self._world, "agree").tolist())
 
     def _own(self, failed: bool, saving: float) -> Iterator[Reason]:
         now = self._clock()
@@ -127,3 +122,7 @@ class Stopping:
                 yield TIME
             if os.path.lexists(self._file):  # False too where the disk does not answer
                 yield FILE
+
+
+def _first(votes: Sequence[float]) -> Reason | None:
+    return next((reason for reason, count in zip(REASONS, votes, strict=True) if count), None)

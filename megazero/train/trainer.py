@@ -3,11 +3,11 @@
 The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
 batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
 
-The host does not wait for the device inside a step. What a step computed is read before the first backward of the
-*next* step (or when the step is logged): by then the device has enough to do, so reading costs nothing, the exact
-learning rate of the next update is known, and a loss that is not finite is noticed before a second update could have
-happened (the device suppresses the first one by itself). It is acted upon when the passes are done, which is the same
-moment on all ranks of a pipeline.
+The host does not wait for the device inside a step. What a step computed is copied to the host behind it, and read
+before the first backward of the *next* step (or when the step is logged): the host waits for the end of the one step
+only, and the device has forwards of the next to do meanwhile. So the exact learning rate of the next update is known,
+and a loss that is not finite is noticed before a second update could have happened (the device suppresses the first one
+by itself). It is acted upon when the passes are done, which is the same moment on all ranks of a pipeline.
 
 A step that was not finite has changed nothing. Before the run ends, every rank computes it once more without the
 others, so that the error names the rank and the parameter with which it began.
@@ -25,13 +25,15 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.checkpoint.progress import Progress
+from megazero.comm.readback import Readback
 from megazero.observe.numbers import Numbers, Value, finite
 from megazero.optim.learning_rate import LearningRate
 from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.schedules.actions import Kind
+from megazero.train.collection import GarbageCollection
 from megazero.train.stopping import FAILED, Reason, Stopping
 from megazero.train.validation import Score, Validation
-from megazero.zero.engine import Engine, StepResult
+from megazero.zero.engine import Engine, StepNumbers, StepResult
 
 if TYPE_CHECKING:  # what the loop is given
     from megazero.checkpoint.checkpoints import Checkpoints
@@ -80,6 +82,7 @@ class _Pending:
     step: int
     lr: float
     result: StepResult
+    packed: Readback
 
 
 class Trainer:
@@ -126,7 +129,7 @@ class Trainer:
         self.score: Score | None = None
         self.owes = False  # a validation was broken off
         self._pending: _Pending | None = None
-        self._flags: tuple[bool, bool] | None = None  # of the pending step: finite, skipped; None: not read
+        self._numbers: StepNumbers | None = None  # of the pending step; None: not read
         self._owed: Mapping[str, Value] | None = None
 
     def begin_with(self, carried: int) -> None:
@@ -161,25 +164,22 @@ class Trainer:
             UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
                 could not be written.
         """
-        self.stopping.vote(failed=False, saving=0.0)
-        self.reason, done = self.stopping.result(), self.first
+        self.reason, done = self.stopping.check(), self.first
         if self._owed is not None or done < self.schedule.steps:
             self.recorder.start()
         if self._owed is not None and self.reason is not None:
             self.owes = True  # whoever goes on from here writes it
         elif self._owed is not None:
             self._write(self._owed, done, validates=self.validates(done))
-        while self.reason is None and done < self.schedule.steps:
-            with self.recorder.step(done + 1):
-                self.train_step(done)
-            if (
-                self.reason
-                or self.schedule.logs(done)
-                or self.schedule.validates(done)
-                or self.checkpoints.due(done + 1)
-            ):
-                self._settle(complete=True)
-            done += 1
+        with GarbageCollection() as garbage:
+            while self.reason is None and done < self.schedule.steps:
+                with self.recorder.step(done + 1):
+                    self.train_step(done)
+                done += 1
+                rests = self.schedule.validates(done - 1) or self.checkpoints.due(done)
+                if self.reason or rests or self.schedule.logs(done - 1):
+                    self._settle(complete=True)
+                garbage.after(done, rests=rests)
         if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
             self._save(done)
         self.checkpoints.finish()
@@ -214,14 +214,14 @@ class Trainer:
         self.now(step + 1, "update")
         self.checkpoints.settle()
         lr = self.schedule.learning_rate.at(step - self.skipped)
-        self._pending = _Pending(step, lr, self.engine.finish_step(lr))
-        self.stopping.vote(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
+        votes = self.stopping.votes(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
+        result = self.engine.finish_step(lr, votes)
+        self._pending = _Pending(step, lr, result, Readback(result.packed))
 
     def _read(self) -> None:
-        """Read how the step issued last went, once: the host waits for it here, and nowhere else."""
-        if self._pending is not None and self._flags is None:
-            result = self._pending.result
-            self._flags = bool(result.finite.item()), bool(result.skipped.item())
+        """Read how the step issued last went, once: the host waits for its end here, and nowhere else."""
+        if self._pending is not None and self._numbers is None:
+            self._numbers = StepNumbers.of(self._pending.packed.numbers())
 
     def _settle(self, *, complete: bool) -> None:
         """Act on how the step issued last went, once.
@@ -230,20 +230,19 @@ class Trainer:
             complete: no later one has begun; only then can its state be saved.
         """
         self._read()
-        (pending, self._pending), (flags, self._flags) = (self._pending, None), (self._flags, None)
-        if pending is None or flags is None:
+        (pending, self._pending), (numbers, self._numbers) = (self._pending, None), (self._numbers, None)
+        if pending is None or numbers is None:
             return
-        is_finite, skipped = flags
-        self.overflows = 0 if is_finite else self.overflows + 1
+        self.overflows = 0 if numbers.finite else self.overflows + 1
         if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
-            raise self._not_finite(pending)
-        self.skipped += skipped
+            raise self._not_finite(pending, numbers)
+        self.skipped += numbers.skipped
         done = pending.step + 1
-        self.reason = self.reason or self.stopping.result()
+        self.reason = self.reason or self.stopping.counted(numbers.votes)
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
         last = complete and (done == self.schedule.steps or self.reason is not None)
-        row = self._row(pending) if last or self.validates(done) or self.schedule.logs(pending.step) else None
+        row = self._row(pending, numbers) if last or self.validates(done) or self.schedule.logs(pending.step) else None
         if last or (complete and self.checkpoints.due(done)):
             if last:
                 self.summarise()
@@ -259,16 +258,15 @@ class Trainer:
         """Return whether there is a validation behind step `done`, counted from 1."""
         return self.validation is not None and self.schedule.validates(done - 1)
 
-    def _row(self, pending: _Pending) -> dict[str, Value]:
+    def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
         """Return the row of a step, without a validation."""
-        result, done = pending.result, pending.step + 1
-        norm = result.grad_norm.item()
+        done = pending.step + 1
         numbers = Numbers(
-            loss=result.loss.item(),
-            grad_norm=norm,
-            clipped=int(0 < self.engine.clip < norm < math.inf),
+            loss=read.loss,
+            grad_norm=read.grad_norm,
+            clipped=int(0 < self.engine.clip < read.grad_norm < math.inf),
             lr=pending.lr,
-            loss_scale=result.loss_scale.item(),
+            loss_scale=read.loss_scale,
             skipped=self.skipped,
             samples=self.loader.samples(done),
             epoch=self.loader.epoch(done),
@@ -315,15 +313,14 @@ class Trainer:
         self.reason = self.reason or self.stopping.check(self.checkpoints.seconds)
         return self.reason is not None
 
-    def _not_finite(self, pending: _Pending) -> UserError:
+    def _not_finite(self, pending: _Pending, numbers: StepNumbers) -> UserError:
         self.now(pending.step + 1, "examination")
         own = self._own_fault(pending)
 
         def say(rank: int, fault: str | None) -> UserError:
-            result = pending.result
-            what = f"loss {result.loss.item()}, gradient norm {result.grad_norm.item()}"
+            what = f"loss {numbers.loss}, gradient norm {numbers.grad_norm}"
             if self.overflows > 1:
-                what += f", skipped {self.overflows} steps in a row, loss scale {result.loss_scale.item():g}"
+                what += f", skipped {self.overflows} steps in a row, loss scale {numbers.loss_scale:g}"
             again = "not again when computed anew: a fault of the machine?"
             if self.engine.delays:
                 again = "not again with the parameters of the update after"

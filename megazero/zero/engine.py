@@ -15,10 +15,14 @@ the loss. A weight that the first and the last stage share has a copy on both, e
 Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there; the
 host reads it later (`StepResult`). Once loss or norm were not finite the flag stays set, so no later update can happen
 before the host has noticed. Only with a loss scale (fp16) is that an ordinary event, after which training goes on.
+
+What the ranks have to agree on in a step (`votes`) is summed together with the loss, before the update: behind it the
+sum would wait for the gathers of parameters that follow each unit's update.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +41,25 @@ from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
 from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
+VOTES = 8  # that a rank has in a step, each on a question of its own
+
+
+class StepNumbers(NamedTuple):
+    """The results of a step on the host; see `StepResult`."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    finite: bool
+    skipped: bool
+    votes: list[float]
+
+    @classmethod
+    def of(cls, packed: Sequence[float]) -> "StepNumbers":
+        """Return the numbers of a step from those of `StepResult.packed`."""
+        loss, norm, scale, finite, skipped, *votes = packed
+        return cls(loss, norm, scale, bool(finite), bool(skipped), votes)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -50,6 +73,8 @@ class StepResult:
         finite: False when loss or gradient norm were not finite although there were valid tokens.
         loss_scale: the scale with which the gradients were computed.
         squares: sum of squared (scaled) gradients of each unit, fp64 [units].
+        packed: loss, grad_norm, loss_scale, finite, skipped, and how many ranks cast each vote: fp64 [5 + VOTES], so
+            that one copy takes all of it to the host.
     """
 
     loss: Tensor
@@ -59,6 +84,7 @@ class StepResult:
     finite: Tensor
     loss_scale: Tensor
     squares: Tensor
+    packed: Tensor
 
 
 class Engine:
@@ -110,9 +136,9 @@ class Engine:
         self._counted = [unit for unit in units if unit not in copies]
         self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
         self._num_units = len(order)
-        # Sum of losses and count of valid tokens: one tensor, so that both are summed over ranks at once. Counts are
+        # Sum of losses, count of valid tokens, votes: one tensor, so that all are summed over ranks at once. Counts are
         # exact in fp64 up to 2^53.
-        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._totals = torch.zeros(2 + VOTES, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
     def _stage_gradients(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
@@ -157,19 +183,18 @@ class Engine:
         """Sum the reduced gradients of units that the first and the last stage share, once a step."""
         sum_copies(self.units)
 
-    def finish_step(self, lr: float) -> StepResult:
+    def finish_step(self, lr: float, votes: Iterable[int] = ()) -> StepResult:
         """Sum what is still partial, clip, and update unless the step is to be skipped.
 
         Args:
             lr: the learning rate of this update.
+            votes: this rank's, each in [0, VOTES).
         """
         sum_tp_replicated(reversed(self.units))
         if self._host is not None:
             self._host.settle()
         squares = unit_squares(self._counted, self._places, self._num_units, self.grid["pipeline"], self.ops)
-        for axis in self.grid.partial("loss"):
-            all_reduce(self._totals, axis, "loss")
-        loss_sum, valid = self._totals.unbind()
+        loss_sum, valid, *_ = self._sum_totals(votes).unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
         norm = squares.sum().sqrt() * factor
@@ -193,9 +218,22 @@ class Engine:
             self._delayed.begin(self.units, update)
         else:
             for unit in self.units:
+                if unit.publishes:
+                    self.gather.unshard([unit])  # the gather of the update before still reads what this one writes
                 update(unit)
                 self.gather.publish(unit)
-        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares)
+        flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
+        packed = torch.cat([torch.stack([*flags]), self._totals[2:]])
+        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares, packed)
+
+    def _sum_totals(self, votes: Iterable[int]) -> Tensor:
+        """Return the sums over all ranks of what they add to the totals of a step: loss, valid tokens, votes."""
+        totals, world = self._totals, self.grid["world"]
+        if self.grid["tensor"].rank > 0:  # has the first rank's loss, which counts; infinity and NaN still show
+            totals[:2].masked_fill_(torch.isfinite(totals[:2]), 0.0)
+        for vote in votes:
+            totals[2 + vote].fill_(1.0)  # by a kernel: a tensor of the host would have to be copied
+        return all_reduce(totals, world, "loss")
 
     @property
     def delays(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint import save, shard
+from megazero.checkpoint import save, shard, snapshot
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "gather parameters": (Gather, "publish", 14),
     "validate": (Validation, "score", 1),
     "begin to save": (Checkpoints, "save", 2),
-    "copy": (save, "copy_all", 2),
+    "copy": (snapshot, "copy_all", 2),
     "write a shard": (shard, "write_all", 3),
     "flush a shard": (shard, "flush", 2),
     "say what was written": (save, "announce_file", 2),

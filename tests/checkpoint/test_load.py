@@ -76,7 +76,7 @@ def losses(batches: list[MicroBatch], logits: Callable[[Tensor], Tensor]) -> flo
 
 def first_batch(config: Config) -> list[MicroBatch]:
     train, _ = open_datasets(config.data.train, None, config.model.seq_len, config.model.vocab, config.data.mask_eod)
-    loader = loader_of(config, train, Axis("data"))
+    loader = loader_of(config, train, Axis("data"), torch.device("cpu"))
     try:
         return loader.step(0)
     finally:

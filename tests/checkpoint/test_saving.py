@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero.base.errors import UserError
-from megazero.checkpoint import save, shard, store
+from megazero.checkpoint import save, shard, snapshot, store
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.progress import Progress
@@ -55,7 +55,9 @@ def test_in_the_background_the_same_is_saved(
     tiny_data: TinyData, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     """However slow it is: updates wait for the copy, the next save for the one before."""
-    name, module = {"copy": ("copy_all", save), "write": ("write_shard", save), "commit": ("replace_file", store)}[slow]
+    name, module = {"copy": ("copy_all", snapshot), "write": ("write_shard", save), "commit": ("replace_file", store)}[
+        slow
+    ]
     honest, threads = getattr(module, name), set()
 
     def late(*arguments):

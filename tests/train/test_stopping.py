@@ -14,7 +14,9 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import single
 from megazero.launch.signals import Signals
 from megazero.observe.jsonl import read_rows
-from megazero.train.stopping import BY_SIGNAL, FAILED, FILE, TIME, Stopping
+from megazero.plan.traffic import TOTALS
+from megazero.train.stopping import BY_SIGNAL, FAILED, FILE, REASONS, TIME, Reason, Stopping
+from megazero.zero.engine import VOTES
 from tests.processes import alive, children, interrupt_twice, until
 from tests.run.test_session import training
 from tests.tiny_run import TinyData, command
@@ -188,22 +190,39 @@ def test_there_is_time_for_two_steps_and_a_save(tmp_path: Path, saving: float, a
     stopping = Stopping(single()["world"], torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
     for now in range(0, 100, 10):
         clock.now = float(now)
-        stopping.vote(failed=False, saving=saving)
-        assert stopping.result() == (TIME if now >= at else None), now
-        assert stopping.result() is None, "said once"
+        assert stopping.check(saving) == (TIME if now >= at else None), now
 
 
 def test_a_lost_checkpoint_comes_first_then_signals(tmp_path: Path) -> None:
     clock, signals = Clock(), Signals()
     stopping = Stopping(single()["world"], torch.device("cpu"), signals, tmp_path / "STOP", 1.0, clock)
+
+    def ends(failed: bool = False) -> Reason | None:
+        votes = stopping.votes(failed=failed, saving=0.0)
+        return stopping.counted([float(place in votes) for place in range(len(REASONS))])
+
+    assert ends() is None
     (tmp_path / "STOP").touch()
-    stopping.vote(failed=False, saving=0.0)
-    assert stopping.result() == FILE
+    assert ends() == stopping.check() == FILE
     clock.now = 5.0
-    stopping.vote(failed=False, saving=0.0)
-    assert stopping.result() == TIME
+    assert ends() == TIME
     signals.first = signal.SIGUSR1
-    stopping.vote(failed=False, saving=0.0)
-    assert stopping.result() == BY_SIGNAL[signal.SIGUSR1]
-    stopping.vote(failed=True, saving=0.0)
-    assert stopping.result() == FAILED
+    assert ends() == stopping.check() == BY_SIGNAL[signal.SIGUSR1]
+    assert ends(failed=True) == FAILED
+
+
+def test_the_first_step_is_told_once_and_not_by_what_comes_before_it(tmp_path: Path) -> None:
+    told: list[int] = []
+    world = single()["world"]
+    stopping = Stopping(
+        world, torch.device("cpu"), Signals(), tmp_path / "STOP", None, first_step=lambda: told.append(1)
+    )
+    stopping.check()
+    assert told == []
+    for _ in range(3):
+        stopping.counted([0.0] * VOTES)
+    assert told == [1]
+
+
+def test_there_is_a_vote_for_each_reason() -> None:
+    assert len(REASONS) == VOTES and TOTALS == 2 + VOTES

@@ -110,14 +110,13 @@ def test_traffic_is_the_formula(tensor: int, data: int, stage: int, accumulation
             gathered = accumulation * sum(times.get(name, 2) * numel for name, numel in units.items())
         assert found["gradients"] == reduced * (data - 1) // data
         assert found.get("parameters", 0) == gathered * (data - 1) // data
-        small = {"norm": len(units) * (stage > 0), "loss": 2}
+        small = {"norm": len(units) * (stage > 0)}
         padded = {kind: 2 * (data - 1) * (-(-count // data)) for kind, count in small.items()}
         assert {kind: found.get(kind, 0) for kind in small} == padded
         assert {purpose for purpose, elements in found.items() if elements} <= {
             "gradients",
             "parameters",
             "norm",
-            "loss",
         }
 
 

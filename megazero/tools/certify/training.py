@@ -82,7 +82,7 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]), host)
     data, model = config.data, config.model
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
-    loader = loader_of(config, train, grid["data"])
+    loader = loader_of(config, train, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built, grid))
     plant(rig)

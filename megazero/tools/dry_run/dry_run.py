@@ -10,11 +10,9 @@ Tensors say that they are on the CPU, whatever is simulated: what depends on the
 the host's memory is another) follows the device that is declared.
 """
 
-import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,6 @@ from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
-from megazero.launch.signals import Signals
 from megazero.observe.timeline import MemoryTimeline
 from megazero.plan.memory import RankMemory
 from megazero.plan.traffic import traffic
@@ -38,7 +35,6 @@ from megazero.run.plan_check import expected
 from megazero.schedules.actions import Action
 from megazero.tools.dry_run.repetition import Repeated, Repetition, sent_since
 from megazero.tools.dry_run.told import Operation, ToldLedger
-from megazero.train.stopping import Stopping
 
 CPU = torch.device("cpu")
 
@@ -119,7 +115,6 @@ def two_steps(
     assert isinstance(ledger, ToldLedger)
     with doing("building the rank's model"):
         built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops)
-    stopping = Stopping(grid["world"], CPU, Signals(), Path(os.devnull, "STOP"), None)
     feed = feeds_of(grid["tensor"], CPU, config.parallel.sequence)
 
     def bring(batch: MicroBatch, step: int) -> StageInputs:
@@ -128,7 +123,7 @@ def two_steps(
     records = []
     for number in range(2):
         with doing(f"simulating step {number + 1} of 2") as progress:
-            records.append(_step(config, built, ledger, stopping, bring, number, progress))
+            records.append(_step(config, built, ledger, bring, number, progress))
     first, steady = records
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
@@ -140,7 +135,6 @@ def _step(
     config: Config,
     built: Built,
     ledger: ToldLedger,
-    stopping: Stopping,
     feed: Callable[[MicroBatch, int], StageInputs],
     number: int,
     progress: Doing,
@@ -167,7 +161,6 @@ def _step(
         built.pipeline.train(batches, lambda batch: feed(batch, number), before=at)
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
-        stopping.vote(failed=False, saving=0.0)
     ledger.timeline = None
     for hook in hooks:
         hook.remove()

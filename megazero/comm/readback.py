@@ -1,0 +1,54 @@
+"""Read small results of the device when they have come, without waiting for what was queued after them."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_LOOK = 50e-6  # seconds between looks: signals are handled and other threads run in between
+
+
+class Mark(Protocol):
+    """A place in a device's queue (`torch.cuda.Event`)."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed it."""
+        ...
+
+
+def mark(device: torch.device) -> Mark | None:
+    """Mark the present end of the device's current stream; return None for a CPU, which has done all of it."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def passed(place: Mark | None) -> None:
+    """Wait until the device has passed a mark, and for nothing else."""
+    while place is not None and not place.query():
+        time.sleep(_LOOK)
+
+
+class Readback:
+    """Tensors on their way to the host: to pinned memory, by copies that the device makes behind what computes them.
+
+    Args:
+        marked: marks the end of a device's queue.
+    """
+
+    def __init__(self, *tensors: Tensor, marked: Callable[[torch.device], Mark | None] = mark):
+        self._copies = [x.to("cpu", non_blocking=True) for x in tensors]  # which takes pinned memory for them
+        self._mark = marked(tensors[0].device)
+
+    def wait(self) -> list[Tensor]:
+        """Wait until the tensors have come, and return them."""
+        passed(self._mark)
+        return self._copies
+
+    def numbers(self) -> list[float]:
+        """Wait until the first of the tensors has come, and return its elements."""
+        return self.wait()[0].tolist()

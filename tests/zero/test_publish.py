@@ -1,0 +1,33 @@
+"""An update writes to a rank's own parameters only when the gather that reads them has ended."""
+
+import pytest
+
+from megazero.comm.grid import Grid
+from megazero.zero.placement import Precision
+from tests.layouts import SHAPES, Rank, job_on
+from tests.ranks import run_ranks
+
+
+def two_updates(grid: Grid, stage: int) -> list[bool]:
+    """Update twice with no forward between, which would have waited; of each update, whether a gather was under way."""
+    rank = Rank(grid, job_on(1, 2, stage=stage), SHAPES["gpt"], Precision())
+    engine = rank.engine
+    under_way: list[bool] = []
+    honest = engine.optimizer.update
+
+    def update(unit, **how) -> None:
+        under_way.append(unit in engine.gather._coming)
+        honest(unit, **how)
+
+    engine.optimizer.update = update  # type: ignore[method-assign]
+    rank.step(0)
+    assert engine.gather._coming, "what was published is on its way"
+    engine.finish_step(1e-3)
+    engine.gather.unshard([*engine.gather._coming])
+    return under_way
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_gather_of_the_update_before_ends_first(stage: int) -> None:
+    for under_way in run_ranks(2, two_updates, stage):
+        assert under_way and not any(under_way)
