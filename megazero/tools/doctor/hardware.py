@@ -29,6 +29,7 @@ class Hardware:
         cross_node: between hosts; this device's share of the host's network.
         host_link_bandwidth: bytes/s between the device's memory and the host's, one way.
         host_memory_bytes: this device's share of the host's memory.
+        nccl_channels: as `plan` counts on them, not measured; 0: a CPU.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Hardware:
     cross_node: Link
     host_link_bandwidth: float
     host_memory_bytes: int
+    nccl_channels: int = 24
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,6 +62,7 @@ class Hardware:
             lines += [f"  latency: {link.latency:.4e}  # seconds of an operation on a few bytes"]
         lines += [f"host_link_bandwidth: {self.host_link_bandwidth:.4e}  # bytes/s to or from the host's memory"]
         lines += [f"host_memory_bytes: {self.host_memory_bytes}  # a device's share"]
+        lines += [f"nccl_channels: {self.nccl_channels}  # of a collective in a node: not measured; 0: a CPU"]
         return "\n".join(lines) + "\n"
 
 
@@ -89,7 +92,8 @@ def hardware_of(
         return f"not measured: {', '.join(what for what, value in known.items() if not value)}"
     bandwidth = network / size if network else far.bandwidth
     cross = Link(bandwidth if on_gpus else min(bandwidth, far.bandwidth), far.latency)
-    return Hardware(name, int(own_memory), peaks, copy, size, near, cross, host_copy, memory // size)
+    channels = Hardware.nccl_channels if on_gpus else 0
+    return Hardware(name, int(own_memory), peaks, copy, size, near, cross, host_copy, memory // size, channels)
 
 
 def link_of(measured: Measured, road: str) -> Link | None:

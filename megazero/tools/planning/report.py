@@ -25,6 +25,7 @@ _COLOURS = {
     "pool": "#b7b7b7",
     "inputs": "#f2c879",
     "activations": "#d99f3b",
+    "communicators": "#8e7cc3",
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
@@ -156,6 +157,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  {'most is in':<16}" + "".join(f"{rank.cause:>10}" for rank in some)
     yield "logits of a micro-batch, in the last rank's"
     yield f"activations: {plan.logits / 1e9:,.3f} GB"
+    if plan.communicators:
+        yield f"{len(plan.communicators)} communicators of NCCL on the fullest rank, which"
+        yield "take estimated memory: not measured"
 
 
 def _settings(plan: Plan) -> Iterator[str]:
