@@ -5,6 +5,8 @@ which may wait for all that the device has queued. Within a step others may wait
 So every communicator is used once while nothing else is under way.
 """
 
+from __future__ import annotations  # a build without CUDA has no options of NCCL
+
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -19,20 +21,30 @@ def split_group(
 ) -> dist.ProcessGroup | None:
     """Split communicators off that of the world, one for each list of ranks; every rank of the world calls it.
 
-    Their streams have a high priority: a kernel of theirs that is ready starts before those of the computation.
-
     Args:
         split_ranks: lists of global ranks without a common one.
-        few_ctas: for messages that are small or hidden: at most `FEW_CTAS` multiprocessors, and buffers for as many.
+        few_ctas: see `options`.
 
     Returns:
         The group of this rank; None where it is in no list.
     """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    if few_ctas and hasattr(options.config, "max_ctas"):  # not in every build
-        options.config.min_ctas, options.config.max_ctas = 1, FEW_CTAS
-    return dist.split_group(split_ranks=[list(ranks) for ranks in split_ranks], timeout=timeout, pg_options=options)
+    given = options(timeout, few_ctas=few_ctas)
+    return dist.split_group(split_ranks=[list(ranks) for ranks in split_ranks], timeout=timeout, pg_options=given)
+
+
+def options(timeout: timedelta, *, few_ctas: bool = False) -> dist.ProcessGroupNCCL.Options:
+    """Return the options of one communicator, to be used once.
+
+    Its stream has a high priority: a kernel of it that is ready starts before those of the computation.
+
+    Args:
+        few_ctas: for messages that are small or hidden: at most `FEW_CTAS` multiprocessors, and buffers for as many.
+    """
+    found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    found._timeout = timeout
+    if few_ctas and hasattr(found.config, "max_ctas"):  # not in every build
+        found.config.min_ctas, found.config.max_ctas = 1, FEW_CTAS
+    return found
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -44,7 +44,7 @@ def communicators(job: Job, rank: int, channels: int) -> Iterator[Communicator]:
     if not channels:
         return
     if job.ranks > 1:
-        yield _collective("world", job.ranks, channels)
+        yield _collective("world", job.ranks, min(channels, FEW_CTAS))
     if job.pipeline > 1:
         yield _collective("pipeline", job.pipeline, min(channels, FEW_CTAS))
     hybrid = job.replicas > 1

@@ -96,7 +96,7 @@ def test_their_memory() -> None:
     """24 rings and trees of two ranks: 24 x 2 x 12 MiB; a channel has 4 buffers, where its messages arrive."""
     job = Job(UNTIED, Bytes(2, 4, 4), pipeline=2, data=2)
     assert list(communicators(job, 1, 24)) == [
-        Communicator("world", 4, 24 * 3 * (ARRIVAL + DEPARTURE)),
+        Communicator("world", 4, 4 * 3 * (ARRIVAL + DEPARTURE)),
         Communicator("pipeline", 2, 4 * 2 * (ARRIVAL + DEPARTURE)),
         Communicator("data", 2, 24 * 2 * (ARRIVAL + DEPARTURE)),
         Communicator("activations to stage 1", 2, 4 * ARRIVAL),
