@@ -6,9 +6,8 @@ gives the result. On an axis of size 1 every operation is the identity, and noth
 
 On NCCL these are NCCL's own operations. On gloo they are made of messages (`transport/exchange.py`), for three reasons:
 
-- they are faster (two ranks, 128 MiB, through sockets: gloo's reduce-scatter 190 to 290 ms against 70 to 90, its
-  all-gather 180 to 245 against 38 to 49), and on one host the data goes through shared memory
-  (`transport/shared_memory.py`);
+- on one host the data goes through shared memory (`transport/shared_memory.py`), and through sockets it goes in pieces
+  that are summed or put in their place as they come;
 - sums are taken in rank order, so they do not depend on how a tensor was cut, and an all-reduce equals a
   reduce-scatter followed by an all-gather bit for bit;
 - every message carries a tag made of the operation's number, kind, purpose, dtype and shape. An operation that one

@@ -2,8 +2,7 @@
 
 A buffer is allocated when one is needed and none of its size is free, and is never freed: units of one size rotate
 through the same few. After the first step nothing is allocated any more (memory defragmentation, MD, in the ZeRO
-paper's section 6.3), and a gathered parameter never touches a fresh page: releasing and allocating a unit of 50 MB anew
-costs 26 ms on a CPU, keeping it 9.
+paper's section 6.3), and a gathered parameter never touches a fresh page, which the system would have to clear first.
 """
 
 import torch

@@ -165,9 +165,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all scripts have."""
     parser.add_argument("--launches", type=int, default=LAUNCHES, help="of all processes (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=LAUNCHES * ROUNDS, help="rounds, over all launches (default: 21)")
-    parser.add_argument(
-        "--only", nargs="+", default=["*"], help="patterns of systems beside the reference: 'ours-stage?'"
-    )
+    parser.add_argument("--only", nargs="+", default=["*"], help="systems beside the reference, by shell patterns")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
 

@@ -1,7 +1,7 @@
 """Training speed of pipeline parallelism over two ranks beside torch.distributed.pipelining, and beside its own bounds.
 
     python scripts/bench/pipeline.py [--launches 3] [--pairs 21] [--json] [--save]
-    python scripts/bench/pipeline.py --only ours-gpipe ours-1f1b --before TREE    our engine beside itself in another checkout
+    python scripts/bench/pipeline.py --only ours-gpipe ours-1f1b --before TREE    ours beside itself in another tree
 
 The model: 7 blocks, hidden 512, 8 heads, vocabulary 8,192 untied (the head costs about as much as a block), sequence
 256; 8 micro-batches of one sequence. Stages: 4 blocks | 3 and the head; with two chunks 2 | 2 | 2 | 1 and the head.

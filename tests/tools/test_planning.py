@@ -169,10 +169,11 @@ def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: P
 def test_what_doctor_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
-    path.write_text(Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33).as_yaml(), encoding="utf-8")
+    path.write_text(Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33, 3e-6, 0.3).as_yaml())
     machine = machine_of(str(path))
     assert (machine.memory_bytes, machine.peaks, machine.devices_per_node) == (2**34, {"fp32": 1e11}, 2)
     assert machine.in_node_bandwidth == 1e9 and machine.cross_node_latency == 1e-4 and machine.host_bandwidth == 5e9
+    assert (machine.launch, machine.reached.attention, machine.reached.matmul) == (3e-6, 0.3, 1.0)
     assert plan(load("tiny"), 1, machine).time.step_s > 0
 
 

@@ -181,12 +181,14 @@ def _speeds(devices: "Measured") -> Iterator[Finding]:
     threads = devices.values.get("threads")
     each = f"{devices.size} at once" + (f", {_threads(threads)} each" if threads else "")
     for name, value in devices.values.items():
-        if name.startswith("matmul"):
+        if name.startswith(("matmul", "attention")):
             yield Finding(name, f"{amount(value, 'FLOP/s')} ({each})", values={"flops": value})
         elif name.endswith("copy"):
             yield Finding(name, f"{amount(value, 'B/s')} ({each})", values={"bandwidth": value})
+        elif name == "launch latency":
+            yield Finding("an operation's start", f"{duration(value)} ({each})", values={"latency": value})
     for name, fault in devices.faults.items():
-        if name.startswith("matmul") or name.endswith("copy"):
+        if name.startswith(("matmul", "attention", "launch")) or name.endswith("copy"):
             yield Finding(name, fault, "unknown")
 
 

@@ -29,6 +29,8 @@ class Hardware:
         cross_node: between hosts; this device's share of the host's network.
         host_link_bandwidth: bytes/s between the device's memory and the host's, one way.
         host_memory_bytes: this device's share of the host's memory.
+        launch: seconds of an operation with nothing to do.
+        attention: FLOP/s of fused attention over those of a matrix product.
         nccl_channels: as `plan` counts on them, not measured; 0: a CPU.
     """
 
@@ -41,10 +43,15 @@ class Hardware:
     cross_node: Link
     host_link_bandwidth: float
     host_memory_bytes: int
+    launch: float | None = None
+    attention: float | None = None
     nccl_channels: int = 24
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found = asdict(self)
+        attention = found.pop("attention")
+        optional = {"launch": found.pop("launch"), "reached": None if attention is None else {"attention": attention}}
+        return found | {name: value for name, value in optional.items() if value is not None}
 
     def as_yaml(self) -> str:
         """Return the file, its units in comments."""
@@ -63,6 +70,10 @@ class Hardware:
         lines += [f"host_link_bandwidth: {self.host_link_bandwidth:.4e}  # bytes/s to or from the host's memory"]
         lines += [f"host_memory_bytes: {self.host_memory_bytes}  # a device's share"]
         lines += [f"nccl_channels: {self.nccl_channels}  # of a collective in a node: not measured; 0: a CPU"]
+        if self.launch is not None:
+            lines += [f"launch: {self.launch:.4e}  # seconds of an operation with nothing to do"]
+        if self.attention is not None:
+            lines += ["reached:", f"  attention: {self.attention:.4f}  # FLOP/s of fused attention, of a product's"]
         return "\n".join(lines) + "\n"
 
 
@@ -92,8 +103,17 @@ def hardware_of(
         return f"not measured: {', '.join(what for what, value in known.items() if not value)}"
     bandwidth = network / size if network else far.bandwidth
     cross = Link(bandwidth if on_gpus else min(bandwidth, far.bandwidth), far.latency)
-    channels = Hardware.nccl_channels if on_gpus else 0
-    return Hardware(name, int(own_memory), peaks, copy, size, near, cross, host_copy, memory // size, channels)
+    attention = [
+        min(1.0, rate / peaks[dtype])
+        for what, rate in values.items()
+        if (dtype := what.removeprefix("attention ")) != what and dtype in peaks
+    ]
+    return Hardware(
+        *(name, int(own_memory), peaks, copy, size, near, cross, host_copy, memory // size),
+        launch=values.get("launch latency"),
+        attention=next(iter(attention), None),
+        nccl_channels=Hardware.nccl_channels if on_gpus else 0,
+    )
 
 
 def link_of(measured: Measured, road: str) -> Link | None:

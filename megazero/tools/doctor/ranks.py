@@ -25,7 +25,16 @@ from megazero.launch.rendezvous import connect, disconnect
 from megazero.launch.scratch import scratch_folder
 from megazero.launch.spawn import run_local
 from megazero.tools.doctor.finding import reason
-from megazero.tools.doctor.speed import DTYPES, copy_bandwidth, host_bandwidth, matmul_flops, seconds_of, wait
+from megazero.tools.doctor.speed import (
+    DTYPES,
+    attention_flops,
+    copy_bandwidth,
+    host_bandwidth,
+    launch_seconds,
+    matmul_flops,
+    seconds_of,
+    wait,
+)
 
 SHARED, SOCKETS, NCCL = "shared memory", "sockets", "NCCL"
 
@@ -34,6 +43,7 @@ _TIMEOUT = timedelta(seconds=120)  # on a busy machine operations of millisecond
 _MESSAGE = 16 << 20  # bytes of the full tensor of a collective; on GPUs as many times more
 _GPU_TIMES = 16
 _FEW, _MANY = 7, 60  # repetitions: of long and of short operations
+_TRAINS = {"cpu": "fp32", "cuda": "bf16"}  # the dtype in which a model is mostly trained
 _COPY = {"cpu": 256 << 20, "cuda": 1 << 30}  # bytes, where there is room: more than any cache holds
 
 
@@ -191,6 +201,10 @@ def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None
     for name, dtype in DTYPES.items():
         _meet(axis, device)
         notes.add_result(f"matmul {name}", lambda dtype=dtype: matmul_flops(dtype, device))
+    name = _TRAINS[device.type]
+    _meet(axis, device)
+    notes.add_result(f"attention {name}", lambda: attention_flops(DTYPES[name], device))
+    notes.add_result("launch latency", lambda: launch_seconds(device))
     _meet(axis, device)
     notes.add_result("memory copy", lambda: copy_bandwidth(size, device))
 

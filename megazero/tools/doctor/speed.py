@@ -1,6 +1,8 @@
 """Measure how fast one device computes and copies, in a second or two.
 
     matmul         2 n^3 FLOPs of a product of two n x n matrices, n as large as still takes a fraction of a second
+    attention      FLOPs that a causal mask leaves, 7 b h s^2 d of forward and backward, of torch's fused attention
+    launch         the seconds of an operation with nothing to do, many of them queued at once
     memory copy    2 n bytes: each is read and written once
     host copy      n bytes between pinned memory of the host and a GPU, of the slower direction
 
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,6 +23,8 @@ _LARGEST = {"cpu": 4096, "cuda": 8192}
 _LONG = {"cpu": 0.03, "cuda": 0.005}  # seconds of one product that is large enough
 _SECONDS = 0.25  # for the repetitions of one measure
 _REPETITIONS = range(3, 51)
+_ATTENTION = {"cpu": (1, 8, 512, 64), "cuda": (4, 16, 2048, 128)}  # samples, heads, sequence, head dim
+_LAUNCHES = 1000
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
@@ -37,6 +42,31 @@ def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
         if once >= _LONG[device.type] or n >= _LARGEST[device.type]:
             return 2 * n**3 / best_seconds(multiply, device)
         n *= 2
+
+
+def attention_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of fused causal attention, forward and backward (2.5 times the forward's FLOPs)."""
+    samples, heads, length, dim = _ATTENTION[device.type]
+    q, k, v = (
+        torch.ones(samples, heads, length, dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
+    )
+    grad = torch.ones(samples, heads, length, dim, dtype=dtype, device=device)
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
+
+    return 7 * samples * heads * length**2 * dim / best_seconds(attend, device)
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Return the seconds of an operation on one number."""
+    x = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in range(_LAUNCHES):
+            x.add_(1.0)
+
+    return best_seconds(launch, device) / _LAUNCHES
 
 
 def copy_bandwidth(size: int, device: torch.device) -> float:

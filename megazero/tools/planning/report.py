@@ -35,7 +35,7 @@ _OF_OTHER_SYSTEMS = ("scores", "allocator")  # drawn only where there are any
 def as_text(plan: Plan, columns: int | None = None) -> str:
     """Return everything a plan knows; sentences broken at so many columns, None: nowhere."""
     sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
-    blocks = (sentences, _memory(plan), _settings(plan), _traffic(plan), _time(plan))
+    blocks = (sentences, _memory(plan), _settings(plan), _traffic(plan), _time(plan, columns))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -184,9 +184,9 @@ def _traffic(plan: Plan) -> Iterator[str]:
             yield f"  {axis:<9} in all: {where}"
 
 
-def _time(plan: Plan) -> Iterator[str]:
+def _time(plan: Plan, columns: int | None) -> Iterator[str]:
     time = plan.time
-    yield UNCERTAINTY
+    yield from wrapped(UNCERTAINTY, columns, "  ")
     yield f"a step: {rounded(time.step_s)} s; bubble {time.bubble:.1%} of the work"
     for name, part in time.parts.items():
         if part > 0:

@@ -20,7 +20,7 @@ FIGURES = {"threads": 1.0, "matmul fp32": 5e10, "memory copy": 2e10, "shared mem
 FIGURES |= {"sockets bandwidth": 1e9, **{f"{name} bandwidth": rate for name, rate in LINKS.items()}}
 FIGURES |= {f"{name} latency": 1e-4 for name in LINKS}
 HARDWARE = {"name", "memory_bytes", "peak_flops", "memory_bandwidth", "devices_per_node", "in_node", "cross_node"}
-HARDWARE |= {"host_link_bandwidth", "host_memory_bytes"}
+HARDWARE |= {"host_link_bandwidth", "host_memory_bytes", "launch", "reached"}
 
 
 class Answer(NamedTuple):
@@ -65,6 +65,7 @@ def test_findings_of_this_machine(answer: Answer):
         assert bool(finding["do"]) == (finding["state"] == "absent"), finding
         assert all(math.isfinite(v) and v > 0 for v in finding["values"].values()), finding
     wanted = {"processor", "load", "memory", "torch", "packages", "matmul fp32", "matmul bf16", "memory copy"}
+    wanted |= {"attention fp32", "an operation's start"}
     assert wanted <= set(names)
     assert {"sockets all-reduce", "sockets all-gather", "interface lo"} <= set(names)
     assert not answer.run_folder.exists(), "it only looks"
@@ -90,6 +91,8 @@ def test_the_file_is_what_was_shown(answer: Answer):
     for name in ("in_node", "cross_node"):
         assert file[name] == pytest.approx(shown[name], rel=1e-3) and set(file[name]) == {"bandwidth", "latency"}
     assert file["peak_flops"] == pytest.approx(shown["peak_flops"], rel=1e-3)
+    assert file["launch"] == pytest.approx(shown["launch"], rel=1e-3) and 0 < file["launch"] < 1e-2
+    assert file["reached"] == pytest.approx(shown["reached"], abs=1e-4) and 0 < file["reached"]["attention"] <= 1
     assert {n: file[n] for n in ("name", "devices_per_node")} == {n: shown[n] for n in ("name", "devices_per_node")}
     assert file["memory_bytes"] * file["devices_per_node"] <= host.share().memory
 

@@ -12,6 +12,7 @@ from megazero.tools.doctor.hardware import Hardware, Link, hardware_of, link_of
 from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured, measure_host
 
 ROOM = 1 << 28  # bytes
+COMPUTED = {"threads", "matmul fp32", "attention fp32", "launch latency", "memory copy"}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_MESSAGE", 1 << 20)
     monkeypatch.setattr(speed, "_LARGEST", {"cpu": 256})
     monkeypatch.setattr(speed, "_SECONDS", 0.02)
+    monkeypatch.setattr(speed, "_ATTENTION", {"cpu": (1, 2, 64, 16)})
 
 
 def test_all_roads_are_measured():
@@ -29,7 +31,7 @@ def test_all_roads_are_measured():
     assert (found.size, found.broken) == (2, "") and min(found.values.values()) > 0
     roads = (SHARED, SOCKETS) if supported() else (SOCKETS,)
     wanted = {f"{road} {op} {what}" for road in roads for op in ranks._OPERATIONS for what in ("latency", "bandwidth")}
-    assert set(found.values) == wanted | {f"{r} bandwidth" for r in roads} | {"threads", "matmul fp32", "memory copy"}
+    assert set(found.values) == wanted | {f"{r} bandwidth" for r in roads} | COMPUTED
     for road in roads:
         both = [found.values[f"{road} {operation} bandwidth"] for operation in ranks._OPERATIONS]
         assert min(both) * 0.5 <= found.values[f"{road} bandwidth"] <= max(both) * 2
@@ -37,7 +39,7 @@ def test_all_roads_are_measured():
 
 def test_one_rank_computes_and_two_talk():
     messages, devices = ranks.measure(1, ROOM, on_gpus=False)
-    assert set(devices.values) == {"threads", "matmul fp32", "memory copy"} and devices.size == 1
+    assert set(devices.values) == COMPUTED and devices.size == 1
     assert f"{SOCKETS} bandwidth" in messages.values and "matmul fp32" not in messages.values
 
 
@@ -87,6 +89,7 @@ def test_the_slowest_rank_counts():
 HOST = {f"{SHARED} bandwidth": 4e9, f"{SHARED} all-reduce latency": 1e-5, f"{SHARED} all-gather latency": 2e-5}
 HOST |= {f"{SOCKETS} bandwidth": 1e9, f"{SOCKETS} all-reduce latency": 1e-4}
 CPU = Measured(2, HOST | {"matmul fp32": 1e10, "memory copy": 2e10}, {})
+MORE = Measured(2, CPU.values | {"attention fp32": 4e9, "launch latency": 3e-6}, {})
 GPU = {"matmul bf16": 8e14, "memory copy": 4e12, "host copy": 5e10, "memory": 8e10}
 PAIR = {f"{NCCL} bandwidth": 3e11, f"{NCCL} all-reduce latency": 3e-5}
 FAST, SLOW = Link(4e9, 2e-5), Link(1e9, 1e-4)
@@ -95,9 +98,10 @@ FAST, SLOW = Link(4e9, 2e-5), Link(1e9, 1e-4)
 @pytest.mark.parametrize(
     ("devices", "network", "on_gpus", "expected"),
     [
-        (CPU, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, 0)),
-        (CPU, 1e9, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, Link(5e8, 1e-4), 2e10, 500, 0)),
-        (CPU, 1e12, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, 0)),
+        (CPU, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, nccl_channels=0)),
+        (MORE, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, 3e-6, 0.4, nccl_channels=0)),
+        (CPU, 1e9, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, Link(5e8, 1e-4), 2e10, 500, nccl_channels=0)),
+        (CPU, 1e12, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, nccl_channels=0)),
         (
             Measured(1, GPU, {}),
             None,
@@ -111,7 +115,7 @@ FAST, SLOW = Link(4e9, 2e-5), Link(1e9, 1e-4)
             Hardware("m", 80_000_000_000, {"bf16": 8e14}, 4e12, 2, Link(3e11, 3e-5), Link(2.5e10, 1e-4), 5e10, 500),
         ),
     ],
-    ids=["cpu", "slow-network", "fast-network", "one-gpu", "two-gpus"],
+    ids=["cpu", "cpu-and-attention", "slow-network", "fast-network", "one-gpu", "two-gpus"],
 )
 def test_hardware_of_what_was_measured(devices: Measured, network, on_gpus: bool, expected: Hardware):
     assert hardware_of("m", CPU, devices, 1000, network, on_gpus=on_gpus) == expected
