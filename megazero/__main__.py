@@ -82,10 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(options: argparse.Namespace) -> int:
     from megazero.base.stop_signals import NOTED
     from megazero.config.file import load, name_of, refuse_unbuilt
-    from megazero.launch.environment import world_from_environment
+    from megazero.launch.environment import set_for_gpus, world_from_environment
     from megazero.run.early_look import look
 
     world = world_from_environment()
+    set_for_gpus()
     first = world.rank == 0
     if not first:
         HEART.end()

@@ -67,7 +67,7 @@ def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
     # What talks through the host's memory has groups for tensors of the host, whatever computes.
     parallel, device_type = config.parallel, "cuda" if comm.backend == "nccl" else "cpu"
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "shard_ranks": config.zero.shard_ranks}
-    return make_grid(comm=comm, device_type=device_type, **sizes)
+    return make_grid(comm=comm, device_type=device_type, tied=job_of(config, world.size).ties_ranks, **sizes)
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:

@@ -25,6 +25,7 @@ AXES = (  # slowest first
 )
 JOINED = {"data": ("replica", "shard"), "world": tuple(row.name for row in AXES)}
 ENDS = "ends"  # the first and the last rank of a pipeline
+FEW_CTAS = 4  # multiprocessors of a communicator of NCCL whose messages are small or hidden
 P2P = "p2p"  # what one rank waits for from one other
 # Where operations go on; the place of each in a rank's status slot and outbox.
 LANES = (P2P, *JOINED, *(row.name for row in AXES), ENDS)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.ledger import Ledger
+from megazero.comm.nccl import split_group
 from megazero.comm.pool import Pool
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class CommContext:
         ledger: counts traffic and memory.
         shared_memory: the transport between ranks of the same host; None: sockets are used.
         status_slot: shows the operation that this rank is in.
-        split_group: makes communicators of a few ranks each; all ranks of the world call it.
+        split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
         together: the context of something that all ranks do in start-up, by its name: `Lobby.together`. With one rank
@@ -65,7 +66,7 @@ class CommContext:
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
     status_slot: StatusSlot | Unseen = field(default_factory=lambda: Unseen())
-    split_group: Callable[..., dist.ProcessGroup | None] = dist.split_group
+    split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
     together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
     staging: Pool = field(init=False)

@@ -10,17 +10,15 @@ is the identity: the same code runs, and every region, reduction and slice along
 An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazero.comm.axes import AXES, JOINED
 from megazero.comm.context import CommContext
+from megazero.comm.nccl import connect
 from megazero.comm.sizes import shards_and_replicas
 
 
@@ -116,12 +114,20 @@ def single(comm: CommContext | None = None) -> Grid:
 
 
 def lay_out(
-    rank: int, world: int, *, comm: CommContext, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None
+    rank: int,
+    world: int,
+    *,
+    comm: CommContext,
+    tensor: int = 1,
+    pipeline: int = 1,
+    shard_ranks: int | None = None,
+    tied: bool = True,
 ) -> Grid:
     """Return the axes of a rank, without process groups.
 
     Args:
         shard_ranks: neighbouring data ranks over which ZeRO shards; None: all.
+        tied: the first and the last rank of a pipeline share a weight; where not, their axis has one rank.
 
     Raises:
         UserError: 106, see `shards_and_replicas`.
@@ -138,7 +144,7 @@ def lay_out(
         axes[name] = _join(name, [axes[part] for part in parts])
     if replicas == 1:
         axes["shard"] = axes["data"]
-    axes["ends"] = _ends(axes["pipeline"])
+    axes["ends"] = _ends(axes["pipeline"]) if tied else Axis("ends", comm=comm)
     return Grid(axes)
 
 
@@ -152,54 +158,67 @@ def _join(name: str, parts: list[Axis]) -> Axis:
 
 
 def make_grid(
-    *, comm: CommContext, device_type: str, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None
+    *,
+    comm: CommContext,
+    device_type: str,
+    tensor: int = 1,
+    pipeline: int = 1,
+    shard_ranks: int | None = None,
+    tied: bool = True,
 ) -> Grid:
     """Make the grid over the default process group. Every rank calls it.
+
+    On NCCL each axis with several ranks has a communicator of its own, which is connected here; the data axis too where
+    it is the whole world: what all ranks sum is not queued behind its gathers then.
+
+    Args:
+        device_type: where tensors are that go along the axes.
+        tied: see `lay_out`.
 
     Raises:
         UserError: 106, see `shards_and_replicas`; 311, a rank did not come while the groups were made.
     """
     sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks}
-    grid = lay_out(dist.get_rank(), dist.get_world_size(), comm=comm, **sizes)
+    grid = lay_out(dist.get_rank(), dist.get_world_size(), comm=comm, tied=tied, **sizes)
     with comm.together("axes"):
-        groups = _groups_of_mesh(grid, device_type) if comm.backend == "nccl" else {}
+        groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
             if axis.size > 1 and axis.name not in groups:
-                groups[axis.name] = _group_of(axis, grid["world"].size)
-        groups |= {"world": dist.group.WORLD, "ends": _group_of_ends(grid["pipeline"], groups.get("pipeline"))}
+                groups[axis.name] = _group_of(comm, _lines(axis, grid["world"].size), few_ctas=axis.name == "pipeline")
+        if tied and pipeline == 2 and comm.backend == "gloo":  # whose messages have names
+            groups["ends"] = groups["pipeline"]
+        elif tied and pipeline > 1:
+            groups["ends"] = _group_of(comm, [[ranks[0], ranks[-1]] for ranks in pipelines(grid["pipeline"])])
+        if comm.backend == "nccl":
+            for group in groups.values():
+                if group is not None:  # this rank is between the ends
+                    connect(group, torch.device(device_type))
     return grid.with_groups(groups)
 
 
-def _group_of(axis: Axis, world: int) -> dist.ProcessGroup | None:
-    """Return the group of an axis. Every rank calls it, and makes the groups of all lines in the same direction.
+def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+    """Make a group for each of these lists of ranks, and return this rank's. Every rank of the world calls it.
 
-    torch's device mesh would do the same on gloo, but with a timeout of half an hour.
+    torch's device mesh would split NCCL's communicators too, but one of a single rank for each axis of size 1.
+
+    Args:
+        few_ctas: see `nccl.split_group`.
     """
-    if axis.size == world:
-        return dist.group.WORLD
-    lines = torch.arange(world).view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size)
+    if comm.backend == "nccl":
+        return comm.split_group(split_ranks=lines, timeout=comm.timeout, few_ctas=few_ctas)
     own = None
-    for ranks in lines.tolist():
-        made = dist.new_group(ranks, timeout=axis.comm.timeout)
-        if ranks == list(axis.ranks):
+    for ranks in lines:
+        whole = len(ranks) == dist.get_world_size()
+        made = dist.group.WORLD if whole else dist.new_group(ranks, timeout=comm.timeout)
+        if dist.get_rank() in ranks:
             assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
             own = made
     return own
 
 
-def _groups_of_mesh(grid: Grid, device_type: str) -> dict[str, dist.ProcessGroup | None]:
-    """Return the groups of the rows of `AXES` from torch's device mesh, which splits NCCL's communicators."""
-    axes = {axis.name: axis for axis in (grid[row.name] for row in AXES)}
-    with warnings.catch_warnings():  # torch notes on CPU-only builds that groups of one rank are not needed
-        warnings.simplefilter("ignore", UserWarning)
-        sizes = tuple(axis.size for axis in axes.values())
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(axes))
-    groups: dict[str, dist.ProcessGroup | None] = {}
-    for name, axis in axes.items():
-        if axis.size > 1:
-            groups[name] = group = mesh.get_group(name)
-            _set_pg_timeout(axis.comm.timeout, group)  # the mesh gives its groups the backend's default
-    return groups
+def _lines(axis: Axis, world: int) -> list[list[int]]:
+    """Return the ranks of every line of the world in the direction of an axis."""
+    return torch.arange(world).view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size).tolist()
 
 
 def pipelines(pipeline: Axis) -> list[range]:
@@ -214,15 +233,3 @@ def _ends(pipeline: Axis) -> Axis:
         return Axis("ends", comm=pipeline.comm)
     ranks = [pipeline.ranks[0], pipeline.ranks[last]]
     return Axis("ends", 2, int(pipeline.rank == last), ranks[0], ranks[1] - ranks[0], comm=pipeline.comm)
-
-
-def _group_of_ends(pipeline: Axis, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of the first and the last rank of a pipeline of `group`. Every rank of the world calls it."""
-    last = pipeline.size - 1
-    if last > 1:
-        for ranks in pipelines(pipeline):
-            made = dist.new_group([ranks[0], ranks[last]], timeout=pipeline.comm.timeout)
-            if ranks.start == pipeline.first and pipeline.rank in (0, last):
-                assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
-                group = made
-    return group

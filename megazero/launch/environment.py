@@ -10,7 +10,7 @@ A run is started in one of three ways, distinguished by their environment variab
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,15 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 DO = "unset them or start through torchrun"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
+# Of a run on GPUs, read when CUDA starts; what the user has set stays.
+GPU_SETTINGS = {
+    # Queues of the device. Streams that share one wait for each other, and a receive holds it until the other rank
+    # sends: a rank has more streams (a communicator's each, copies) than the 8 queues of the default.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Kernels are loaded at the start. One that is loaded at its first use waits for all that the device runs: for a
+    # receive too, whose sender may wait for this rank.
+    "CUDA_MODULE_LOADING": "EAGER",
+}
 
 
 @dataclass(frozen=True)
@@ -194,6 +203,18 @@ def stay_on(interface: str, environment=os.environ) -> None:
     """Make backends listen on `interface`, unless the user has named another for them."""
     for name in INTERFACES:
         environment.setdefault(name, interface)
+
+
+def set_for_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what a run on GPUs needs of CUDA, unless the user has set it; to be called before CUDA starts."""
+    for name, value in GPU_SETTINGS.items():
+        environment.setdefault(name, value)
+
+
+def gpu_settings(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what CUDA was started with, and where the user has set another value than we do."""
+    given = [(name, environment.get(name, "not set"), ours) for name, ours in GPU_SETTINGS.items()]
+    return ", ".join(f"{name}={value}" + (f" (not {ours})" if value != ours else "") for name, value, ours in given)
 
 
 def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.context import BUCKET, CommContext
 from megazero.comm.ledger import Ledger
+from megazero.comm.nccl import options
 from megazero.comm.processes import Process, host_id
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
@@ -90,6 +91,7 @@ def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket:
             world_size=world.size,
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
+            pg_options=options(timeout, few_ctas=True) if backend == "nccl" else None,
         )
     ledger = Ledger()
     staging = staging_pool(device, ledger) if on_gpu and backend == "gloo" else None

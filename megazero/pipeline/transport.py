@@ -47,7 +47,7 @@ class Transport:
         The constructor does not do it: building a model does not communicate.
         """
         if self._channels and self._messages is None:
-            self._messages = PointToPoint(self._pipeline, list(self._channels.values()))
+            self._messages = PointToPoint(self._pipeline, list(self._channels.values()), self._device)
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
         """Keep what was computed here for a stage: its input for FORWARD, its output's gradient for BACKWARD."""

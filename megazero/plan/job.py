@@ -121,6 +121,11 @@ class Job:
         return "both" if len(words) == 2 else "".join(words) or "none"
 
     @property
+    def ties_ranks(self) -> bool:
+        """Return whether the first and the last stage share a weight and are on two ranks."""
+        return self.shape.tied and self.layers.rank_of[0] != self.layers.rank_of[-1]
+
+    @property
     def alone(self) -> "Job":
         """Return the same model, precision and batch on one rank, with nothing recomputed or offloaded."""
         return Job(

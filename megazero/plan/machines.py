@@ -50,6 +50,8 @@ class Machine:
         price_per_hour: dollars for a device; None: not known.
         launch: seconds that a kernel takes if there is nothing to do.
         reached: the shares of these that training gets.
+        nccl_channels: that NCCL makes for a collective among the devices of a node; 0: it is not used. NCCL_DEBUG=INFO
+            shows them: 24 among 8 A100 on NVSwitch.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Machine:
     price_per_hour: float | None
     launch: float
     reached: Efficiency
+    nccl_channels: int = 24
 
     def peak(self, item: int) -> float | None:
         """Return FLOP/s at so many bytes an element; of 16 bits the better of bf16 and fp16. None: not known."""
@@ -106,6 +109,7 @@ _DGX_2 = Machine(  # DGX-2: 16 devices on NVSwitch, 8 x 100 Gb/s EDR, 1.5 TB of 
     price_per_hour=2.5,
     launch=4e-6,
     reached=V100,
+    nccl_channels=12,
 )
 _DGX_A100 = Machine(  # DGX A100: 8 devices on NVSwitch, 8 x 200 Gb/s HDR, 2 TB of host memory
     name="a100-80gb",

@@ -9,6 +9,8 @@
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
                   the backward of one of them takes beside that (`peak.py`)
 
+Beside these a device holds NCCL's communicators (`communicators.py`), which no ledger counts: `planned`.
+
 What is offloaded has `host_` before its category. With stage 1 to 3 on the host: masters and moments; in stages 2 and 3
 gradients too; parameters of stage 3.
 """
@@ -17,8 +19,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megazero.plan.activations import kept_by_block, logits
+from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.liveness import Liveness, liveness
+from megazero.plan.machines import Machine
 from megazero.plan.peak import peak
 from megazero.plan.pool import pool
 from megazero.plan.states import UnitSize, states, units
@@ -57,6 +61,17 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     held |= _inputs(job, stages, live)
     held["activations"], cause = _activations(job, rank, stages, live, fused)
     return RankMemory(_offloaded(job, sizes, held), cause)
+
+
+def planned(job: Job, rank: int, machine: Machine) -> RankMemory:
+    """Return the memory of rank `rank` of the pipeline axis on a machine, with that of its communicators."""
+    return with_communicators(memory(job, rank), job, rank, machine)
+
+
+def with_communicators(found: RankMemory, job: Job, rank: int, machine: Machine) -> RankMemory:
+    """Return the memory of a rank with that of its communicators."""
+    size = sum(one.bytes for one in communicators(job, rank, machine.nccl_channels))
+    return replace(found, held=found.held | {"communicators": size}) if size else found
 
 
 def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int]:

@@ -12,11 +12,11 @@ from itertools import product
 
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, memory
+from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
 from megazero.plan.time import StepTime, regular, step_time
 
-# What a job on a device cannot have: the driver's and the communication libraries' own memory, and holes.
+# What a job on a device cannot have beside its communicators: the driver's own memory, loaded kernels, and holes.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
@@ -67,16 +67,16 @@ def usable(machine: Machine) -> float:
     return machine.memory_bytes * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
-def everywhere(layout: Job) -> Iterator[RankMemory]:
-    """Yield the memory of every rank of a pipeline; first those that are likely to have most."""
+def everywhere(layout: Job, machine: Machine) -> Iterator[RankMemory]:
+    """Yield the memory of every rank of a pipeline on a machine; first those that are likely to have most."""
     likely = dict.fromkeys((0, layout.pipeline - 1, layout.pipeline // 2))
     for rank in (*likely, *(rank for rank in range(layout.pipeline) if rank not in likely)):
-        yield memory(layout, rank)
+        yield planned(layout, rank, machine)
 
 
-def fullest(layout: Job) -> RankMemory:
+def fullest(layout: Job, machine: Machine) -> RankMemory:
     """Return the memory of the rank with most on its device."""
-    return max(everywhere(layout), key=lambda found: found.peak)
+    return max(everywhere(layout, machine), key=lambda found: found.peak)
 
 
 def fits(found: RankMemory, machine: Machine) -> bool:
@@ -102,12 +102,12 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
         if best:
             return Search(best, excluded, len(layouts))
     frugal = {
-        layout: _lack(memory(layout, 0), machine)
+        layout: _lack(planned(layout, 0, machine), machine)
         for one in spreads(job, ranks, ranks, machine.devices_per_node)
         for *_, layout in savings(one)
     }
     least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
-    nearest = None if least is None else Found(least, step_time(least, machine), fullest(least))
+    nearest = None if least is None else Found(least, step_time(least, machine), fullest(least, machine))
     return Search([], excluded, len(layouts), nearest)
 
 
@@ -133,13 +133,14 @@ def _fastest(
                 one = _least(options, machine, allowed)
                 if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
                     ways.append(one)
-            spread, need = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks), memory(layout, 0).peak
+            spread = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks)
+            need = planned(layout, 0, machine).peak
             if need < excluded.get(spread, (need + 1,))[0] and allowed(layout):  # the rules are slower to ask
                 excluded[spread] = need, time, layout
         best = sorted([*best, *ways], key=lambda one: (one.time.step_s, one.fullest.peak))
     limit = best[0].time.step_s if best else float("inf")
     faster = sorted((pair for pair in excluded.values() if pair[1].step_s < limit), key=lambda pair: pair[0])
-    near = [Found(layout, time, fullest(layout)) for _, time, layout in faster[: 2 * count]]
+    near = [Found(layout, time, fullest(layout, machine)) for _, time, layout in faster[: 2 * count]]
     near = [one for one in near if not fits(one.fullest, machine)]
     return best[:count], sorted(near, key=lambda one: one.fullest.peak)[:count]
 
@@ -153,9 +154,9 @@ def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool])
     """Return the first that fits, or None."""
     room = usable(machine)
     for candidate in options:
-        if memory(candidate, 0).peak > room or not allowed(candidate):
+        if planned(candidate, 0, machine).peak > room or not allowed(candidate):
             continue
-        found = list(_until(everywhere(candidate), lambda rank: not fits(rank, machine)))
+        found = list(_until(everywhere(candidate, machine), lambda rank: not fits(rank, machine)))
         if all(fits(rank, machine) for rank in found):
             return Found(candidate, step_time(candidate, machine), max(found, key=lambda rank: rank.peak))
     return None

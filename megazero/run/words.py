@@ -9,7 +9,7 @@ from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
 from megazero.config.schema import Config
-from megazero.launch.environment import World
+from megazero.launch.environment import World, gpu_settings
 from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready
@@ -36,6 +36,8 @@ def beginning(
     data = config.data
     yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}"
     yield _resting(config, ready.trainer)
+    if device.type == "cuda":
+        yield f"CUDA runs with {gpu_settings()}"
     if config.parallel.pipeline > 1:
         yield summary(report(job_of(config, grid["world"].size))[0])
 

@@ -19,6 +19,11 @@
 # export NCCL_IB_HCA=mlx5
 # export NCCL_DEBUG=WARN
 
+# GPUs. A run sets these two itself, and says them in its first lines; what is exported here stays. More queues of the
+# device than streams: a receive never holds up another stream. Kernels loaded at the start: loading one never waits.
+# export CUDA_DEVICE_MAX_CONNECTIONS=32
+# export CUDA_MODULE_LOADING=EAGER
+
 # Containers, one of two. A command that stands before Python in every task (Apptainer, Singularity):
 # container=(apptainer exec --nv --bind "$PWD" /shared/images/megazero.sif)
 # Or options of srun, where the cluster has the plugin pyxis:

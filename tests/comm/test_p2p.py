@@ -11,6 +11,7 @@ from megazero.comm.transport.p2p import Channel, PointToPoint
 from megazero.comm.transport.shared_memory import P2P_SLOTS
 from tests.ranks import run_ranks
 
+CPU = torch.device("cpu")
 MANY = 5 * P2P_SLOTS
 
 
@@ -27,7 +28,7 @@ def both_ways(grid: Grid, sockets: bool) -> int:
     """Each rank sends everything before it posts anything, on two channels a way; then takes one channel backwards."""
     axis = axis_of(grid, sockets)
     channels = [Channel(i, i % 2, 1 - i % 2, "test") for i in range(4)]
-    messages = PointToPoint(axis, channels)
+    messages = PointToPoint(axis, channels, CPU)
     for number in range(MANY):
         for channel in channels:
             if channel.source == axis.rank:
@@ -37,7 +38,7 @@ def both_ways(grid: Grid, sockets: bool) -> int:
     receipts = [(c, n, messages.post(c, torch.empty(1000, 3), "x")) for n in range(MANY) for c in mine]
     right = sum(torch.equal(receipt.wait(), value(c.index, n)) for c, n, receipt in reversed(receipts))
     messages.finish()
-    again = PointToPoint(axis, channels)  # the names of a run are never used twice
+    again = PointToPoint(axis, channels, CPU)  # the names of a run are never used twice
     for channel in channels:
         if channel.source == axis.rank:
             again.send(channel, value(channel.index, 77))
@@ -56,7 +57,7 @@ def test_everything_arrives_once_whatever_the_order(sockets: bool) -> None:
 def large(grid: Grid, dtype: torch.dtype) -> bool:
     """A message of several slots, and an empty one."""
     channel = Channel(0, 0, 1, "test")
-    messages = PointToPoint(grid["pipeline"], [channel])
+    messages = PointToPoint(grid["pipeline"], [channel], CPU)
     big = torch.arange((5 << 20) + 3).to(dtype)
     for x in (big, big[:0]):
         if grid["pipeline"].rank == 0:
@@ -76,7 +77,7 @@ def around(grid: Grid) -> bool:
     """Every rank sends to the next while all wait for the one before, and their outboxes are full."""
     axis = grid["pipeline"]
     channels = [Channel(i, i, (i + 1) % axis.size, "test") for i in range(axis.size)]
-    messages = PointToPoint(axis, channels)
+    messages = PointToPoint(axis, channels, CPU)
     for number in range(MANY):
         messages.send(channels[axis.rank], value(axis.rank, number))
     source = (axis.rank - 1) % axis.size
@@ -93,6 +94,6 @@ def test_nobody_waits_in_a_circle() -> None:
 
 
 def test_a_strided_message_is_a_fault_of_ours() -> None:
-    messages = PointToPoint(replace(Axis("pipeline"), size=2), [])
+    messages = PointToPoint(replace(Axis("pipeline"), size=2), [], CPU)
     with pytest.raises(AssertionError, match="strided view"):
         messages.send(Channel(0, 0, 1, "test"), torch.ones(4, 4).T)

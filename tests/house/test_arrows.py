@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "launch": {"comm", "store"},
     "kernels": set(),
     "schedules": set(),
-    "plan": {"schedules"},
+    "plan": {"comm.axes", "schedules"},
     "config": set(),
     # first floor
     "model": {"comm", "kernels"},

@@ -1,18 +1,25 @@
 """The world is what torchrun or srun says, or one process; anything in between is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from megazero.base.errors import UserError
 from megazero.launch.environment import (
+    GPU_SETTINGS,
     Meeting,
     World,
     check_gpus,
     first_host,
+    gpu_settings,
     local_size,
     meeting_of_step,
+    set_for_gpus,
     world_from_environment,
 )
+from tests.tiny_run import ROOT
 
 
 def torchrun(rank: object, size: object, local: object) -> dict[str, str]:
@@ -185,3 +192,25 @@ def test_local_ranks_are_what_is_asked_for_or_one_per_gpu_or_what_the_model_is_s
         local_size(9, 1, 1)
     assert local_size(9, 1, 1, shares_gpus=True) == 9
     assert (local_size(None, 2, 3, shares_gpus=True), local_size(None, 4, 4, shares_gpus=True)) == (12, 16)
+
+
+def test_what_the_user_has_set_for_cuda_stays_and_is_said() -> None:
+    environment: dict[str, str] = {}
+    set_for_gpus(environment)
+    assert environment == GPU_SETTINGS
+    assert gpu_settings(environment) == "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER"
+    environment = {"CUDA_MODULE_LOADING": "LAZY"}
+    set_for_gpus(environment)
+    assert gpu_settings(environment) == "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=LAZY (not EAGER)"
+    assert gpu_settings({}).startswith("CUDA_DEVICE_MAX_CONNECTIONS=not set (not 32)")
+
+
+def test_it_is_set_before_torch_is_there() -> None:
+    """CUDA reads it when it starts, which torch may do at any time."""
+    code = (
+        "import os, sys, argparse; from megazero import __main__ as m; import megazero.config.file as f\n"
+        "def load(*_): print('torch' in sys.modules, os.environ['CUDA_MODULE_LOADING']); sys.exit()\n"
+        "f.load = load; m.main(['train', '--config', 'tiny'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "False EAGER\n", done.stderr

@@ -1,4 +1,4 @@
-"""scripts/slurm/preflight.sbatch and array.sbatch, and the settings of a site, on real daemons."""
+"""scripts/slurm/preflight.sbatch, array.sbatch and torchrun.sbatch, and the settings of a site, on real daemons."""
 
 import json
 import os
@@ -69,3 +69,18 @@ def test_every_task_of_an_array_trains_in_a_folder_of_its_own(
         assert [path.read_text() for path in (folder / "logs").glob("slurm-*.out")] == [said[task]]
     assert "there are 3 x 2 pairs; submit with --array=0-5" in said[6]
     assert sorted(path.name for path in (checkout / "runs/sweep").iterdir()) == ["lr-1e-4-seed-0", "lr-3e-4-seed-1"]
+
+
+def test_torchrun_on_each_node_is_stopped_put_back_and_goes_on(tiny_data: TinyData, slurm, tmp_path: Path) -> None:
+    """The signal goes to the batch shell, as `--signal=B:USR1@120` sends it."""
+    options = ("--nodes=2", "--gpus-per-node=0", "--cpus-per-task=1")
+    run = (f"run.dir={tmp_path / 'run'}", "run.steps=300", "data.valid=null", "zero.stage=2", "batch.micro=1")
+    line = [*options, "scripts/slurm/torchrun.sbatch", tiny_data.config, *run]
+    job = Job(slurm | {"RANKS_PER_NODE": "1"}, tmp_path / "job.out", line)
+    job.until(job.says("step 5/"))
+    job.call("scancel", "--batch", "--signal=USR1", job.number)
+    job.until(job.says("restart 1"))
+    assert f"job {job.number} saved and asks to be started again" in job.text(), job.text()
+    job.until(job.ended)
+    assert job.state() == "COMPLETED" and "going on from" in job.text(), job.text()
+    assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == list(range(1, 301))

@@ -35,6 +35,9 @@ def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert {f"{name}_bytes" for name in MEMORY} <= found["memory"].keys()
     assert len(found["memory"]["ranks"]) == 1 and found["fits"] is True
     assert set(TIME) <= found["time"].keys() and found["bubble"] == 0
+    made = found["memory"]["communicators"]
+    assert [one["name"] for one in made] == ["world", "data", "tensor"]
+    assert sum(one["bytes"] for one in made) == found["memory"]["categories"]["communicators"]
     assert found["traffic"]["data"]["gradients"] > 0 and found["time"]["hfu"] > found["time"]["mfu"]
     assert found["memory"]["settings"].keys() == {"none", "selective", "full", "full, Pa", "full, Pa+cpu"}
     sums = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "buffers_bytes")
@@ -45,8 +48,10 @@ def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
     text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))
-    for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble", UNCERTAINTY):
+    said = ("communicators of NCCL on the fullest rank", "take estimated memory: not measured")
+    for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble", UNCERTAINTY, *said):
         assert part in text, part
+    assert re.search(r"^  communicators  ( +\d\.\d{3}){4}$", text, re.MULTILINE)
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("<svg") == 1
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megazero.comm.axes import P2P
 from megazero.comm.grid import Axis, pipelines
+from megazero.comm.nccl import synchronize
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.host_staging import HostStaging
 from megazero.comm.transport.shared_memory import SLOT_BYTES, SharedMemoryTransport
@@ -98,11 +99,12 @@ class PointToPoint:
     Args:
         everyone: all channels of the axis, in order of their index; the same on all its ranks. Every rank of the world
             makes its messages at the same point.
+        device: where the messages are.
     """
 
-    def __init__(self, axis: Axis, everyone: Sequence[Channel]):
+    def __init__(self, axis: Axis, everyone: Sequence[Channel], device: torch.device):
         self._axis = axis
-        self._carrier = _carrier(axis, everyone)
+        self._carrier = _carrier(axis, everyone, device)
         self._sent: list[HostStaging] = []  # whose memory is the carrier's until it has sent all
 
     def send(self, channel: Channel, x: Tensor) -> None:
@@ -173,10 +175,10 @@ def _landing(finish: Callable[[], Tensor], staging: HostStaging, into: Tensor) -
     return landed
 
 
-def _carrier(axis: Axis, everyone: Sequence[Channel]) -> Carrier:
+def _carrier(axis: Axis, everyone: Sequence[Channel], device: torch.device) -> Carrier:
     channels = [channel for channel in everyone if axis.rank in (channel.source, channel.target)]
     if axis.comm.backend == "nccl":
-        return _Nccl(axis, channels, everyone)
+        return _Nccl(axis, channels, everyone, device)
     shared_memory = axis.comm.shared_memory
     if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
         return _SharedMemory(axis, shared_memory, channels)
@@ -279,20 +281,41 @@ class _Sockets:
 class _Nccl:
     """Messages through NCCL, a communicator for each channel: the two ends queue the same messages in the same order.
 
-    Every rank of the world makes them all, in one order: NCCL splits them off a communicator of everybody.
+    Every rank of the world calls each split, in one order. One split makes the communicators of several channels.
     """
 
-    def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel]):
-        mine = {channel.index for channel in channels}
+    def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._works: deque[dist.Work] = deque()
-        for channel in everyone:
-            ends = sorted((channel.source, channel.target))
-            pairs = [[ranks[end] for end in ends] for ranks in pipelines(axis)]
-            group = axis.comm.split_group(split_ranks=pairs, timeout=axis.comm.timeout)
-            if channel.index in mine:
-                assert group is not None, "this rank is one of the two"
-                self._groups[channel.index] = group
+        for some in _rounds(everyone):
+            pairs = [
+                sorted((ranks[channel.source], ranks[channel.target])) for channel in some for ranks in pipelines(axis)
+            ]
+            group = axis.comm.split_group(split_ranks=pairs, timeout=axis.comm.timeout, few_ctas=True)
+            for channel in some:
+                if axis.rank in (channel.source, channel.target):
+                    assert group is not None, "this rank is one of the two"
+                    self._groups[channel.index] = group
+        for channel in sorted(channels, key=lambda channel: channel.index):
+            self._connect(axis, channel, device)
+
+    def _connect(self, axis: Axis, channel: Channel, device: torch.device) -> None:
+        """Send one element through a channel and wait for it.
+
+        The first message blocks both hosts until both have come to it. Every rank goes through its channels in the
+        order of their index. So both ranks of the first one that is not connected come to it, and nobody waits in a
+        circle; in the order of a schedule they may (tests/comm/test_connect.py).
+        """
+        sends, x = axis.rank == channel.source, torch.zeros(1, device=device)
+        peer = axis.ranks[channel.target if sends else channel.source]
+        axis.comm.status_slot.begin(P2P, range(peer, peer + 1), f"first message of channel {channel.index}")
+        if sends:
+            self.send(channel, 0, x)
+            self.finish()
+        else:
+            self.post(channel, 0, x)[0]()
+        synchronize(device)
+        axis.comm.status_slot.end(P2P)
 
     @property
     def unsent(self) -> int | None:
@@ -319,6 +342,18 @@ class _Nccl:
     def finish(self) -> None:
         while self._works:
             self._works.popleft().wait()
+
+
+def _rounds(everyone: Sequence[Channel]) -> list[list[Channel]]:
+    """Share out channels to few splits: in each a rank has one channel at most."""
+    rounds: list[list[Channel]] = []
+    for channel in everyone:
+        ends = {channel.source, channel.target}
+        free = (some for some in rounds if ends.isdisjoint(end for one in some for end in (one.source, one.target)))
+        if (found := next(free, None)) is None:
+            rounds.append(found := [])
+        found.append(channel)
+    return rounds
 
 
 def _tag(channel: Channel, number: int, x: Tensor) -> int:

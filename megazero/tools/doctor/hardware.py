@@ -31,6 +31,7 @@ class Hardware:
         host_memory_bytes: this device's share of the host's memory.
         launch: seconds of an operation with nothing to do.
         attention: FLOP/s of fused attention over those of a matrix product.
+        nccl_channels: as `plan` counts on them, not measured; 0: a CPU.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Hardware:
     host_memory_bytes: int
     launch: float | None = None
     attention: float | None = None
+    nccl_channels: int = 24
 
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
@@ -67,6 +69,7 @@ class Hardware:
             lines += [f"  latency: {link.latency:.4e}  # seconds of an operation on a few bytes"]
         lines += [f"host_link_bandwidth: {self.host_link_bandwidth:.4e}  # bytes/s to or from the host's memory"]
         lines += [f"host_memory_bytes: {self.host_memory_bytes}  # a device's share"]
+        lines += [f"nccl_channels: {self.nccl_channels}  # of a collective in a node: not measured; 0: a CPU"]
         if self.launch is not None:
             lines += [f"launch: {self.launch:.4e}  # seconds of an operation with nothing to do"]
         if self.attention is not None:
@@ -109,6 +112,7 @@ def hardware_of(
         *(name, int(own_memory), peaks, copy, size, near, cross, host_copy, memory // size),
         launch=values.get("launch latency"),
         attention=next(iter(attention), None),
+        nccl_channels=Hardware.nccl_channels if on_gpus else 0,
     )
 
 

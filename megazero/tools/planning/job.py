@@ -14,15 +14,16 @@ from megazero.config.file import flatten
 from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config
 from megazero.plan.activations import logits
+from megazero.plan.communicators import Communicator, communicators
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory
+from megazero.plan.memory import RankMemory, with_communicators
 from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
 
-BUFFERS = ("pool", "angles", "allocator")
+BUFFERS = ("pool", "angles", "communicators", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
 _DAY = 86400.0
 
@@ -65,6 +66,11 @@ class Plan:
         return logits(self.job.shape, self.job.micro)
 
     @property
+    def communicators(self) -> list[Communicator]:
+        """Return the communicators of the fullest rank."""
+        return list(communicators(self.job, self.ranks.index(self.fullest), self.machine.nccl_channels))
+
+    @property
     def days(self) -> float:
         """Return the days that the budget of tokens takes."""
         return self.tokens / (self.time.tokens_per_second_per_device * self.job.ranks) / _DAY
@@ -98,7 +104,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     """
     _check_peak(config, machine)
     job = job_of(config, ranks)
-    found = [system.memory(job, rank) for rank in range(job.pipeline)]
+    found = list(_ranks(job, machine, system))
     sent = max((system.sent(job, traffic(job, rank)) for rank in range(job.pipeline)), key=_total)
     whole = config.run.steps * config.batch.global_ * config.model.seq_len
     return Plan(
@@ -106,7 +112,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         machine,
         job.shape.parameters(),
         found,
-        list(_settings(job, system)),
+        list(_settings(job, machine, system)),
         sent,
         split_by_node(job, sent, machine.devices_per_node),
         step_time(job, machine, system),
@@ -161,6 +167,7 @@ def as_json(found: Plan) -> dict[str, Any]:
             "available_bytes": int(usable(found.machine)),
             "headroom_bytes": int(usable(found.machine)) - found.fullest.peak,
             "logits_bytes": found.logits,
+            "communicators": [asdict(one) for one in found.communicators],
             "ranks": [_memory(rank) for rank in found.ranks],
             "settings": {words: _memory(rank) for words, rank in found.settings},
         },
@@ -196,11 +203,17 @@ def why(found: Found, machine: Machine) -> str:
     return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
 
 
-def _settings(job: Job, system: System) -> Iterator[tuple[str, RankMemory]]:
+def _ranks(job: Job, machine: Machine, system: System) -> Iterator[RankMemory]:
+    """Yield the memory of every rank of a pipeline."""
+    for rank in range(job.pipeline):
+        yield with_communicators(system.memory(job, rank), job, rank, machine)
+
+
+def _settings(job: Job, machine: Machine, system: System) -> Iterator[tuple[str, RankMemory]]:
     """Yield every setting of recompute and Pa that changes something."""
     for one in next(savings(replace(job, recompute="none", partition=False, offload=False))):
         words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
-        yield words, max((system.memory(one, rank) for rank in range(one.pipeline)), key=lambda found: found.peak)
+        yield words, max(_ranks(one, machine, system), key=lambda found: found.peak)
 
 
 def _memory(rank: RankMemory) -> dict[str, Any]:

@@ -15,6 +15,7 @@ off. A file of data sheet figures says in `reached` how much of them training ge
     host_memory_bandwidth: 7.5e10    # a device's share; optional (the link's), and so is what follows
     price_per_hour: 3.0              # dollars a device
     launch: 4e-6                     # seconds of a kernel that has nothing to do
+    nccl_channels: 24                # of a collective in a node (NCCL_DEBUG=INFO); 0: ranks on a CPU
     reached: {matmul: 0.6, attention: 0.35, memory: 0.73, in_node: 0.75, cross_node: 0.6, beside: 1.0}
 """
 
@@ -74,6 +75,7 @@ class _MachineFile(_Strict):
     host_memory_bandwidth: _Rate | None = None
     price_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
     launch: _Seconds = 4e-6
+    nccl_channels: Annotated[int, Field(ge=0, le=64)] = 24
     reached: _Reached = _Reached()
 
 
@@ -124,5 +126,6 @@ def _machine(read: _MachineFile) -> Machine:
         host_memory_bandwidth=read.host_memory_bandwidth or read.host_link_bandwidth,
         price_per_hour=read.price_per_hour,
         launch=read.launch,
+        nccl_channels=read.nccl_channels,
         reached=Efficiency(**shares, fitted="from a file"),
     )

@@ -26,6 +26,7 @@ _COLOURS = {
     "angles": "#c9c9c9",
     "inputs": "#f2c879",
     "activations": "#d99f3b",
+    "communicators": "#8e7cc3",
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
@@ -157,6 +158,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  {'most is in':<16}" + "".join(f"{rank.cause:>10}" for rank in some)
     yield "logits of a micro-batch, in the last rank's"
     yield f"activations: {plan.logits / 1e9:,.3f} GB"
+    if plan.communicators:
+        yield f"{len(plan.communicators)} communicators of NCCL on the fullest rank, which"
+        yield "take estimated memory: not measured"
 
 
 def _settings(plan: Plan) -> Iterator[str]:

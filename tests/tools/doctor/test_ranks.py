@@ -98,10 +98,20 @@ FAST, SLOW = Link(4e9, 2e-5), Link(1e9, 1e-4)
 @pytest.mark.parametrize(
     ("devices", "network", "on_gpus", "expected"),
     [
-        (CPU, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500)),
-        (MORE, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, 3e-6, 0.4)),
-        (CPU, 1e9, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, Link(5e8, 1e-4), 2e10, 500)),
-        (CPU, 1e12, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500)),
+        (CPU, None, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, nccl_channels=0)),
+        (
+            MORE,
+            None,
+            False,
+            Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, 3e-6, 0.4, nccl_channels=0),
+        ),
+        (
+            CPU,
+            1e9,
+            False,
+            Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, Link(5e8, 1e-4), 2e10, 500, nccl_channels=0),
+        ),
+        (CPU, 1e12, False, Hardware("m", 500, {"fp32": 1e10}, 2e10, 2, FAST, SLOW, 2e10, 500, nccl_channels=0)),
         (
             Measured(1, GPU, {}),
             None,

@@ -1,0 +1,63 @@
+"""Make NCCL's communicators, and connect them before a step needs them.
+
+Two ranks are connected by the first operation that needs it: their hosts wait for each other, and memory is allocated,
+which may wait for all that the device has queued. Within a step others may wait for what that host has not queued yet.
+So every communicator is used once while nothing else is under way.
+"""
+
+from __future__ import annotations  # a build without CUDA has no options of NCCL
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.axes import FEW_CTAS
+
+
+def split_group(
+    split_ranks: Sequence[Sequence[int]], timeout: timedelta, *, few_ctas: bool = False
+) -> dist.ProcessGroup | None:
+    """Split communicators off that of the world, one for each list of ranks; every rank of the world calls it.
+
+    Args:
+        split_ranks: lists of global ranks without a common one.
+        few_ctas: see `options`.
+
+    Returns:
+        The group of this rank; None where it is in no list.
+    """
+    given = options(timeout, few_ctas=few_ctas)
+    return dist.split_group(split_ranks=[list(ranks) for ranks in split_ranks], timeout=timeout, pg_options=given)
+
+
+def options(timeout: timedelta, *, few_ctas: bool = False) -> dist.ProcessGroupNCCL.Options:
+    """Return the options of one communicator, to be used once.
+
+    Its stream has a high priority: a kernel of it that is ready starts before those of the computation.
+
+    Args:
+        few_ctas: for messages that are small or hidden: at most `FEW_CTAS` multiprocessors, and buffers for as many.
+    """
+    found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    found._timeout = timeout
+    if few_ctas and hasattr(found.config, "max_ctas"):  # not in every build
+        found.config.min_ctas, found.config.max_ctas = 1, FEW_CTAS
+    return found
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Run each kind of collective of a step once along a group; every rank of the group calls it."""
+    x = torch.zeros(1, device=device)
+    parts = [torch.zeros_like(x) for _ in range(group.size())]
+    dist.all_reduce(x, group=group)
+    dist.all_gather(parts, x, group=group)
+    dist.reduce_scatter(x, parts, group=group)
+    synchronize(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that a GPU has queued; on a CPU there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
