@@ -55,6 +55,11 @@ class JobStore(Store):
         if self._server is not None:
             self._server.close()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long operations without a timeout of their own wait."""
+        self._timeout = timeout
+        super().set_timeout(timeout)
+
     def clone(self) -> "JobStore":
         return self  # which any number of threads may use
 

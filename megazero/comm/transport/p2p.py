@@ -283,7 +283,7 @@ class _Nccl:
     """
 
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel]):
-        mine = {channel.index for channel in channels}
+        mine, self._axis = {channel.index for channel in channels}, axis
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._works: deque[dist.Work] = deque()
         for channel in everyone:
@@ -304,11 +304,13 @@ class _Nccl:
         work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
         assert work is not None, "this process is not on the channel"
         self._works.append(work)
+        self._follow(channel, channel.target, work)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         source = int(channel.source > channel.target)
         work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
         assert work is not None, "this process is not on the channel"
+        self._follow(channel, channel.source, work)
 
         def finish() -> Tensor:
             work.wait()  # makes the stream wait, not the host
@@ -319,6 +321,11 @@ class _Nccl:
     def finish(self) -> None:
         while self._works:
             self._works.popleft().wait()
+
+    def _follow(self, channel: Channel, other: int, work: dist.Work) -> None:
+        queue, rank = self._axis.comm.device_queue, self._axis.ranks[other]
+        if queue is not None:
+            queue.put(f"channel {channel.index}", P2P, range(rank, rank + 1), work, channel.name)
 
 
 def _tag(channel: Channel, number: int, x: Tensor) -> int:
