@@ -85,9 +85,8 @@ def unpack_roll(text: str, size: int) -> dict[int, Presence]:
     try:
         whole = zlib.decompressobj().decompress(base64.b85decode(text), size * _LONGEST)
         fingerprint, hosts, rows = json.loads(whole)
-        said = [
-            [*hosts[at][:1], fingerprint, pid, started, *hosts[at][1:], *handle] for at, pid, started, *handle in rows
-        ]
+        ranks = [(hosts[at], pid, started, handle) for at, pid, started, *handle in rows]
+        said = [[host, fingerprint, pid, started, near, *handle] for (host, near), pid, started, handle in ranks]
     except (ValueError, TypeError, LookupError, RecursionError, zlib.error):
         raise InvalidPresenceError("no roll") from None
     if len(said) != size:

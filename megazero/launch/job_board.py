@@ -7,6 +7,7 @@ one rank reads them all. A rank of which nothing comes is known by host and proc
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import threading
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megazero.comm.memfd import Handle
-from megazero.comm.status_board import EMPTY, FAILED, RUNNING, SLOT_SIZE, RankStatus, StatusBoard
+from megazero.comm.status_board import EMPTY, FAILED, RUNNING, SLOT_SIZE, STUCK, RankStatus, StatusBoard
 from megazero.launch.attendance import Presence
 from megazero.launch.roll_call import absent, came, elected
 from megazero.store.client import JobStore, NoAnswer
@@ -44,6 +45,7 @@ class JobBoard(StatusBoard):
     def __init__(self, board: StatusBoard, here: Sequence[int], store: Store, rank: int, roll: Mapping[int, Presence]):
         super().__init__(board._memory, board.size)
         self._here, self._store, self._rank, self._roll = here, store, rank, roll
+        self._gone: RuntimeError | None = None  # why the store is not asked again
 
     def listen(self) -> None:
         """Publish from a thread as soon as any rank raises the alarm."""
@@ -54,8 +56,8 @@ class JobBoard(StatusBoard):
         try:
             self._publish(self._store)
             self._store.set(_ALARM, "")
-        except RuntimeError:  # rank 0 has ended with the store, or does not answer
-            pass
+        except RuntimeError as error:  # rank 0 has ended with the store, or does not answer
+            self._gone = error
 
     def gather(self) -> list[RankStatus]:
         """Return the status of every rank, of those on other hosts as far as it is known."""
@@ -63,13 +65,12 @@ class JobBoard(StatusBoard):
         for rank, there in self._roll.items():
             whole.introduce(rank, RUNNING, there.host, there.pid)
         try:
-            for rank, raw in self._published():
+            for rank, raw in self._published() if self._gone is None else ():
                 whole.fill(rank, raw)
-        except NoAnswer:
-            pass
-        except RuntimeError:
-            if isinstance(self._store, JobStore):  # it ended with rank 0
-                whole.introduce(0, FAILED, self._roll[0].host, self._roll[0].pid)
+        except RuntimeError as error:
+            self._gone = error
+        if self._gone is not None and isinstance(self._store, JobStore) and not isinstance(self._gone, NoAnswer):
+            whole.introduce(0, FAILED, self._roll[0].host, self._roll[0].pid)  # with whom it ended
         for rank in self._here:
             if self.read(rank).state != EMPTY:
                 whole.fill(rank, self.raw(rank))
@@ -77,28 +78,25 @@ class JobBoard(StatusBoard):
 
     def is_first(self, text: str) -> bool:
         """Return whether no other rank says the same; where the store is gone, none of this host."""
-        try:
-            return (
-                elected(self._store, f"said/{hashlib.sha256(text.encode()).hexdigest()[:16]}", self._rank) == self._rank
-            )
-        except RuntimeError:
-            own = self.read(self._rank)
-            same = (rank for rank in self._here if self.read(rank).state == own.state)
-            return next((rank for rank in same if self.read(rank).message == own.message), self._rank) == self._rank
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if self._gone is None:
+            with contextlib.suppress(RuntimeError):
+                return elected(self._store, f"said/{digest}", self._rank) == self._rank
+        own = self.read(self._rank)
+        same = (one for one in map(self.read, self._here) if one.state == own.state)
+        return next(one.rank for one in same if one.message == own.message or own.state == STUCK) == self._rank
 
     def tell(self) -> None:
         """Let the ranks go that wait in `until_told`."""
-        try:
-            self._store.set(_TOLD, "")
-        except RuntimeError:
-            pass
+        with contextlib.suppress(RuntimeError):
+            if self._gone is None:
+                self._store.set(_TOLD, "")
 
     def until_told(self) -> None:
         """Wait for the rank that reports for all: a launcher may end all ranks with the first one."""
-        try:
-            came(self._store, _TOLD, _TELLING)
-        except RuntimeError:
-            pass
+        with contextlib.suppress(RuntimeError):
+            if self._gone is None:
+                came(self._store, _TOLD, _TELLING)
 
     def _listen(self, store: Store) -> None:
         try:
@@ -137,7 +135,7 @@ class JobBoard(StatusBoard):
 
 
 def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard:
-    """Return the board of this rank's host, which the host's first rank makes; one of its own where that is not allowed.
+    """Return the board of this rank's host, which the host's first rank makes; its own where that is not allowed.
 
     Raises:
         RuntimeError: the store does not answer in time.
@@ -154,9 +152,7 @@ def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard
             board = StatusBoard.attached(Handle(pid, *place), size)
     except (OSError, ValueError, TypeError):  # a hardened kernel may forbid it, or it is not what was announced
         board, here = StatusBoard.private(size), [rank]
-    found = JobBoard(board, here, store, rank, roll)
-    found.listen()
-    return found
+    return JobBoard(board, here, store, rank, roll)
 
 
 def _made(store: Store, rank: int, size: int) -> StatusBoard:

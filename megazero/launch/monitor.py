@@ -6,6 +6,7 @@ knows nothing of the other ranks. So process groups get twice `parallel.timeout`
 NCCL's flight recorder holds into its log, and leaves by the same path as a rank on a CPU.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -75,17 +76,16 @@ class Monitor:
         if self._place.world.launcher != "local":  # a parent reads the board itself
             say_why(self._place)
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads
                 stream.flush()
-            except (OSError, ValueError):  # nobody reads
-                pass
         self._end(1)
 
     def _watch(self) -> None:
         while dist.is_initialized():
             self._sleep(self._between)
             if stuck := self.look():
-                return self.give_up(stuck)
+                self.give_up(stuck)
+                return
 
 
 def flight_recorder(dump: Callable[..., bytes] | None = None) -> list[str]:
