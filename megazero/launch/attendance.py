@@ -83,14 +83,14 @@ def pack_roll(roll: Sequence[Presence]) -> str:
 def unpack_roll(text: str, size: int) -> dict[int, Presence]:
     """Return the description of each of `size` ranks. Raises InvalidPresenceError."""
     try:
-        whole = zlib.decompressobj().decompress(base64.b85decode(text), size * _LONGEST)
-        fingerprint, hosts, rows = json.loads(whole)
+        stream = zlib.decompressobj()
+        fingerprint, hosts, rows = json.loads(stream.decompress(base64.b85decode(text), size * _LONGEST))
         ranks = [(hosts[at], pid, started, handle) for at, pid, started, *handle in rows]
         said = [[host, fingerprint, pid, started, near, *handle] for (host, near), pid, started, handle in ranks]
     except (ValueError, TypeError, LookupError, RecursionError, zlib.error):
         raise InvalidPresenceError("no roll") from None
-    if len(said) != size:
-        raise InvalidPresenceError(f"{len(said)} ranks, expected {size}")
+    if len(said) != size or not stream.eof:
+        raise InvalidPresenceError(f"a roll of {len(said)} ranks, expected {size}")
     return {rank: Presence.checked(one) for rank, one in enumerate(said)}
 
 

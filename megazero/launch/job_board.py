@@ -47,9 +47,15 @@ class JobBoard(StatusBoard):
         self._here, self._store, self._rank, self._roll = here, store, rank, roll
         self._gone: RuntimeError | None = None  # why the store is not asked again
 
-    def listen(self) -> None:
-        """Publish from a thread as soon as any rank raises the alarm."""
-        threading.Thread(target=self._listen, args=(self._store.clone(),), name="alarm", daemon=True).start()
+    def listen(self) -> threading.Thread:
+        """Start to wait for an alarm in a thread, which publishes where this rank is when there is one.
+
+        Called when the start is over: until then ranks that are missing are found by other means (`lobby.py`), and the
+        waiting takes a connection to the store of each rank.
+        """
+        waiting = threading.Thread(target=self._listen, args=(self._store.clone(),), name="alarm", daemon=True)
+        waiting.start()
+        return waiting
 
     def raise_alarm(self) -> None:
         """Publish this rank's end, and make the others publish where they are."""

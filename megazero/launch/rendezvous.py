@@ -33,7 +33,7 @@ from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
 from megazero.launch.attendance import NOWHERE, Presence
 from megazero.launch.environment import Meeting, RankContext, World, host_name, meeting_of_step, secret_of_step, stay_on
-from megazero.launch.job_board import JobBoard, job_board
+from megazero.launch.job_board import job_board
 from megazero.launch.lobby import Lobby
 from megazero.launch.monitor import Monitor
 from megazero.launch.roll_call import call_roll
@@ -132,8 +132,6 @@ def _connected(
         host_staging=staging,
         together=lobby.together,
     )
-    if isinstance(place.status_slot.board, JobBoard):
-        place.status_slot.board.listen()
     if shared_memory is not None:
         comm.ledger.hold("staging", Outbox.size(world.size))
     return comm

@@ -39,6 +39,7 @@ from megazero.launch.environment import (
     world_from_environment,
 )
 from megazero.launch.exit_status import outcome, say_why
+from megazero.launch.job_board import JobBoard
 from megazero.launch.rendezvous import connect, disconnect, leave_at_once
 from megazero.launch.signals import StoppedEarly
 from megazero.launch.spawn import run_local
@@ -177,6 +178,8 @@ def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
     with grid.comm.together("logs"):
         log_file = agree(grid["world"], device, lambda: settle_in(folder, place))
+    if isinstance(place.status_slot.board, JobBoard):
+        place.status_slot.board.listen()
     log = logging.getLogger("megazero")
     if place.world.shares_gpus:
         log.info(line := sharing(place.world, grid))

@@ -19,7 +19,7 @@ from megazero.store.server import DONE, NUMBER, StoreServer
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts to connect
 _ATTEMPT = 5.0  # seconds at most for one
-_AGAIN = 3.0  # seconds to connect once more to a rank 0 that was there
+_AGAIN = 10.0  # seconds to connect once more to a rank 0 that was there
 _SLACK = 2.0  # seconds that an answer may take beyond the time that it was asked to wait
 
 
