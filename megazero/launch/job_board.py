@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -53,7 +54,8 @@ class JobBoard(StatusBoard):
         Called when the start is over: until then ranks that are missing are found by other means (`lobby.py`), and the
         waiting takes a connection to the store of each rank.
         """
-        waiting = threading.Thread(target=self._listen, args=(self._store.clone(),), name="alarm", daemon=True)
+        store: Any = self._store  # torch's description of the class lacks `clone`
+        waiting = threading.Thread(target=self._listen, args=(store.clone(),), name="alarm", daemon=True)
         waiting.start()
         return waiting
 

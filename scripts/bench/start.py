@@ -79,7 +79,7 @@ class Rehearsed:
 
 def main() -> int:
     """Print the table, or with --json its rows."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
