@@ -304,6 +304,8 @@ def _landing(on_host: Pending, staging: HostStaging, land: Callable[[], None], r
 
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     assert work is not None, "this process is not on the axis"
+    if axis.comm.device_queue is not None:
+        axis.comm.device_queue.put(axis.name, axis.name, axis.ranks, work)
 
     def finish() -> Tensor:
         try:

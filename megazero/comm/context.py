@@ -17,6 +17,7 @@ from megazero.comm.nccl import split_group
 from megazero.comm.pool import Pool
 
 if TYPE_CHECKING:
+    from megazero.comm.device_queue import DeviceQueue
     from megazero.comm.status_board import StatusSlot
     from megazero.comm.transport.shared_memory import SharedMemoryTransport
 
@@ -47,11 +48,13 @@ class CommContext:
 
     Attributes:
         backend: "gloo" or "nccl"; algorithms are picked by it, never by the device of a tensor.
-        timeout: how long to wait for the others in one operation.
+        timeout: how long to wait for the others in one operation; on NCCL that of process groups, which abort the
+            process then.
         bucket: most bytes of one operation between sender and receiver; longer ones go in pieces.
         ledger: counts traffic and memory.
         shared_memory: the transport between ranks of the same host; None: sockets are used.
         status_slot: shows the operation that this rank is in.
+        device_queue: follows what this rank queues on its GPU; None where operations end when they are waited for.
         split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
@@ -66,6 +69,7 @@ class CommContext:
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
     status_slot: StatusSlot | Unseen = field(default_factory=lambda: Unseen())
+    device_queue: DeviceQueue | None = None
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
     together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()

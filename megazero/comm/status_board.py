@@ -2,21 +2,26 @@
 
 A hung run is silent: the ranks that wait know what they wait for, not for which rank, and the missing rank cannot
 report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory shared with the
-parent that started it (or of a file in the run's folder), and writes there its step, its phase and the last operation
-it began on each axis. That costs about a microsecond per operation and needs no thread, no network and no cooperation:
-any process that is left reads the slots of all (`launch/diagnosis.py`).
+parent that started it or with the ranks of its host (never a file on a disk), and writes there its step, its phase and
+the last operation it began on each axis. That costs about a microsecond per operation and needs no thread, no network
+and no cooperation: any process that is left reads the slots of all (`launch/diagnosis.py`).
 """
 
 import hashlib
 import mmap
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megazero.comm.axes import LANES
+from megazero.comm import memfd
+from megazero.comm.axes import LANES, P2P
 from megazero.comm.processes import Process, host_id
+
+if TYPE_CHECKING:
+    from megazero.comm.device_queue import Queued
 
 _HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
 _IDENTITY, _IDENTITY_AT = struct.Struct("<Q8s"), 128  # start of the process, digest of the host's identity
@@ -25,7 +30,7 @@ _OPEN, _OPEN_AT = struct.Struct("<H"), 8
 _OPERATIONS_AT = 192
 _MESSAGE_AT = _OPERATIONS_AT + len(LANES) * _OPERATION.size
 _MESSAGE = struct.Struct("<1000s")
-SLOT_SIZE = mmap.PAGESIZE  # a page: hosts that share a file do not write over each other
+SLOT_SIZE = mmap.PAGESIZE
 assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
 assert _MESSAGE_AT + _MESSAGE.size <= SLOT_SIZE
 
@@ -34,6 +39,8 @@ START, BUILD, TRAIN = "start", "build", "train"
 
 # States of a rank.
 EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
+ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else it is an axis
+_NAME = "megazero-board"
 
 
 @dataclass(frozen=True)
@@ -108,14 +115,15 @@ class StatusBoard:
         return cls(mmap.mmap(-1, size * SLOT_SIZE), size)
 
     @classmethod
-    def in_file(cls, path: Path, size: int) -> "StatusBoard":
-        """Return a board in a file that all ranks map; each may create it."""
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, size * SLOT_SIZE)  # a full disk is an error now, not a signal later
-            return cls(mmap.mmap(handle, size * SLOT_SIZE), size)
-        finally:
-            os.close(handle)
+    def shared(cls, size: int) -> tuple["StatusBoard", memfd.Handle]:
+        """Return a board that other processes of this host can attach. Raises OSError."""
+        memory, handle = memfd.make(_NAME, size * SLOT_SIZE)
+        return cls(memory, size), handle
+
+    @classmethod
+    def attached(cls, handle: memfd.Handle, size: int) -> "StatusBoard":
+        """Return the board that another process has made. Raises OSError: it cannot be had, or is none."""
+        return cls(memfd.attach(handle, _NAME, size * SLOT_SIZE), size)
 
     def status_slot(self, rank: int) -> "StatusSlot":
         """Return the slot of a rank, for that rank to write."""
@@ -144,12 +152,24 @@ class StatusBoard:
     def read_all(self) -> list[RankStatus]:
         return [self.read(rank) for rank in range(self.size)]
 
+    def raw(self, rank: int) -> bytes:
+        """Return a slot's memory, without the zeros at its end."""
+        return self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE].rstrip(b"\0")
+
+    def fill(self, rank: int, raw: bytes) -> None:
+        """Set a slot to what `raw` has returned on another host."""
+        self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE] = raw[:SLOT_SIZE].ljust(SLOT_SIZE, b"\0")
+
+    def introduce(self, rank: int, state: int, host: str, pid: int) -> None:
+        """Set a slot to what is known of a rank that shows nothing itself."""
+        self.fill(rank, _HEAD.pack(state, 0, pid, 0, b"", host.encode()[:64]))
+
 
 class StatusSlot:
     """The slot of one rank on a board.
 
     Attributes:
-        board: the board that it has moved to, which other ranks can read.
+        board: the board that it has moved to, which other ranks of the host can read.
     """
 
     def __init__(self, memory: mmap.mmap, at: int):
@@ -174,6 +194,15 @@ class StatusSlot:
         state, axis_from_1, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
         _HEAD.pack_into(self._memory, self._at, state, axis_from_1, pid, step, phase.encode(), host)
 
+    def stall(self, unfinished: "Iterable[Queued]") -> None:
+        """Show that this rank's GPU does not go on, and in which operations: their lanes hold the newest of each."""
+        for queued in unfinished:
+            if queued.axis == P2P:
+                self.begin(P2P, queued.ranks, queued.text)
+            else:
+                _OPEN.pack_into(self._memory, self._lane(queued.axis) + _OPEN_AT, 1)
+        self.set_state(STUCK, ON_DEVICE)
+
     def set_state(self, state: int, message: str = "") -> None:
         """Set one of the states above; with the user's error line as the message when it is FAILED."""
         _MESSAGE.pack_into(self._memory, self._at + _MESSAGE_AT, message.encode()[:1000])
@@ -194,6 +223,11 @@ class StatusSlot:
         return self._memory[self._at]
 
     @property
+    def message(self) -> str:
+        """Return the message given to `set_state`."""
+        return _text(_MESSAGE.unpack_from(self._memory, self._at + _MESSAGE_AT)[0])
+
+    @property
     def place(self) -> str:
         """Return phase and host, in words."""
         _, _, _, _, phase, host = _HEAD.unpack_from(self._memory, self._at)
@@ -202,7 +236,7 @@ class StatusSlot:
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """Record the start of an operation; return its number on the axis."""
         number = self._numbers[axis] = self._numbers[axis] + 1
-        at = self._at + _OPERATIONS_AT + LANES.index(axis) * _OPERATION.size
+        at = self._lane(axis)
         (still,) = _OPEN.unpack_from(self._memory, at + _OPEN_AT)
         _OPERATION.pack_into(
             self._memory, at, number, still + 1, ranks.start, ranks.step, len(ranks), text.encode()[:160]
@@ -212,9 +246,12 @@ class StatusSlot:
 
     def end(self, axis: str) -> None:
         """Record the end of one of the operations begun on the axis."""
-        at = self._at + _OPERATIONS_AT + LANES.index(axis) * _OPERATION.size + _OPEN_AT
+        at = self._lane(axis) + _OPEN_AT
         (still,) = _OPEN.unpack_from(self._memory, at)
         _OPEN.pack_into(self._memory, at, still - 1)
+
+    def _lane(self, axis: str) -> int:
+        return self._at + _OPERATIONS_AT + LANES.index(axis) * _OPERATION.size
 
 
 @cache

@@ -84,6 +84,7 @@ class Parallel(Section):
         default=False, description="Sequence parallelism on the tensor axis; the identity with tensor 1."
     )
     timeout: Positive = Field(default=120, description="Seconds after which a rank that does not answer ends the run.")
+    start_timeout: Positive = Field(default=900, description="Seconds to wait for all ranks to come to the roll call.")
 
 
 class Offload(Section):

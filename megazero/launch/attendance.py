@@ -1,8 +1,10 @@
-"""Encode and check the message that each rank sends at the roll call: no field is used before it is checked."""
+"""Encode and check the messages of the roll call, of one rank and of all: no field is used before it is checked."""
 
+import base64
 import json
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 from megazero.comm.transport.shared_memory import Handle
@@ -52,6 +54,11 @@ class Presence:
             said = json.loads(raw)
         except (ValueError, RecursionError):
             raise InvalidPresenceError("no JSON") from None
+        return cls.checked(said)
+
+    @classmethod
+    def checked(cls, said: object) -> "Presence":
+        """Return the rank that the fields of a message describe. Raises InvalidPresenceError."""
         if not isinstance(said, list) or len(said) != len(_FIELDS):
             raise InvalidPresenceError(f"expected a list of {len(_FIELDS)}")
         for (name, holds), value in zip(_FIELDS.items(), said, strict=True):
@@ -62,6 +69,29 @@ class Presence:
         if found.handle != NOWHERE and found.handle.pid != pid:
             raise InvalidPresenceError("its memory is of another process")
         return found
+
+
+def pack_roll(roll: Sequence[Presence]) -> str:
+    """Return the descriptions of all ranks, which have one fingerprint, in few characters."""
+    hosts = list(dict.fromkeys((one.host, one.host_id) for one in roll))
+    at = {host: number for number, host in enumerate(hosts)}
+    rows = [[at[one.host, one.host_id], one.pid, one.started, *astuple(one.handle)] for one in roll]
+    whole = json.dumps([roll[0].fingerprint, hosts, rows], separators=(",", ":"))
+    return base64.b85encode(zlib.compress(whole.encode())).decode()
+
+
+def unpack_roll(text: str, size: int) -> dict[int, Presence]:
+    """Return the description of each of `size` ranks. Raises InvalidPresenceError."""
+    try:
+        stream = zlib.decompressobj()
+        fingerprint, hosts, rows = json.loads(stream.decompress(base64.b85decode(text), size * _LONGEST))
+        ranks = [(hosts[at], pid, started, handle) for at, pid, started, *handle in rows]
+        said = [[host, fingerprint, pid, started, near, *handle] for (host, near), pid, started, handle in ranks]
+    except (ValueError, TypeError, LookupError, RecursionError, zlib.error):
+        raise InvalidPresenceError("no roll") from None
+    if len(said) != size or not stream.eof:
+        raise InvalidPresenceError(f"a roll of {len(said)} ranks, expected {size}")
+    return {rank: Presence.checked(one) for rank, one in enumerate(said)}
 
 
 def _text(value: object) -> bool:

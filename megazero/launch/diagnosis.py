@@ -13,8 +13,9 @@ from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.comm.axes import P2P
-from megazero.comm.status_board import DONE, EMPTY, FAILED, RUNNING, STUCK, Operation, RankStatus
+from megazero.comm.status_board import DONE, EMPTY, FAILED, ON_DEVICE, RUNNING, STUCK, Operation, RankStatus
 
+_Wait = tuple[int, int, Operation]  # who is waited for, who waits, in what
 SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
 STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
@@ -37,24 +38,23 @@ def death(status: RankStatus, exit_code: int) -> UserError:
 
 def disagreement(statuses: Sequence[RankStatus]) -> UserError | None:
     """Return the error for the first pair of ranks that began different operations under the same number."""
+    texts: dict[tuple[str, range, int], str] = {}
     for status in statuses:
-        for mine in status.operations:
-            for other in mine.ranks:
-                if other >= len(statuses):
-                    continue
-                theirs = statuses[other].on(mine.axis)
-                if theirs.ranks == mine.ranks and theirs.number == mine.number and theirs.text != mine.text:
-                    return _mismatch(statuses, mine)
+        for mine in status.operations:  # messages are numbered by each rank for itself
+            if mine.axis != P2P and texts.setdefault((mine.axis, mine.ranks, mine.number), mine.text) != mine.text:
+                return _mismatch(statuses, mine)
     return None
 
 
 def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
     """Return why `rank`, which gave up in an operation, got no answer."""
-    mine = _waits_in(statuses[rank])
-    assert mine is not None, "it gave up in an operation"
     found = disagreement(statuses)
     if found is not None:
         return found
+    if statuses[rank].message == ON_DEVICE:
+        return _stuck_on_device(statuses, rank)
+    mine = _waits_in(statuses[rank])
+    assert mine is not None, "it gave up in an operation"
     culprit, waiter, operation, seen = rank, rank, mine, {rank}
     while operation is not None:
         late = [k for k in operation.ranks if k not in seen and _missing(statuses, k, operation)]
@@ -69,10 +69,52 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
         return _halt(statuses[stopped[0]], f"rank {rank} waited in {mine}")
     blamed = statuses[culprit]
     if culprit == rank:
-        hosts = sorted({statuses[k].host for k in mine.ranks if k < len(statuses)} - {blamed.host})
-        beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
-        what = f"lost its connection in {mine} {_where(blamed)}{beyond}"
-        return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
+        return _lost(statuses, blamed, mine)
+    return _no_answer(statuses, blamed, mine, waiter)
+
+
+def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
+    """Return why the GPUs do not go on, from a rank whose GPU does not.
+
+    A host runs ahead of its GPU, so that having begun an operation is no proof of having taken part in it. But only a
+    rank that all the others wait for has nothing unfinished: whatever it has queued, the others have queued too. So
+    the ranks that wait for each other are followed to one that is not stuck, first of all one that is behind.
+    """
+    seen, lines, todo, found, behind = {rank}, set[tuple[str, range]](), [rank], list[_Wait](), list[_Wait]()
+    while todo:
+        waiter = todo.pop(0)
+        for operation in statuses[waiter].operations if statuses[waiter].state == STUCK else ():
+            if not operation.open or (operation.axis, operation.ranks) in lines:  # once for all that are in it
+                continue
+            lines.add((operation.axis, operation.ranks))
+            for other in operation.ranks:
+                if other == waiter or other >= len(statuses):
+                    continue
+                if statuses[other].state != STUCK:
+                    found.append((other, waiter, operation))
+                elif operation.axis != P2P and _missing(statuses, other, operation):
+                    behind.append((other, waiter, operation))
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+    found.sort(key=lambda one: (not statuses[one[0]].is_stopped, not _missing(statuses, one[0], one[2])))
+    for culprit, waiter, operation in found or behind:
+        return _no_answer(statuses, statuses[culprit], operation, waiter)
+    mine = statuses[rank].open
+    assert mine is not None, "it is stuck in an operation"
+    return _lost(statuses, statuses[rank], mine)
+
+
+def _lost(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operation) -> UserError:
+    """Return the error for an operation that all ranks have begun, and that did not end."""
+    hosts = sorted({statuses[k].host for k in mine.ranks if k < len(statuses)} - {blamed.host})
+    beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
+    what = f"lost its connection in {mine} {_where(blamed)}{beyond}"
+    return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
+
+
+def _no_answer(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operation, waiter: int) -> UserError:
+    """Return the error for a rank that others waited for in an operation."""
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
     what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(statuses, mine, waiter)}"
     return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
@@ -100,9 +142,9 @@ def _halt(status: RankStatus, waiting: str) -> UserError:
 
 
 def _waits_in(status: RankStatus) -> Operation | None:
-    if status.state == STUCK:  # its message is the axis
+    if status.state == STUCK and status.message != ON_DEVICE:  # its message is the axis
         return status.on(status.message)
-    return status.open if status.state == RUNNING else None
+    return status.open if status.state in (RUNNING, STUCK) else None
 
 
 def _missing(statuses: Sequence[RankStatus], rank: int, operation: Operation) -> bool:

@@ -1,8 +1,7 @@
 """Record how a rank ends, and report why.
 
 A rank records in its status slot how it ended. A local parent reads the slots and prints one line (`spawn.py`). Ranks
-that torchrun or srun started have no such parent: they read the slots, once these are in the run's folder, and the
-lowest rank that has an error to report prints it.
+that torchrun or srun started have no such parent: the first of those with the same to say prints it (`job_board.py`).
 """
 
 import signal
@@ -15,9 +14,10 @@ from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import REQUEUE
 from megazero.comm.collectives import CollectiveError
-from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard
+from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus
 from megazero.launch.diagnosis import stuck
 from megazero.launch.environment import RankContext
+from megazero.launch.job_board import JobBoard
 from megazero.launch.signals import StoppedEarly
 from megazero.launch.stacks import ask_for_stacks
 
@@ -54,19 +54,31 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
 
 
 def say_why(place: RankContext) -> None:
-    """Print why the run failed, if this rank knows it and no lower rank says the same. For ranks without a parent."""
-    rank = place.world.rank
-    if place.status_slot.board is None:  # it did not come to a folder: this rank knows of no other
-        place.status_slot.move(StatusBoard.private(place.world.size), rank)
-    board = place.status_slot.board
-    assert board is not None
+    """Print why the run failed, if this rank knows it and no other says the same. For ranks without a parent."""
+    rank, own = place.world.rank, place.status_slot
+    if own.state not in (FAILED, STUCK):
+        return
+    board = own.board
+    if not isinstance(board, JobBoard):  # it did not meet the others
+        _print(own.message if own.state == FAILED else "")
+        return
+    board.raise_alarm()
     time.sleep(_GRACE)
     statuses = board.read_all()
     if rank == first_here(statuses):
         ask_for_stacks(statuses)
-    own = statuses[rank]
-    line = _line(statuses, own)
-    if line and all(_line(statuses, other) != line for other in statuses[:rank]):
+    if own.state == FAILED:
+        if own.message and board.is_first(own.message):
+            _print(own.message)
+    elif board.is_first("stuck"):
+        _print(_line(board.gather()))
+        board.tell()
+    else:
+        board.until_told()
+
+
+def _print(line: str) -> None:
+    if line:
         with HEART.paused():
             print(line, file=sys.stderr, flush=True)
 
@@ -76,10 +88,8 @@ def first_here(statuses: Sequence[RankStatus]) -> int | None:
     return next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None)
 
 
-def _line(statuses: list[RankStatus], status: RankStatus) -> str:
-    if status.state == FAILED:
-        return status.message
-    if status.state != STUCK or any(other.has_said for other in statuses):
+def _line(statuses: list[RankStatus]) -> str:
+    if any(other.has_said for other in statuses):
         return ""  # whoever failed says why
     first = next(other.rank for other in statuses if other.state == STUCK)
     return str(stuck(statuses, first))

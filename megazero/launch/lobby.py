@@ -7,9 +7,8 @@ blame, and the roll call has said where that rank is.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -18,10 +17,11 @@ from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.processes import Process
 from megazero.launch.attendance import Presence
 from megazero.launch.diagnosis import SLOW, STOPPED
+from megazero.launch.roll_call import absent, came, elected
 from megazero.store.client import NoAnswer
 
 _SLACK = 1.0  # seconds that ranks may give up later than the first one
-_SHORTEST, _SLICE = 0.02, 0.5  # seconds of one wait
+_BETWEEN = 0.1  # seconds between two looks at the store
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,11 @@ class Lobby:
         store: the store that all ranks reach; must live as long as torch's groups use it.
         rank: of this process.
         roll: all ranks, as they described themselves.
-        timeout: seconds.
     """
 
     store: Store
     rank: int
     roll: Mapping[int, Presence]
-    timeout: float
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -55,50 +53,39 @@ class Lobby:
             raise
         except RuntimeError as error:  # all of torch's, and CollectiveError
             reason = " ".join(str(error).split())[:80]
-            missing = [0] if isinstance(error, NoAnswer) else self._missing(what)  # rank 0 holds that store
-            raise self._blamed(what, missing) or self._broken(what, reason) from None
+            # Rank 0 holds that store; nobody can be elected without it.
+            speaker, missing = (1, [0]) if isinstance(error, NoAnswer) else self._missing(what)
+            if speaker != self.rank:
+                raise FailedElsewhere(speaker, 311) from None
+            raise self._blamed(what, missing[0]) if missing else self._broken(what, reason) from None
 
-    def _missing(self, what: str) -> list[int]:
-        """Return the ranks that neither got through nor gave up within _SLACK seconds."""
+    def _missing(self, what: str) -> tuple[int, list[int]]:
+        """Return which rank speaks, and to that one the ranks that neither got through nor gave up in time.
+
+        One rank alone looks for them; the others stay until it has: a launcher may end all ranks with the first one.
+        """
         try:
             self.store.set(f"{what}/{self.rank}", "late")
-            return absent(self.store, what, [rank for rank in self.roll if rank != self.rank], _SLACK)
+            speaker = elected(self.store, f"{what}/speaker", self.rank)
+            if speaker != self.rank:
+                came(self.store, f"{what}/found", 2 * _SLACK)
+                return speaker, []
+            deadline = time.monotonic() + _SLACK
+            while (missing := absent(self.store, what, list(self.roll))) and time.monotonic() < deadline:
+                time.sleep(_BETWEEN)
+            self.store.set(f"{what}/found", "")
+            return speaker, missing
         except NoAnswer:
-            return [0]
+            return 1, [0]
         except dist.DistError:  # rank 0 has ended, and says why
-            return []
+            return 0, []
 
-    def _blamed(self, what: str, missing: Sequence[int]) -> UserError | None:
-        """Return this rank's error if another rank is missing: the lowest rank that is present reports it."""
-        if not missing:
-            return None
-        speaker = min(set(self.roll) - set(missing))
-        if speaker != self.rank:
-            return FailedElsewhere(speaker, 311)
-        there = self.roll[missing[0]]
+    def _blamed(self, what: str, missing: int) -> UserError:
+        there = self.roll[missing]
         here = there.host_id != "" and there.host_id == self.roll[self.rank].host_id
         stopped = here and Process(there.pid, there.started).is_stopped
         line = f"did not answer in the meeting ({what}) in start on {there.host} (pid {there.pid})"
-        return UserError(311, f"{line}; rank {speaker} waited", STOPPED if stopped else SLOW, rank=missing[0])
+        return UserError(311, f"{line}; rank {self.rank} waited", STOPPED if stopped else SLOW, rank=missing)
 
     def _broken(self, what: str, reason: str) -> UserError:
-        if self.rank:
-            return FailedElsewhere(0, 320)
-        return UserError(320, f"{what}: {reason}", "see the network between the ranks' hosts", rank=0)
-
-
-def absent(store: Store, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
-    """Wait until each of `ranks` has set its `key`; return those that have not in time."""
-    deadline, names = time.monotonic() + seconds, [f"{key}/{rank}" for rank in ranks]
-    while names:
-        left = deadline - time.monotonic()
-        try:
-            # The store answers when all are there; in slices, so that a signal is noted meanwhile.
-            store.wait(names, timedelta(seconds=min(max(left, _SHORTEST), _SLICE)))
-            break
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # a slice is over: torch's stores have different words for it
-            if left <= 0:
-                return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-    return []
+        return UserError(320, f"{what}: {reason}", "see the network between the ranks' hosts", rank=self.rank)

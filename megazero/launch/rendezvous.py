@@ -9,44 +9,60 @@ The roll call comes before the process group, so that a rank that does not come 
 code or another config.
 """
 
+import contextlib
 import fcntl
+import os
 import socket
 import struct
+import sys
+import threading
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.context import BUCKET, CommContext
+from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import options
 from megazero.comm.processes import Process, host_id
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
-from megazero.launch.attendance import NOWHERE, InvalidPresenceError, Presence
+from megazero.launch.attendance import NOWHERE, Presence
 from megazero.launch.environment import Meeting, RankContext, World, host_name, meeting_of_step, secret_of_step, stay_on
-from megazero.launch.lobby import Lobby, absent
+from megazero.launch.job_board import job_board
+from megazero.launch.lobby import Lobby
+from megazero.launch.monitor import Monitor
+from megazero.launch.roll_call import call_roll
 from megazero.store import addresses
 from megazero.store.channel import Refused
 from megazero.store.client import JobStore, NoAnswer
 from megazero.store.server import StoreServer
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
-_AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes each
+_ABORT = 10.0  # seconds for NCCL to give its communicators up
 
 
 def connect(
-    place: RankContext, *, timeout: timedelta, fingerprint: str, bucket: int = BUCKET, shared_memory: bool = True
+    place: RankContext,
+    *,
+    timeout: timedelta,
+    fingerprint: str,
+    start_timeout: timedelta | None = None,
+    bucket: int = BUCKET,
+    shared_memory: bool = True,
 ) -> CommContext:
     """Meet the other ranks and make the default process group; a single process meets none.
 
     Args:
         place: the context of this process.
-        timeout: for the meeting, and for every operation afterwards.
+        timeout: for every operation.
         fingerprint: of code and config; must be the same on every rank.
+        start_timeout: for the ranks to come to the roll call; None: `timeout`.
         bucket: see `CommContext`.
         shared_memory: ranks of one host exchange through memory, where the system allows it; otherwise through sockets.
 
@@ -60,7 +76,7 @@ def connect(
     if place.store is not None:
         stay_on(_loopback())
     try:
-        return _connected(place, timeout, fingerprint, bucket, shares=shared_memory)
+        return _connected(place, timeout, start_timeout or timeout, fingerprint, bucket, shares=shared_memory)
     except NoAnswer as error:
         if world.rank != 1:
             raise FailedElsewhere(1, 320) from None
@@ -72,36 +88,49 @@ def connect(
         raise FailedElsewhere(0, 320) from None
 
 
-def _connected(place: RankContext, timeout: timedelta, fingerprint: str, bucket: int, *, shares: bool) -> CommContext:
-    world, store = place.world, _store(place, timeout)
+def _connected(
+    place: RankContext, timeout: timedelta, start_timeout: timedelta, fingerprint: str, bucket: int, *, shares: bool
+) -> CommContext:
+    world, store = place.world, _store(place, start_timeout)
     device = world.device
     on_gpu, backend = device.type == "cuda", "nccl" if device.type == "cuda" and not world.shares_gpus else "gloo"
     shared_memory = _shared_memory(world, timeout) if shares and backend == "gloo" and supported() else None
-    roll = _roll_call(store, world, timeout, _presence(fingerprint, shared_memory))
-    lobby = Lobby(store, world.rank, roll, timeout.total_seconds())
-    if shared_memory is not None:
-        _open_outboxes(shared_memory, lobby)
+    mine = _presence(fingerprint, shared_memory)
+    roll = call_roll(store, world.rank, world.size, start_timeout.total_seconds(), mine)
+    store.set_timeout(timeout)  # all ranks are there
+    lobby = Lobby(store, world.rank, roll)
+    with lobby.together("shared memory"):
+        if place.store is None:  # else the local parent has made a board for all
+            place.status_slot.move(job_board(store, world.rank, roll), world.rank)
+        if shared_memory is not None:
+            _open_outboxes(shared_memory, lobby)
     if on_gpu:
         torch.cuda.set_device(device)
+    # NCCL's own watchdog ends the process without a word about who is missing: it comes after ours.
+    group_timeout = 2 * timeout if backend == "nccl" else timeout
     with lobby.together("process group"):
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timeout,
+            timeout=group_timeout,
             device_id=device if backend == "nccl" else None,
             pg_options=options(timeout, few_ctas=True) if backend == "nccl" else None,
         )
     ledger = Ledger()
     staging = staging_pool(device, ledger) if on_gpu and backend == "gloo" else None
+    queue = DeviceQueue() if backend == "nccl" else None
+    if queue is not None:
+        Monitor(queue, place, timeout.total_seconds()).start()
     comm = CommContext(
         backend,
-        timeout,
+        group_timeout,
         bucket,
         ledger,
         shared_memory,
         place.status_slot,
+        queue,
         host_staging=staging,
         together=lobby.together,
     )
@@ -114,6 +143,25 @@ def disconnect() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave_at_once(code: int) -> None:
+    """End a process that failed while it was connected through NCCL, whose clean-up would wait for the others.
+
+    Returns where there is nothing to wait for: no process group, or one of gloo.
+
+    Args:
+        code: the exit code.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    aborting = threading.Thread(target=_abort_process_group, daemon=True)  # which may wait for the device
+    aborting.start()
+    aborting.join(_ABORT)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads
+            stream.flush()
+    os._exit(code)
 
 
 def _store(place: RankContext, timeout: timedelta) -> Store:
@@ -193,60 +241,11 @@ def _loopback() -> str:
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:
     """Return this rank's description for the roll call."""
-    own = Process.own()
-    near, handle = ("", NOWHERE) if shared_memory is None else (host_id(), shared_memory.handle)
+    own, near = Process.own(), ""
+    with contextlib.suppress(OSError):  # the system does not say
+        near = host_id()
+    handle = NOWHERE if shared_memory is None else shared_memory.handle
     return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
-
-
-def _roll_call(store: Store, world: World, timeout: timedelta, mine: Presence) -> dict[int, Presence]:
-    """Wait until every rank has come, each with the same fingerprint; return the description of each."""
-    store.set(f"here/{world.rank}", mine.to_json())
-    _all_have(store, "here", world, timeout)
-    roll: dict[int, Presence] = {}
-    odd: dict[int, str] = {}
-    keys = [f"here/{rank}" for rank in range(world.size)]
-    said = [raw for at in range(0, world.size, _AT_ONCE) for raw in store.multi_get(keys[at : at + _AT_ONCE])]
-    for rank in range(world.size):
-        try:
-            roll[rank] = Presence.from_json(said[rank])
-        except InvalidPresenceError as error:
-            odd[rank] = f"said what is no presence at the roll call: {error}"
-            continue
-        first = roll[min(roll)]
-        if roll[rank].fingerprint != first.fingerprint:
-            what = f"runs {roll[rank].fingerprint} on {roll[rank].host}, "
-            odd[rank] = what + f"rank {min(roll)} {first.fingerprint} on {first.host}"
-    if odd:
-        _stop(store, world, timeout, odd, sane=sorted(roll))
-    store.set(f"heard/{world.rank}", "")
-    if world.rank == 0:  # which may hold the store: whoever has not heard the roll could not say who is missing
-        _all_have(store, "heard", world, timeout)
-    return roll
-
-
-def _stop(store: Store, world: World, timeout: timedelta, odd: dict[int, str], sane: list[int]) -> None:
-    """Stop all ranks because of `odd` ones. The first of these says why, if it is one of the `sane` that can answer."""
-    store.set(f"read/{world.rank}", "")
-    if world.rank == 0:  # which holds the store: without it the others would not know whom to blame
-        _all_have(store, "read", world, timeout)
-    rank, what = next(iter(odd.items()))
-    speaker = rank if rank in sane or not sane else sane[0]
-    if speaker != world.rank:
-        raise FailedElsewhere(speaker, 321)
-    raise UserError(321, what, "start all ranks from one folder with one config and the same flags", rank=rank)
-
-
-def _all_have(store: Store, key: str, world: World, timeout: timedelta) -> None:
-    """Wait until every rank has set its `key`."""
-    missing = absent(store, key, range(world.size), timeout.total_seconds())
-    if not missing:
-        return
-    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    first = min(set(range(world.size)) - set(missing))
-    if first != world.rank:
-        raise FailedElsewhere(first, 320)
-    what = f"{len(missing)} of {world.size} ranks did not come within {timeout.seconds} s: {shown}"
-    raise UserError(320, what, "see their output; are all hosts up, was srun left out?", rank=world.rank)
 
 
 def _open_outboxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
@@ -260,8 +259,6 @@ def _open_outboxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
         opened = True
     except OSError:  # a hardened kernel may forbid it, or it is not what was announced; sockets do as well
         opened = False
-    with lobby.together("shared memory"):
-        store.set(f"opened/{own}", str(int(opened)))
-        store.wait([f"opened/{rank}" for rank in here])
-        if all(store.get(f"opened/{rank}") == b"1" for rank in here):
-            shared_memory.reached = frozenset(here)
+    store.set(f"opened/{own}", str(int(opened)))
+    if all(said == b"1" for said in store.multi_get([f"opened/{rank}" for rank in here])):
+        shared_memory.reached = frozenset(here)

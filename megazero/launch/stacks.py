@@ -33,11 +33,11 @@ class Stacks:
         if ASK is not None:
             faulthandler.register(ASK, file=self._log, all_threads=True)
 
-    def write(self, error: BaseException) -> None:
-        """Write where this rank gave up, and where its other threads are."""
+    def write(self, error: BaseException, more: str = "") -> None:
+        """Write where this rank gave up, what else is known, and where its other threads are."""
         if self._log is None:
             return
-        self._log.write("gave up here:\n" + "".join(traceback.format_exception(error)))
+        self._log.write("gave up here:\n" + "".join(traceback.format_exception(error)) + (more and f"{more}\n"))
         self._log.flush()
         faulthandler.dump_traceback(self._log, all_threads=True)
 

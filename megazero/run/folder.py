@@ -40,7 +40,6 @@ class RunFolder:
             dead = lock.take()
             if not resume:  # another job may have come and gone
                 self._refuse_a_run()
-            self.board.unlink(missing_ok=True)  # of an earlier job
             for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
                 for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
                     left.unlink(missing_ok=True)
@@ -108,7 +107,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if self._has_begun():
                 return
-            for whole in (self.config, self.metrics, self.plan, self.board, *self.log(0).parent.glob("rank_*.log")):
+            for whole in (self.config, self.metrics, self.plan, *self.log(0).parent.glob("rank_*.log")):
                 whole.unlink(missing_ok=True)
             for folder in (self.profile, self.path / "tensorboard", self.path / "wandb"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -155,11 +154,6 @@ class RunFolder:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.json"
-
-    @property
-    def board(self) -> Path:
-        """Return the folder of the status board, where ranks without a common parent show what they are doing."""
-        return self.path / "logs" / "board"
 
     @property
     def loss_plot(self) -> Path:

@@ -1,4 +1,4 @@
-"""Keep a rank's log in the run's folder, and its slot on the status board there.
+"""Keep a rank's log in the run's folder.
 
 What is logged while a job builds is held back until it is known that the job has something to do, or until an error:
 a job that finds its run finished leaves the log as it was, byte for byte.
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megazero.base.errors import UserError
 from megazero.base.reading import open_regular
-from megazero.comm.status_board import StatusBoard
 from megazero.launch.environment import RankContext
 from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
@@ -58,14 +57,12 @@ class RunLog(logging.FileHandler):
 
 
 def settle_in(folder: RunFolder, place: RankContext) -> RunLog:
-    """Open this rank's log, and its status slot where ranks without a common parent can read it, in rank 0's folder.
+    """Open this rank's log in rank 0's folder.
 
     Raises:
         UserError: 401, this rank cannot write there.
     """
     try:
-        if place.world.launcher in ("torchrun", "srun"):
-            place.status_slot.move(StatusBoard.in_file(folder.board, place.world.size), place.world.rank)
         path = folder.log(place.world.rank)
         made = not path.exists()
         if made:

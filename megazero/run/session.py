@@ -39,7 +39,8 @@ from megazero.launch.environment import (
     world_from_environment,
 )
 from megazero.launch.exit_status import outcome, say_why
-from megazero.launch.rendezvous import connect, disconnect
+from megazero.launch.job_board import JobBoard
+from megazero.launch.rendezvous import connect, disconnect, leave_at_once
 from megazero.launch.signals import StoppedEarly
 from megazero.launch.spawn import run_local
 from megazero.observe.jsonl import read_rows
@@ -114,6 +115,7 @@ def _one_of_many(config: Config, name: str, place: RankContext) -> int:
             raise StoppedEarly(place.signals.first)
     elif code:
         say_why(place)
+        leave_at_once(code)
     return code
 
 
@@ -130,6 +132,7 @@ def run_training(config: Config, name: str, place: RankContext) -> int:
             place,
             timeout=timedelta(seconds=config.parallel.timeout),
             fingerprint=_fingerprint(config, world),
+            start_timeout=timedelta(seconds=config.parallel.start_timeout),
             bucket=bucket_of(config),
         )
     code = _train(config, name, place, grid_of(config, comm, world))
@@ -175,6 +178,8 @@ def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
     with grid.comm.together("logs"):
         log_file = agree(grid["world"], device, lambda: settle_in(folder, place))
+    if isinstance(place.status_slot.board, JobBoard):
+        place.status_slot.board.listen()
     log = logging.getLogger("megazero")
     if place.world.shares_gpus:
         log.info(line := sharing(place.world, grid))

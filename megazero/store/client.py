@@ -19,6 +19,7 @@ from megazero.store.server import DONE, NUMBER, StoreServer
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts to connect
 _ATTEMPT = 5.0  # seconds at most for one
+_AGAIN = 10.0  # seconds to connect once more to a rank 0 that was there
 _SLACK = 2.0  # seconds that an answer may take beyond the time that it was asked to wait
 
 
@@ -45,7 +46,7 @@ class JobStore(Store):
         self._timeout = timeout
         self._host, self._port, self._key, self._server = host, port, key, server
         self._lock = threading.Lock()
-        self._idle = [self._connected()]
+        self._idle = [self._connected(timeout.total_seconds())]
 
     def close(self) -> None:
         """End all connections, and the server on rank 0."""
@@ -54,6 +55,11 @@ class JobStore(Store):
                 self._idle.pop().close()
         if self._server is not None:
             self._server.close()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long operations without a timeout of their own wait."""
+        self._timeout = timeout
+        super().set_timeout(timeout)
 
     def clone(self) -> "JobStore":
         return self  # which any number of threads may use
@@ -110,7 +116,7 @@ class JobStore(Store):
         seconds = (waits or self._timeout).total_seconds() + (_SLACK if waits is not None else 0.0)
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or self._connected()
+        connection = connection or self._connected(_AGAIN)
         try:
             answer = connection.ask([operation, *fields], seconds)
         except TimeoutError:
@@ -129,9 +135,14 @@ class JobStore(Store):
             raise dist.DistStoreError(f"not set within {(waits or self._timeout).total_seconds():g} s: {keys}")
         return answer[1:]
 
-    def _connected(self) -> Connection:
-        """Return a new connection; try until time is up, for rank 0 may start later than this rank."""
-        deadline, pause = time.monotonic() + self._timeout.total_seconds(), _FIRST_PAUSE
+    def _connected(self, seconds: float) -> Connection:
+        """Return a new connection; try until time is up, for rank 0 may start later than this rank.
+
+        Raises:
+            NoAnswer: rank 0 listens, and answers nothing.
+            DistNetworkError: it cannot be reached.
+        """
+        deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
         while True:
             left = deadline - time.monotonic()
             try:
@@ -139,7 +150,8 @@ class JobStore(Store):
                 return Connection(family, (address, self._port), self._key, max(0.1, min(left, _ATTEMPT)))
             except OSError as error:
                 if left <= pause:
-                    raise dist.DistNetworkError(str(error)) from None
+                    kind = NoAnswer if isinstance(error, TimeoutError) else dist.DistNetworkError
+                    raise kind(str(error)) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 

@@ -133,8 +133,8 @@ class StoreServer:
                 self._note(address, "ended in the middle of a message")
         except Malformed as error:
             self._note(address, str(error))
-        except OSError:
-            pass  # the other side's end
+        except (OSError, asyncio.CancelledError):
+            pass  # the other side's end, or `close`
         finally:
             writer.close()
 

@@ -113,6 +113,7 @@ ROWS: dict[str, Works | Refused] = {
     # parallel.pipeline, pipeline.schedule, pipeline.chunks: test_pipeline
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
     # parallel.timeout: tests/launch/test_faults.py
+    # parallel.start_timeout: tests/launch/test_roll_call.py
     # zero.stage: test_stages
     "zero.grad_dtype": Works("param", held, ("precision.dtype=bf16",)),
     "zero.bucket_mb": Works(
@@ -161,6 +162,7 @@ OTHERWISE = {
     "parallel.tensor",
     "parallel.sequence",
     "parallel.timeout",
+    "parallel.start_timeout",
     "precision.kernels",
     "batch.micro",
     "memory.partition",

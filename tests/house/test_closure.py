@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 from tests.house.source import Source, project
 
-LINES = 9_605
+# 9,000, and what GPUs need: packed input and pinned memory, documents without a mask, sums in another dtype, channels
+# that are connected before the first step, a monitor of what hangs.
+LINES = 9_620
 
 
 def imported(source: Source, modules: dict[str, Source]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 
 from megazero.comm import grid
 from megazero.comm.agreement import agree
-from megazero.comm.status_board import BUILD, StatusBoard, StatusSlot
+from megazero.comm.status_board import BUILD, StatusSlot
 from megazero.launch import rendezvous
 from megazero.launch.environment import RankContext, world_from_environment
 from megazero.launch.exit_status import outcome, say_why
@@ -85,9 +85,6 @@ def be(place: RankContext, case: str, bad_rank: int, timeout: float, log: str = 
     comm = rendezvous.connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
     made = grid.make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
     with comm.together("run folder"):
-        agree(made["world"], torch.device("cpu"), lambda: None)
-    if log and place.world.launcher == "srun":
-        place.status_slot.move(StatusBoard.in_file(Path(log) / "board", place.world.size), place.world.rank)
         agree(made["world"], torch.device("cpu"), lambda: None)
     comm.status_slot.now(0, BUILD)
     if bad and case in LAST:

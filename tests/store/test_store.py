@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from megazero.base.errors import UserError
+from megazero.store import client as store_client
 from megazero.store import server as store_server
 from megazero.store.channel import HEAD, MOST, PROOF, Connection, Malformed, Refused, Seal, pack, unpack
-from megazero.store.client import JobStore
+from megazero.store.client import JobStore, NoAnswer
 from megazero.store.server import NUMBER, StoreServer, check
 from megazero.store.token import Secret
 
@@ -96,6 +97,28 @@ def test_nobody_waits_longer_than_the_store(served: Served):
     """torch gives some groups half an hour, whatever the run's timeout is."""
     with pytest.raises(dist.DistStoreError):
         served.client(timeout=SHORT).wait(["never"], timedelta(minutes=30))
+
+
+def test_the_timeout_can_be_set(served: Served):
+    client = served.client()
+    client.set_timeout(SHORT)
+    with pytest.raises(dist.DistStoreError, match=r"not set within 0\.3 s: never"):
+        client.get("never")
+
+
+def test_a_rank_0_that_was_there_and_is_stopped_does_not_answer(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """Also where a new connection is needed: the kernel takes it, and nobody greets."""
+    monkeypatch.setattr(store_client, "_AGAIN", 0.3)
+    client = served.client()
+    waiting = threading.Thread(target=lambda: client.wait(["late"]))
+    waiting.start()  # has the connection that there is
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client._port = silent.getsockname()[1]
+        with pytest.raises(NoAnswer):
+            client.set("a", "1")
+    client._port = served.address[1]
+    client.set("late", "")
+    waiting.join(30)
 
 
 def test_another_token_is_refused_before_any_key_is_read(served: Served):
@@ -325,7 +348,7 @@ import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from megazero.store.client import JobStore
+from megazero.store.client import JobStore, NoAnswer
 
 def group(host, port, rank):
     store = JobStore(host, int(port), bytes(32), timedelta(seconds=60))

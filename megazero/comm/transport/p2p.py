@@ -285,6 +285,7 @@ class _Nccl:
     """
 
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
+        self._axis = axis
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._works: deque[dist.Work] = deque()
         for some in _rounds(everyone):
@@ -327,11 +328,13 @@ class _Nccl:
         work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
         assert work is not None, "this process is not on the channel"
         self._works.append(work)
+        self._follow(channel, channel.target, work)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         source = int(channel.source > channel.target)
         work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
         assert work is not None, "this process is not on the channel"
+        self._follow(channel, channel.source, work)
 
         def finish() -> Tensor:
             work.wait()  # makes the stream wait, not the host
@@ -342,6 +345,11 @@ class _Nccl:
     def finish(self) -> None:
         while self._works:
             self._works.popleft().wait()
+
+    def _follow(self, channel: Channel, other: int, work: dist.Work) -> None:
+        queue, rank = self._axis.comm.device_queue, self._axis.ranks[other]
+        if queue is not None:
+            queue.put(f"channel {channel.index}", P2P, range(rank, rank + 1), work, channel.name)
 
 
 def _rounds(everyone: Sequence[Channel]) -> list[list[Channel]]:

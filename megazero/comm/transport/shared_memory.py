@@ -16,17 +16,12 @@ Messages from one rank to one other (`p2p.py`) have slots of their own, so that 
 be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for it,
 expected or not, so that no message blocks those behind it.
 
-The memory has no name: it is a file descriptor that the others open through /proc, and is gone with the last process. A
-rank opens the memory of another only if it is proven to be that: memory of the same user, of the inode that was
-announced, of the right size, which is sealed. (Memory cut off under a reader would end it with SIGBUS.)
+The memory has no name, and is opened only if it is proven to be the sender's (`comm/memfd.py`).
 """
 
-import errno
-import fcntl
 import mmap
 import os
 import platform
-import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +32,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megazero.comm import memfd
 from megazero.comm.axes import LANES
+from megazero.comm.memfd import Handle
 
 T = TypeVar("T")
 SLOTS, SLOT_BYTES = 8, 8 << 20
@@ -48,7 +45,6 @@ _P2P_WORDS = 4  # key, key of what was read last, for whom, bytes
 _SPINS = 300  # looks before sleeping between them
 _NAP = 20e-6  # seconds; the kernel makes it some 70e-6
 _SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
-_SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BETWEEN_ROLLS = 0.3  # seconds between looks at whether the others still live
 
 
@@ -128,21 +124,6 @@ class Round(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Handle:
-    """The location of an outbox: a file descriptor of a process, and which file that is.
-
-    Attributes:
-        number: of the descriptor.
-        device, inode: of the memory.
-    """
-
-    pid: int
-    number: int
-    device: int
-    inode: int
-
-
 class SharedMemoryTransport:
     """The outboxes of this rank and of the ranks that it can reach.
 
@@ -153,12 +134,8 @@ class SharedMemoryTransport:
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank, self._size, self._timeout = rank, size, timeout.total_seconds()
-        handle = os.memfd_create(_name(rank), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(handle, Outbox.size(size))
-        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, _SEALS)
-        found = os.fstat(handle)
-        self.handle = Handle(os.getpid(), handle, found.st_dev, found.st_ino)
-        self._own = Outbox(mmap.mmap(handle, Outbox.size(size)), size)
+        memory, self.handle = memfd.make(_name(rank), Outbox.size(size))
+        self._own = Outbox(memory, size)
         self._outboxes: dict[int, Outbox] = {}
         self._pids: dict[int, int] = {}
         self._number = 0
@@ -171,20 +148,7 @@ class SharedMemoryTransport:
 
     def open(self, rank: int, handle: Handle) -> None:
         """Map another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
-        path, size = f"/proc/{handle.pid}/fd/{handle.number}", Outbox.size(self._size)
-        if os.stat(f"/proc/{handle.pid}").st_uid != os.geteuid():
-            raise _not_proven(rank, "the process is another user's")
-        if os.readlink(path) != f"/memfd:{_name(rank)} (deleted)":
-            raise _not_proven(rank, "the descriptor is something else")
-        _prove(rank, os.stat(path), handle, size)  # before it is opened, which may do something to a device
-        theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            _prove(rank, os.fstat(theirs), handle, size)  # it may have become another one meanwhile
-            if fcntl.fcntl(theirs, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise _not_proven(rank, "its size can be changed")
-            self._outboxes[rank] = Outbox(mmap.mmap(theirs, size), self._size)
-        finally:
-            os.close(theirs)
+        self._outboxes[rank] = Outbox(memfd.attach(handle, _name(rank), Outbox.size(self._size)), self._size)
         self._pids[rank] = handle.pid
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
@@ -309,17 +273,3 @@ class SharedMemoryTransport:
 
 def _name(rank: int) -> str:
     return f"megazero-{rank}"
-
-
-def _prove(rank: int, found: os.stat_result, handle: Handle, size: int) -> None:
-    """Refuse memory that is not the memory that a rank announced. Raises OSError."""
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise _not_proven(rank, "it is another user's, or no file")
-    if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
-        raise _not_proven(rank, "it is another file")
-    if found.st_size != size:
-        raise _not_proven(rank, f"expected {size} bytes, got {found.st_size}")
-
-
-def _not_proven(rank: int, what: str) -> OSError:
-    return OSError(errno.EPERM, f"not rank {rank}'s outbox: {what}")

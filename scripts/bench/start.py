@@ -1,0 +1,225 @@
+"""The start of many ranks, rehearsed on this host with a real store: seconds and requests of each stage.
+
+    python scripts/bench/start.py                       # 8, 64, 512 and 2048 ranks, a table
+    python scripts/bench/start.py --ranks 8 --json
+
+A rank is a thread with connections of its own; `PROCESSES` processes have them, eight ranks of a pretended host in one.
+Rank 0 is in the process of the store, as in a job. What is rehearsed is what goes through the store: connecting with
+the job's token, the roll call, the hosts' boards, one key for each communicator of a grid as NCCL exchanges them
+(tensor 8, pipeline 4, where there are so many ranks), and a failure, on which every rank publishes its slot and one
+reads them all. Neither torch's process groups nor NCCL's connections are made, and nothing goes over a network.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+from megazero.comm.context import CommContext
+from megazero.comm.grid import lay_out
+from megazero.comm.processes import Process
+from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
+from megazero.launch.attendance import NOWHERE, Presence
+from megazero.launch.job_board import JobBoard, job_board
+from megazero.launch.lobby import Lobby
+from megazero.launch.roll_call import call_roll
+from megazero.store.client import JobStore
+from megazero.store.server import StoreServer
+from scripts.bench.figures import machine, versions
+
+RANKS = (8, 64, 512, 2048)
+PROCESSES, PER_HOST = 8, 8
+STAGES = ("connect", "roll call", "boards", "axes", "failure")
+TIMEOUT = timedelta(seconds=120)
+
+
+class CountingStore(JobStore):
+    """A client that counts its requests, and the keys in them."""
+
+    requests = keys = 0
+
+    def _ask(self, operation: bytes, *fields: bytes, waits: timedelta | None = None) -> list[bytes]:
+        self.requests += 1
+        self.keys += len(fields) if operation in (b"check", b"wait", b"multi_get") else 1
+        return super()._ask(operation, *fields, waits=waits)
+
+
+@dataclass
+class Rehearsed:
+    """What one rank has done.
+
+    Attributes:
+        ends: the time at the start, and at the end of each stage.
+        requests, keys: in each stage.
+    """
+
+    rank: int
+    ends: list[float] = field(default_factory=list)
+    requests: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+
+    def note(self, store: CountingStore | None) -> None:
+        """Note the end of a stage."""
+        self.ends.append(time.monotonic())
+        if store is not None:
+            self.requests.append(store.requests - sum(self.requests))
+            self.keys.append(store.keys - sum(self.keys))
+
+
+def main() -> int:
+    """Print the table, or with --json its rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [row(rehearse(size, PROCESSES)) for size in options.ranks]
+    if options.json:
+        print(json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=1))
+    else:
+        print(f"{machine()}; {PROCESSES} processes\n\n{table(rows)}")
+    return 0
+
+
+def rehearse(size: int, processes: int) -> list[Rehearsed]:
+    """Start `size` ranks, and return what each has done; with 0 processes in threads of this one."""
+    key = os.urandom(32)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    port = listener.getsockname()[1]
+    hosts = -(-size // PER_HOST)
+    shares = [range(first, size) for first in (0,)]
+    if processes:
+        step = -(-hosts // processes) * PER_HOST
+        shares = [range(first, min(first + step, size)) for first in range(0, size, step)]
+    begin = time.monotonic() + (1.0 if processes else 0.0)
+    others = [_forked(lambda ranks=ranks: _run(ranks, size, port, key, begin)) for ranks in shares[1:]]
+    server = StoreServer(listener, key)
+    found = _run(shares[0], size, port, key, begin)
+    for answer in others:
+        found += answer()
+    server.close()
+    assert len(found) == size, f"{len(found)} of {size} ranks came through"
+    return sorted(found, key=lambda one: one.rank)
+
+
+def row(found: Sequence[Rehearsed]) -> dict[str, Any]:
+    """Return the figures of one number of ranks; requests are the most of any rank but rank 0."""
+    ends = [max(one.ends[stage] for one in found) for stage in range(len(STAGES) + 1)]
+    others = found[1:]
+    return {
+        "ranks": len(found),
+        "seconds": {name: ends[at + 1] - ends[at] for at, name in enumerate(STAGES)},
+        "requests": {name: max(one.requests[at] for one in others) for at, name in enumerate(STAGES)},
+        "requests_median": statistics.median(sum(one.requests) for one in others),
+        "requests_of_rank_0": dict(zip(STAGES, found[0].requests, strict=True)),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table."""
+    heads = ["ranks", *(f"{name} s" for name in STAGES), "requests of a rank", "of rank 0"]
+    lines = [heads, ["---:"] * len(heads)]
+    for one in rows:
+        cells = [f"{one['ranks']:,}", *(f"{seconds:.2f}" for seconds in one["seconds"].values())]
+        lines.append([*cells, f"{one['requests_median']:g}", str(sum(one["requests_of_rank_0"].values()))])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _run(ranks: range, size: int, port: int, key: bytes, begin: float) -> list[Rehearsed]:
+    """Run ranks in threads of this process."""
+    found: list[Rehearsed] = []
+    threading.stack_size(1 << 20)
+    threads = [threading.Thread(target=_be, args=(rank, size, port, key, begin, found)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _be(rank: int, size: int, port: int, key: bytes, begin: float, found: list[Rehearsed]) -> None:
+    """Run one rank, from its first connection to the end."""
+    done, own = Rehearsed(rank), Process.own()
+    time.sleep(max(0.0, begin - time.monotonic()))
+    done.note(None)
+    store = CountingStore("127.0.0.1", port, key, TIMEOUT)
+    done.note(store)
+    host = rank // PER_HOST
+    mine = Presence(f"host{host}", "same", own.pid, own.started, f"host {host}", NOWHERE)
+    roll = call_roll(store, rank, size, TIMEOUT.total_seconds(), mine)
+    done.note(store)
+    board = job_board(store, rank, roll)
+    slot = StatusBoard.private().status_slot(0)
+    slot.take(mine.host)
+    slot.move(board, rank)
+    done.note(store)
+    with Lobby(store, rank, roll).together("axes"):
+        _exchange(store, rank, size)
+    done.note(store)
+    waiting = board.listen()
+    if rank == size - 1:
+        _fail(store, size, slot, board)
+    waiting.join()
+    done.note(store)
+    found.append(done)
+    if store.add("gone", 1) == size:
+        store.set("all gone", "")
+    if rank == 0:
+        store.wait(["all gone"])
+    store.close()
+
+
+def _exchange(store: JobStore, rank: int, size: int) -> None:
+    """Exchange one key for each communicator that this rank is in: the first of its ranks makes it."""
+    tensor = min(8, size)
+    pipeline = 4 if size % (4 * tensor) == 0 else 1
+    grid = lay_out(rank, size, comm=CommContext(), tensor=tensor, pipeline=pipeline)
+    for axis in dict.fromkeys(grid[name] for name in ("world", "pipeline", "data", "tensor")):
+        if axis.size > 1:
+            name = f"group/{axis.name}/{axis.first}"
+            store.set(name, "x" * 128) if axis.rank == 0 else store.get(name)
+
+
+def _fail(store: JobStore, size: int, slot: StatusSlot, board: JobBoard) -> None:
+    """Let this rank fail, and read where all others are."""
+    slot.set_state(STUCK, "world")
+    board.raise_alarm()
+    while store.add("statuses", 0) < 2 * size:  # each publishes its own slot and its neighbour's
+        time.sleep(0.05)
+    assert sum(status.phase == "" for status in board.gather()) == 0, "a rank has not published where it is"
+
+
+def _forked(work: Callable[[], list[Rehearsed]]) -> Callable[[], list[Rehearsed]]:
+    """Run `work` in a process of its own; return what waits for its result."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reader)
+            with os.fdopen(writer, "w") as pipe:
+                json.dump([vars(one) for one in work()], pipe)
+        finally:
+            os._exit(0)
+    os.close(writer)
+
+    def result() -> list[Rehearsed]:
+        with os.fdopen(reader) as pipe:
+            text = pipe.read()
+        os.waitpid(pid, 0)
+        return [Rehearsed(**one) for one in json.loads(text)]
+
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
