@@ -6,7 +6,8 @@
 search    `plan --search` for 8 to 10,000 GPUs: 13B, two sequences a GPU
 simulate  one rank of `tiny`, and of GPTs of 1.5B, 13B, 170B and 1T parameters as their configs have them; 1T with 512
           micro-batches and with 1,536
-certify   all layouts of up to 2 and up to 4 ranks of `tiny`, against one process
+certify   layouts of up to 2 and up to 4 ranks against one process, as few as have every two values together (36 of 2
+          ranks), of a small model on random tokens
 others    `plan`, `schedule` and `explain`
 
 Each is a whole process, from its command to its end, as a user starts it: nothing is kept from one to the next. There
@@ -20,6 +21,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,6 +33,7 @@ import torch
 
 from scripts.bench import figures
 from scripts.bench.harness import LAUNCHES
+from scripts.bench.runs import make_data
 
 # A process is started by a small one, because the kernel counts the memory of who starts it as its own.
 STARTER = """
@@ -40,6 +43,8 @@ code = subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.
 seconds, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps([code, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6]))
 """
+# A model of which a step takes less than all around it, and data that needs no preparation.
+SMALL = "model.layers=4 model.hidden=64 model.seq_len=64 data.train={tokens} data.valid=null data.tokenizer=null"
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "search": {
         f"{gpus:,} GPUs": f"plan --search --config gpt13b --hardware a100-80gb --gpus {gpus} batch.global={2 * gpus}"
@@ -53,7 +58,10 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "1T, 3,072 ranks, 512 micro-batches": "simulate --config gpt1t --gpus 3072",
         "1T, 1,024 ranks, 1,536 micro-batches": "simulate --config gpt1t --gpus 1024",
     },
-    "certify": {f"{n} ranks": f"certify --config tiny --max-ranks {n} batch.global=4 batch.micro=1" for n in (2, 4)},
+    "certify": {
+        f"{n} ranks": f"certify --config tiny --max-ranks {n} --layouts 20 batch.global=4 batch.micro=1 {SMALL}"
+        for n in (2, 4)
+    },
     "others": {
         "plan, 13B, 128 GPUs": "plan --config gpt13b --gpus 128 --hardware v100-32gb",
         "plan, 1T, 3,072 GPUs": "plan --config gpt1t --gpus 3072 --hardware a100-80gb",
@@ -80,13 +88,20 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
     options = parser.parse_args()
-    return figures.tell(reports(options), as_json=options.json, save=options.save)
+    with tempfile.TemporaryDirectory(prefix="bench-tools-") as folder:
+        make_data(Path(folder))
+        return figures.tell(reports(options, Path(folder)), as_json=options.json, save=options.save)
 
 
-def reports(options: argparse.Namespace) -> Iterator[figures.Report]:
+def reports(options: argparse.Namespace, folder: Path) -> Iterator[figures.Report]:
+    """Yield the tables.
+
+    Args:
+        folder: that of the data.
+    """
     for title in options.tables:
         commands = {
-            name: words.split()
+            name: words.format(tokens=folder / "tokens").split()
             for name, words in COMMANDS[title].items()
             if any(fnmatchcase(name, pattern) for pattern in options.only)
         }

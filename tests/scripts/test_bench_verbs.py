@@ -33,10 +33,10 @@ def test_other_tokens_are_refused():
     assert generate.sum_of([1, 2]) != generate.sum_of([2, 1])
 
 
-def test_a_verb_is_measured_as_a_whole_process(monkeypatch: pytest.MonkeyPatch):
+def test_a_verb_is_measured_as_a_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tools, "COMMANDS", {"others": {"explain": "explain run", "not this": "explain model"}})
     told = {"tables": ["others"], "only": ["expl*"], "launches": 2}
-    (report,) = tools.reports(argparse.Namespace(**told))
+    (report,) = tools.reports(argparse.Namespace(**told), tmp_path)
     (row,) = report["rows"]
     assert list(row["columns"]) == ["s", "least s", "most s", "processor s", "MB"]
     assert 0 < row["columns"]["least s"] <= row["columns"]["s"] <= row["columns"]["most s"]
@@ -52,7 +52,9 @@ def test_memory_is_that_of_the_command_and_of_what_it_starts():
 
 
 def test_the_verbs_know_their_options():
-    for words in [words.split() for commands in tools.COMMANDS.values() for words in commands.values()]:
+    for words in [
+        words.format(tokens="tokens").split() for verbs in tools.COMMANDS.values() for words in verbs.values()
+    ]:
         options, overrides = _parser().parse_known_args(words)
         assert not any(word.startswith("-") for word in overrides)
         if words[0] != "explain":
@@ -60,8 +62,8 @@ def test_the_verbs_know_their_options():
 
 
 @pytest.mark.full
-def test_the_fast_verbs_end_well():
-    (report,) = tools.reports(argparse.Namespace(tables=["others"], only=["*"], launches=1))
+def test_the_fast_verbs_end_well(tmp_path: Path):
+    (report,) = tools.reports(argparse.Namespace(tables=["others"], only=["*"], launches=1), tmp_path)
     assert len(report["rows"]) == len(tools.COMMANDS["others"])
 
 
