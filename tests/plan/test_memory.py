@@ -40,7 +40,7 @@ CASES = [
 ]
 COVER = pairwise(CASES)
 SAMPLE = [*COVER, *CASES[:: len(CASES) // 60]]  # the first dozen of a cover hold most pairs
-EXACT = ("parameters", "gradients", "optimizer", "inputs", "host_inputs")
+EXACT = ("parameters", "gradients", "optimizer", "inputs", "host_inputs", "angles")
 
 
 def held(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> tuple[int, dict[str, int]]:
