@@ -10,7 +10,7 @@ this once per node before it starts them (scripts/slurm/train.sbatch).
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,12 +18,12 @@ from megazero.kernels import cpu, cuda, ptxas
 from megazero.kernels.build import BuildError, compiler_report, find_nvcc, release_archs
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Build for the CPU, and for the GPUs that are named or here; return 1 if one of them cannot be built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--registers", action="store_true", help="print registers and spills of the CUDA kernels")
     parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, 90 for 9.0")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.registers:
         return registers()
     builders: dict[str, Callable[[], object]] = {"cpu": cpu.load}
@@ -55,4 +55,4 @@ def registers() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -168,6 +168,7 @@ def test_without_a_gpu_or_a_compiler(
     assert "torch sees no GPU; --device cpu" in capsys.readouterr().err
     target = tmp_path / "report.json"
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # in the other one a library may lie ready
     monkeypatch.setattr("sys.argv", ["gpu_check", "--device", "cpu", "--tiny", "--json", str(target)])
     assert gpu_check.main() == 1
     assert json.loads(target.read_text())["failures"] == 1
