@@ -78,7 +78,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         train, valid = open_datasets(
             config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
         )
-    ops = choose(config.precision.kernels, device, dtype)
+    ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
     if config.zero.offload.optimizer == "cpu" and device.type != "cpu":
         host_ops = for_host(config.precision.kernels, precision_of(config).masters)
