@@ -39,6 +39,8 @@ GPU_SETTINGS = {
     # Kernels are loaded at the start. One that is loaded at its first use waits for all that the device runs: for a
     # receive too, whose sender may wait for this rank.
     "CUDA_MODULE_LOADING": "EAGER",
+    # Operations that NCCL's flight recorder keeps, for a rank that hangs to show (`monitor.py`).
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
 }
 
 
@@ -206,13 +208,13 @@ def stay_on(interface: str, environment=os.environ) -> None:
 
 
 def set_for_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what a run on GPUs needs of CUDA, unless the user has set it; to be called before CUDA starts."""
+    """Set what a run on GPUs needs of CUDA and NCCL, unless the user has set it; to be called before CUDA starts."""
     for name, value in GPU_SETTINGS.items():
         environment.setdefault(name, value)
 
 
 def gpu_settings(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what CUDA was started with, and where the user has set another value than we do."""
+    """Return what CUDA and NCCL were started with, and where the user has set another value than we do."""
     given = [(name, environment.get(name, "not set"), ours) for name, ours in GPU_SETTINGS.items()]
     return ", ".join(f"{name}={value}" + (f" (not {ours})" if value != ours else "") for name, value, ours in given)
 
