@@ -19,7 +19,7 @@
 # export NCCL_IB_HCA=mlx5
 # export NCCL_DEBUG=WARN
 
-# GPUs. A run sets these two itself, and says them in its first lines; what is exported here stays. More queues of the
+# GPUs. A run sets these itself, and says them in its first lines; what is exported here stays. More queues of the
 # device than streams: a receive never holds up another stream. Kernels loaded at the start: loading one never waits.
 # export CUDA_DEVICE_MAX_CONNECTIONS=32
 # export CUDA_MODULE_LOADING=EAGER
