@@ -40,7 +40,7 @@ GPU_SETTINGS = {
     # receive too, whose sender may wait for this rank.
     "CUDA_MODULE_LOADING": "EAGER",
     # Operations that NCCL's flight recorder keeps, for a rank that hangs to show (`monitor.py`).
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_FR_BUFFER_SIZE": "2000",
 }
 
 

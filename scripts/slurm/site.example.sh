@@ -23,7 +23,7 @@
 # device than streams: a receive never holds up another stream. Kernels loaded at the start: loading one never waits.
 # export CUDA_DEVICE_MAX_CONNECTIONS=32
 # export CUDA_MODULE_LOADING=EAGER
-# export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
+# export TORCH_FR_BUFFER_SIZE=2000
 
 # Containers, one of two. A command that stands before Python in every task (Apptainer, Singularity):
 # container=(apptainer exec --nv --bind "$PWD" /shared/images/megazero.sif)

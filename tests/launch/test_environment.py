@@ -199,7 +199,7 @@ def test_what_the_user_has_set_for_cuda_stays_and_is_said() -> None:
     set_for_gpus(environment)
     assert environment == GPU_SETTINGS
     cuda = "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER"
-    assert gpu_settings(environment) == f"{cuda}, TORCH_NCCL_TRACE_BUFFER_SIZE=2000"
+    assert gpu_settings(environment) == f"{cuda}, TORCH_FR_BUFFER_SIZE=2000"
     environment = {"CUDA_MODULE_LOADING": "LAZY"}
     set_for_gpus(environment)
     assert "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=LAZY (not EAGER)" in gpu_settings(environment)

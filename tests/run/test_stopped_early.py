@@ -49,7 +49,7 @@ def stay(*arguments, **options):
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 PLANTS = {
-    "rendezvous": "rendezvous._roll_call = stay",
+    "rendezvous": "rendezvous.call_roll = stay",
     "folder": "run.find_job = stay",
     "building": "build_run.build = stay",
     "loading": "run.resume = stay",

@@ -193,8 +193,10 @@ def unreached(grid: Grid, stage: int) -> list[float]:
 
 def test_a_rank_whose_backward_reaches_no_unit_takes_part_in_every_reduction() -> None:
     found = [run_ranks(2, unreached, stage) for stage in range(3)]
-    assert all(ranks == found[0] for ranks in found[1:])
-    assert found[0][0] == found[0][1] and all(norm > 0 for norm in found[0][0])
+    assert found[0] == found[1], "stages 0 and 1 are equal bit for bit; 2 adds in another order"
+    norms = torch.tensor(found, dtype=torch.float64)
+    assert torch.allclose(norms[0], norms[2], rtol=GRADIENT_FP64, atol=0)
+    assert all(ranks[0] == ranks[1] for ranks in found) and all(norm > 0 for norm in found[0][0])
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -20,7 +20,7 @@ FIGURES = {"threads": 1.0, "matmul fp32": 5e10, "memory copy": 2e10, "shared mem
 FIGURES |= {"sockets bandwidth": 1e9, **{f"{name} bandwidth": rate for name, rate in LINKS.items()}}
 FIGURES |= {f"{name} latency": 1e-4 for name in LINKS}
 HARDWARE = {"name", "memory_bytes", "peak_flops", "memory_bandwidth", "devices_per_node", "in_node", "cross_node"}
-HARDWARE |= {"host_link_bandwidth", "host_memory_bytes", "launch", "reached"}
+HARDWARE |= {"host_link_bandwidth", "host_memory_bytes", "launch", "reached", "nccl_channels"}
 
 
 class Answer(NamedTuple):
