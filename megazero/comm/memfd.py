@@ -33,6 +33,8 @@ class Handle:
 
 def make(name: str, size: int) -> tuple[mmap.mmap, Handle]:
     """Make memory of `size` bytes, zero at first. Raises OSError."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memory without a name")
     number = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(number, size)
     fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)

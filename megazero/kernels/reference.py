@@ -266,9 +266,9 @@ def add_sorted_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None
     rows, order = rows_N.sort(stable=True)
     starts, ends = torch.searchsorted(rows, rows), torch.searchsorted(rows, rows, right=True)
     lengths = (ends - starts) * (starts == torch.arange(len(rows), device=rows.device))
-    values = values_ND.index_select(0, order).to(into_VD.dtype)
+    values = _wide(values_ND.index_select(0, order))  # many small ones would be lost in a sum of 16 bits
     sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
-    into_VD.index_add_(0, rows, sums)
+    into_VD.index_add_(0, rows, sums.to(into_VD.dtype))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

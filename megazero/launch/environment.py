@@ -224,6 +224,11 @@ def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, s
     return {name: environment[name] for name in INTERFACES if environment.get(name)}
 
 
+def attempt(environment: Mapping[str, str] = os.environ) -> str:
+    """Return how often torchrun has started its workers again, whose store stays the same."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def job_id(environment: Mapping[str, str] = os.environ) -> str:
     """Return the scheduler's id of this job, "" if there is no scheduler."""
     return environment.get("SLURM_JOB_ID", "")

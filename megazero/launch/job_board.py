@@ -6,12 +6,12 @@ others through the store: each publishes its own slot and its neighbour's on the
 one rank reads them all. A rank of which nothing comes is known by host and process from the roll call.
 """
 
+import atexit
 import base64
 import contextlib
 import hashlib
 import json
 import threading
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -28,7 +28,8 @@ from megazero.store.client import JobStore, NoAnswer
 
 _AT_ONCE = 256  # slots in one answer of the store
 _ALARM, _TOLD = "alarm", "told"
-_AGAIN = 0.1  # seconds before the store is asked again
+_AGAIN, _SELDOM = 0.1, 2.0  # seconds before the store is asked again: one that has waited, one that answers at once
+_ENDING = 3.0  # seconds that the end of a process waits for the thread
 _TELLING = 3.0  # seconds that a rank may take to read what all have published
 
 
@@ -52,10 +53,17 @@ class JobBoard(StatusBoard):
         """Start to wait for an alarm in a thread, which publishes where this rank is when there is one.
 
         Called when the start is over: until then ranks that are missing are found by other means (`lobby.py`), and the
-        waiting takes a connection to the store of each rank.
+        waiting takes a connection to the store of each rank. The thread ends before the interpreter does.
         """
         store: Any = self._store  # torch's description of the class lacks `clone`
-        waiting = threading.Thread(target=self._listen, args=(store.clone(),), name="alarm", daemon=True)
+        over = threading.Event()
+        waiting = threading.Thread(target=self._listen, args=(store.clone(), over), name="alarm", daemon=True)
+
+        def end() -> None:
+            over.set()
+            waiting.join(_ENDING)
+
+        atexit.register(end)
         waiting.start()
         return waiting
 
@@ -106,27 +114,18 @@ class JobBoard(StatusBoard):
             if self._gone is None:
                 came(self._store, _TOLD, _TELLING)
 
-    def _listen(self, store: Store) -> None:
-        try:
-            while not self._alarmed(store):
-                time.sleep(_AGAIN)
+    def _listen(self, store: Store, over: threading.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended with the store
+            while not _alarmed(store):
+                if over.wait(_AGAIN if isinstance(store, JobStore) else _SELDOM):
+                    return
             self._publish(store)
-        except RuntimeError:  # rank 0 has ended with the store
-            pass
-
-    def _alarmed(self, store: Store) -> bool:
-        """Return whether there was an alarm while the store's timeout passed."""
-        try:
-            store.wait([_ALARM])
-            return True
-        except dist.DistNetworkError:
-            raise
-        except RuntimeError:  # time is up: torch's stores have different words for it
-            return False
 
     def _publish(self, store: Store) -> None:
         neighbour = self._here[(self._here.index(self._rank) + 1) % len(self._here)]
         for rank in dict.fromkeys((self._rank, neighbour)):
+            if self.read(rank).state == EMPTY:  # it has a board of its own
+                continue
             raw = base64.b85encode(zlib.compress(self.raw(rank))).decode()
             store.set(f"status/{store.add('statuses', 1)}", f"{rank} {raw}")
 
@@ -161,6 +160,23 @@ def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard
     except (OSError, ValueError, TypeError):  # a hardened kernel may forbid it, or it is not what was announced
         board, here = StatusBoard.private(size), [rank]
     return JobBoard(board, here, store, rank, roll)
+
+
+def _alarmed(store: Store) -> bool:
+    """Return whether there was an alarm.
+
+    Our own client waits for one in Python, as long as the store's timeout. torch's stores are only asked: they wait
+    outside of Python, where a thread must not be when the interpreter ends, and write a warning whenever time is up.
+    """
+    if not isinstance(store, JobStore):
+        return store.check([_ALARM])
+    try:
+        store.wait([_ALARM])
+        return True
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:  # time is up
+        return False
 
 
 def _made(store: Store, rank: int, size: int) -> StatusBoard:

@@ -33,7 +33,16 @@ from megazero.comm.processes import Process, host_id
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
 from megazero.launch.attendance import NOWHERE, Presence
-from megazero.launch.environment import Meeting, RankContext, World, host_name, meeting_of_step, secret_of_step, stay_on
+from megazero.launch.environment import (
+    Meeting,
+    RankContext,
+    World,
+    attempt,
+    host_name,
+    meeting_of_step,
+    secret_of_step,
+    stay_on,
+)
 from megazero.launch.job_board import job_board
 from megazero.launch.lobby import Lobby
 from megazero.launch.monitor import Monitor
@@ -116,7 +125,7 @@ def _connected(
             world_size=world.size,
             timeout=group_timeout,
             device_id=device if backend == "nccl" else None,
-            pg_options=options(timeout, few_ctas=True) if backend == "nccl" else None,
+            pg_options=options(group_timeout, few_ctas=True) if backend == "nccl" else None,
         )
     ledger = Ledger()
     staging = staging_pool(device, ledger) if on_gpu and backend == "gloo" else None
@@ -169,7 +178,8 @@ def _store(place: RankContext, timeout: timedelta) -> Store:
     if place.store is not None:
         store: Store = FileStore(str(place.store), world.size)
     elif world.launcher == "torchrun":
-        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+        lasting, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+        store = PrefixStore(f"attempt {attempt()}", lasting)
     else:
         store = _step_store(world, meeting_of_step(), timeout)
     store.set_timeout(timeout)

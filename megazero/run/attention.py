@@ -151,8 +151,6 @@ def settle_attention(config: Config, model: Transformer, device: torch.device, *
     heads = Heads(m.heads // ranks, m.kv_heads // ranks, m.hidden // m.heads, m.seq_len)
     probe = Probe(device, DTYPES[config.precision.dtype], heads)
     deterministic = config.run.deterministic
-    if deterministic:
-        repeat_bits()
     choice = choose_attention(probe, documents=config.data.mask_eod, deterministic=deterministic)
     take(choice.name)
     for layer in model.modules():
@@ -164,8 +162,13 @@ def settle_attention(config: Config, model: Transformer, device: torch.device, *
         warn(choice.why)
 
 
-def repeat_bits() -> None:
-    """Let torch take the operations on a GPU that give the same bits in every run."""
+def repeat_bits(config: Config, device: torch.device) -> None:
+    """Let torch take the operations on a GPU that give the same bits in every run, if it is asked for.
+
+    Called before the first product there, which is when its library reads how much memory it may use.
+    """
+    if device.type != "cuda" or not config.run.deterministic:
+        return
     fix_cublas_workspace()
     torch.use_deterministic_algorithms(True)  # with warn_only attention's backward would not be
     # Without this torch would write each new tensor once more.

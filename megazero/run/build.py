@@ -32,7 +32,7 @@ from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
-from megazero.run.attention import settle_attention
+from megazero.run.attention import repeat_bits, settle_attention
 from megazero.run.checkpointing import (
     CheckpointMetadata,
     Identity,
@@ -78,6 +78,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         train, valid = open_datasets(
             config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
         )
+    repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
     if config.zero.offload.optimizer == "cpu" and device.type != "cpu":

@@ -3,7 +3,7 @@
 One rank may have got a signal, or find its disk full, that others know nothing of; a rank that ended alone would leave
 the others waiting. So once a step, before its update, every rank votes for the reasons that it knows, and the votes are
 added up together with the loss (`zero/engine.py`). They are read with the step's other numbers, when the next step is
-under way: a run ends at most one step after the one in which it was told to.
+under way: a run ends at most two steps after the one in which it was told to.
 """
 
 from __future__ import annotations  # signals are told from outside
@@ -117,8 +117,8 @@ class Stopping:
             yield BY_SIGNAL[self._signals.first]
         if self._world.rank == 0:
             self._look()
-            # One more step is issued before this is acted upon.
-            if self._end is not None and now + 2 * self._longest + 1.5 * saving >= self._end:
+            # The next vote is a step away, and what it says is acted upon behind its update and one more step.
+            if self._end is not None and now + 3 * self._longest + 1.5 * saving >= self._end:
                 yield TIME
             if os.path.lexists(self._file):  # False too where the disk does not answer
                 yield FILE

@@ -95,7 +95,7 @@ def test_a_buffer_is_written_again_only_when_it_has_been_read(steps: list[list[M
     first, second = upload.pack(steps[0])(), upload.pack(steps[1])()
     assert len(memory.blocks) == 2
     packed = []
-    thread = threading.Thread(target=lambda: packed.append(upload.pack(steps[2])))
+    thread = threading.Thread(target=lambda: packed.append(upload.pack(steps[2])), daemon=True)
     thread.start()
     time.sleep(0.05)
     assert not packed and equal(views(memory.blocks[0], steps[0]), steps[0]), "the first copy is still under way"

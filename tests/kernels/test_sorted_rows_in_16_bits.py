@@ -1,4 +1,4 @@
-"""Sums of many gradients of one token, in the run that repeats its bits, are as near as those of the run that does not."""
+"""Sums of many gradients of one token, where a run repeats its bits, are as near as those of one that does not."""
 
 import torch
 

@@ -13,7 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megazero.config.schema import Config, resolved
 from megazero.model.attention import VariableLength
 from megazero.run import attention
-from megazero.run.attention import AttentionChoice, Heads, Probe, choose_attention, settle_attention, variable_length
+from megazero.run.attention import (
+    AttentionChoice,
+    Heads,
+    Probe,
+    choose_attention,
+    repeat_bits,
+    settle_attention,
+    variable_length,
+)
 from tests.model.small import LLAMA, make
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -119,6 +127,7 @@ def test_a_model_on_a_gpu_gets_it(
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     model = make(LLAMA, torch.float32)
     with caplog.at_level("INFO", logger="megazero"):
+        repeat_bits(config(deterministic=deterministic), GPU)
         settle_attention(config(deterministic=deterministic), model, GPU, first=True)
     assert all(block.attention.repeats for block in model.blocks)
     assert all(block.attention.variable_length is some_attention for block in model.blocks)
@@ -135,6 +144,7 @@ def test_a_model_on_a_gpu_gets_it(
 def test_a_cpu_has_one_and_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention, "choose_attention", None)
     model = make(LLAMA, torch.float32)
+    repeat_bits(config(deterministic=True), CPU)
     settle_attention(config(deterministic=True), model, CPU, first=True)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cuda.math_sdp_enabled()
     assert not any(block.attention.repeats or block.attention.variable_length for block in model.blocks)

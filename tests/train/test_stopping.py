@@ -183,8 +183,8 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(("saving", "at"), [(0.0, 80.0), (20.0, 50.0)])
-def test_there_is_time_for_two_steps_and_a_save(tmp_path: Path, saving: float, at: float) -> None:
+@pytest.mark.parametrize(("saving", "at"), [(0.0, 70.0), (20.0, 40.0)])
+def test_there_is_time_for_three_steps_and_a_save(tmp_path: Path, saving: float, at: float) -> None:
     """Steps of 10 seconds, a limit of 100."""
     clock = Clock()
     stopping = Stopping(single()["world"], torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
