@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Work(Protocol):
-    """What is asked of torch's works."""
+    """An operation under way, as torch's process groups return it."""
 
     def is_completed(self) -> bool: ...
 

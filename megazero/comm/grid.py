@@ -92,6 +92,13 @@ class Grid(Mapping[str, Axis]):
                 names[: len(parts)] = [joined]
         return [self._axes[name] for name in names]
 
+    def counts(self, what: str) -> bool:
+        """Return whether this rank's summand counts in a sum over the world: of ranks that have the same, the first's.
+
+        See `partial`, of which this is the complement.
+        """
+        return all(self._axes[row.name].rank == 0 for row in AXES if what not in row.partial)
+
     def with_comm(self, comm: CommContext) -> "Grid":
         """Return the same grid with another communication context."""
         return self._replaced({axis: replace(axis, comm=comm) for axis in self._distinct()})

@@ -4,6 +4,7 @@ A rank records in its status slot how it ended. A local parent reads the slots a
 that torchrun or srun started have no such parent: the first of those with the same to say prints it (`job_board.py`).
 """
 
+import contextlib
 import signal
 import sys
 import time
@@ -75,6 +76,13 @@ def say_why(place: RankContext) -> None:
         board.tell()
     else:
         board.until_told()
+
+
+def flush_output() -> None:
+    """Write out what was printed; before an end that skips the interpreter's own."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads
+            stream.flush()
 
 
 def _print(line: str) -> None:

@@ -17,18 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megazero.comm.memfd import Handle
 from megazero.comm.status_board import EMPTY, FAILED, RUNNING, SLOT_SIZE, STUCK, RankStatus, StatusBoard
 from megazero.launch.attendance import Presence
-from megazero.launch.roll_call import absent, came, elected
+from megazero.launch.roll_call import absent, came, elected, values
 from megazero.store.client import JobStore, NoAnswer
 
-_AT_ONCE = 256  # slots in one answer of the store
 _ALARM, _TOLD = "alarm", "told"
 _AGAIN, _SELDOM = 0.1, 2.0  # seconds before the store is asked again: one that has waited, one that answers at once
+_WAITING = 60.0  # seconds of one wait
 _ENDING = 3.0  # seconds that the end of a process waits for the thread
 _TELLING = 3.0  # seconds that a rank may take to read what all have published
 
@@ -134,11 +133,10 @@ class JobBoard(StatusBoard):
         number = self._store.add("statuses", 0)
         missing = set(absent(self._store, "status", range(1, number + 1)))
         keys = [f"status/{at}" for at in range(1, number + 1) if at not in missing]
-        for first in range(0, len(keys), _AT_ONCE):
-            for said in self._store.multi_get(keys[first : first + _AT_ONCE]):
-                rank, _, raw = said.decode(errors="replace").partition(" ")
-                if rank.isdecimal() and int(rank) < self.size:
-                    yield int(rank), _unpacked(raw)
+        for said in values(self._store, keys):
+            rank, _, raw = said.decode(errors="replace").partition(" ")
+            if rank.isdecimal() and int(rank) < self.size:
+                yield int(rank), _unpacked(raw)
 
 
 def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard:
@@ -165,18 +163,10 @@ def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard
 def _alarmed(store: Store) -> bool:
     """Return whether there was an alarm.
 
-    Our own client waits for one in Python, as long as the store's timeout. torch's stores are only asked: they wait
-    outside of Python, where a thread must not be when the interpreter ends, and write a warning whenever time is up.
+    Our own client waits for one, in Python. torch's stores are only asked: they wait outside of Python, where a thread
+    must not be when the interpreter ends, and write a warning whenever time is up.
     """
-    if not isinstance(store, JobStore):
-        return store.check([_ALARM])
-    try:
-        store.wait([_ALARM])
-        return True
-    except dist.DistNetworkError:
-        raise
-    except RuntimeError:  # time is up
-        return False
+    return came(store, _ALARM, _WAITING) if isinstance(store, JobStore) else store.check([_ALARM])
 
 
 def _made(store: Store, rank: int, size: int) -> StatusBoard:

@@ -6,10 +6,8 @@ knows nothing of the other ranks. So process groups get twice `parallel.timeout`
 NCCL's flight recorder holds into its log, and leaves by the same path as a rank on a CPU.
 """
 
-import contextlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from megazero.comm.device_queue import DeviceQueue, Queued
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.launch.environment import RankContext
-from megazero.launch.exit_status import say_why
+from megazero.launch.exit_status import flush_output, say_why
 
 _SHARE = 0.8  # of the timeout: before any other rank gives up for another reason
 _LOOKS = 40  # within that time
@@ -75,9 +73,7 @@ class Monitor:
         self._place.stacks.write(CollectiveError(stuck[0].axis, what), "\n".join(flight_recorder()))
         if self._place.world.launcher != "local":  # a parent reads the board itself
             say_why(self._place)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads
-                stream.flush()
+        flush_output()
         self._end(1)
 
     def _watch(self) -> None:

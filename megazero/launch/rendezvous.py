@@ -14,7 +14,6 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import threading
 from datetime import timedelta
 
@@ -43,6 +42,7 @@ from megazero.launch.environment import (
     secret_of_step,
     stay_on,
 )
+from megazero.launch.exit_status import flush_output
 from megazero.launch.job_board import job_board
 from megazero.launch.lobby import Lobby
 from megazero.launch.monitor import Monitor
@@ -167,9 +167,7 @@ def leave_at_once(code: int) -> None:
     aborting = threading.Thread(target=_abort_process_group, daemon=True)  # which may wait for the device
     aborting.start()
     aborting.join(_ABORT)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads
-            stream.flush()
+    flush_output()
     os._exit(code)
 
 

@@ -6,7 +6,7 @@ reads the descriptions; the verdict is the roll, or the fault that ends the run.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from megazero.launch.attendance import InvalidPresenceError, Presence, pack_roll
 from megazero.store.client import JobStore
 
 _SLICE = 0.5  # seconds of one wait where torch's code waits: a signal is handled between two
-_AT_ONCE = 256  # presences in one answer of the store, of at most 4,096 bytes each
+_AT_ONCE = 256  # values in one answer of the store, of at most 4,096 bytes each
 _SAME = "start all ranks from one folder with one config and the same flags"
 _ROLL, _ODD, _LATE = "+-?"  # the first character of a verdict: all is well, one rank is odd, ranks are missing
 _HEARD = 5.0  # seconds for those that have come to hear that others have not
@@ -78,6 +78,12 @@ def absent(store: Store, key: str, ranks: Sequence[int]) -> list[int]:
     return [*absent(store, key, ranks[:middle]), *absent(store, key, ranks[middle:])] if middle else list(ranks)
 
 
+def values(store: Store, keys: Sequence[str]) -> Iterator[bytes]:
+    """Yield the values of keys that are set: few requests, each with an answer of bounded size."""
+    for first in range(0, len(keys), _AT_ONCE):
+        yield from store.multi_get(list(keys[first : first + _AT_ONCE]))
+
+
 def elected(store: Store, key: str, rank: int) -> int:
     """Return the rank that speaks for all that ask for the same key: the first one."""
     return int(store.compare_set(key, "", str(rank)))
@@ -93,10 +99,9 @@ def _verdict(store: Store, size: int, seconds: float) -> str:
     if not came(store, "all here", seconds) and (missing := absent(store, "here", range(size))):
         return _LATE + _missing(missing, size, seconds)
     keys = [f"here/{rank}" for rank in range(size)]
-    said = [raw for at in range(0, size, _AT_ONCE) for raw in store.multi_get(keys[at : at + _AT_ONCE])]
     roll: dict[int, Presence] = {}
     odd: dict[int, str] = {}
-    for rank, raw in enumerate(said):
+    for rank, raw in enumerate(values(store, keys)):
         try:
             roll[rank] = Presence.from_json(raw)
         except InvalidPresenceError as error:

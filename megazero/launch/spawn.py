@@ -24,7 +24,7 @@ from megazero.base.stop_signals import NOTED, REQUEUE
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
 from megazero.launch.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
 from megazero.launch.environment import RankContext, World, host_name, threads_for
-from megazero.launch.exit_status import outcome
+from megazero.launch.exit_status import flush_output, outcome
 from megazero.launch.scratch import scratch_folder
 from megazero.launch.signals import TWICE, noted
 from megazero.launch.stacks import ask_for_stacks
@@ -148,9 +148,7 @@ def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: i
             torch.set_num_threads(threads)
         code = outcome(lambda: _unblocked(main, place, speaks=notes_signals and place.world.rank == 0), place)
         HEART.end()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads
-                stream.flush()
+        flush_output()
     finally:
         os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
 

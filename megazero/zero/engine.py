@@ -229,7 +229,7 @@ class Engine:
     def _sum_totals(self, votes: Iterable[int]) -> Tensor:
         """Return the sums over all ranks of what they add to the totals of a step: loss, valid tokens, votes."""
         totals, world = self._totals, self.grid["world"]
-        if self.grid["tensor"].rank > 0:  # has the first rank's loss, which counts; infinity and NaN still show
+        if not self.grid.counts("loss"):  # infinity and NaN still show
             totals[:2].masked_fill_(torch.isfinite(totals[:2]), 0.0)
         for vote in votes:
             totals[2 + vote].fill_(1.0)  # by a kernel: a tensor of the host would have to be copied
