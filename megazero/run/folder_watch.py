@@ -1,8 +1,8 @@
 """Notice between saves that a run's folder is deleted, moved, or made read-only, while there is time to mend it.
 
 A run that saves once an hour would otherwise learn at its next save that it has nowhere to write, an hour of training
-later. The first rank looks about once a second; each kind of fault is one warning, and the run goes on, because the
-folder may come back before the save.
+later. The first rank looks about once a second, and before each save; each kind of fault is one warning, and the run
+goes on, because the folder may come back before the save.
 """
 
 import time
@@ -27,9 +27,9 @@ class FolderWatch:
         self._looked = clock()
         self._said: set[str] = set()
 
-    def look(self) -> None:
-        """Warn of a fault not reported before; do nothing if it has looked a moment ago."""
-        if self._clock() - self._looked < _SELDOM:
+    def look(self, saving: bool = False) -> None:
+        """Warn of a fault not reported before; do nothing if it has looked a moment ago and no save is about to begin."""
+        if not saving and self._clock() - self._looked < _SELDOM:
             return
         self._looked = self._clock()
         try:

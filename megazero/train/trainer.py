@@ -282,6 +282,7 @@ class Trainer:
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         self.now(done, "save")
+        self.stopping.before_save()
         self.engine.flush_delayed()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
         with self.recorder.paused():

@@ -48,16 +48,17 @@ def test_a_folder_that_is_moved_while_it_trains(tiny_data: TinyData, tmp_path: P
 
 
 def test_checkpoints_that_vanish_are_noticed_and_made_anew(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Before a save at the latest, however soon after the loss it comes."""
     run = tmp_path / "run"
-    options = ("run.steps=120", "data.valid=null", "checkpoint.every=90", "observe.every=10")
-    with training(tiny_data, run, *options) as process:
+    with training(tiny_data, run, *ENDLESS, "checkpoint.every=100000") as process:
         after_step(process, 30)
         shutil.rmtree(run / "checkpoints")
+        (run / "STOP").touch()
         code, err = rest_of(process)
     assert code == 0, err
     assert err.count("warning") == 1, err
     assert "checkpoints/ was deleted or moved, with the steps in it; the next save makes it anew" in err
-    assert Store(run / "checkpoints").steps() == [120, 90] and read_rows(run / "metrics.jsonl")[-1]["step"] == 120
+    assert Store(run / "checkpoints").steps() == [read_rows(run / "metrics.jsonl")[-1]["step"]]
 
 
 def test_a_lock_that_is_removed_is_not_another_job(tiny_data: TinyData, tmp_path: Path) -> None:
@@ -88,6 +89,15 @@ def test_each_fault_of_a_folder_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "moved").rename(folder.path)
     folder.checkpoints.mkdir()
     assert look() == 2 and folder.fault() is None
+
+
+def test_a_save_looks_without_waiting(tmp_path: Path) -> None:
+    said: list[str] = []
+    watch = FolderWatch(RunFolder(tmp_path), said.append, lambda: 0.0)  # no time passes
+    watch.look()
+    assert not said
+    watch.look(saving=True)
+    assert len(said) == 1 and "checkpoints/ was deleted or moved" in said[0]
 
 
 def test_a_folder_that_is_made_read_only_while_it_trains(tiny_data: TinyData, tmp_path: Path) -> None:
