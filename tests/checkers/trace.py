@@ -6,8 +6,8 @@ completes at once. The trace is what its host did, in order: what it queued on w
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,28 @@ class Trace:
     def wait_for_all(self, device: torch.device) -> None:
         self.wait("synchronize", *(self.end(stream) for stream in self._queued))
 
+    def access(self, stream: str, text: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """Learn what the last item of a stream reads and writes."""
+
+    def keep(self, x: Tensor, stream: str) -> None:
+        """Learn that memory is kept until a stream has done what is queued on it now."""
+
+    def watching(self, on_host: Callable[[Tensor], bool]) -> AbstractContextManager[object]:
+        """Return a context in which the trace sees more than what is queued.
+
+        Args:
+            on_host: whether a tensor is in memory of the host.
+        """
+        return nullcontext()
+
+    def threads(self) -> AbstractContextManager[object]:
+        """Return a context in which threads of the host are made."""
+        return nullcontext()
+
+    def muted(self) -> AbstractContextManager[None]:
+        """Return a context in which operations are none of the GPU's."""
+        return nullcontext()
+
     @contextmanager
     def use(self, stream: str) -> Iterator[None]:
         self._stack.append(stream)
@@ -158,7 +180,7 @@ class _Streams:
         return self._trace.use(stream.name)
 
     def keep(self, x: Tensor, stream: _Stream) -> None:
-        pass
+        self._trace.keep(x, stream.name)
 
 
 class _Mark:
@@ -173,12 +195,15 @@ class _Mark:
 
 
 class _Work(dist.Work):
-    def __init__(self, trace: Trace, point: Point):
+    """An operation under way. It keeps its tensors until it is waited for, as NCCL's does."""
+
+    def __init__(self, trace: Trace, point: Point, tensors: Sequence[Tensor]):
         super().__init__()
-        self._trace, self._point = trace, point
+        self._trace, self._point, self._tensors = trace, point, tensors
 
     def wait(self, *timeout: Any) -> bool:
         self._trace.order(self._trace.current, self._point)
+        self._tensors = ()
         return True
 
     def is_completed(self) -> bool:
@@ -192,41 +217,49 @@ class _Group(FakeProcessGroup):
         super().__init__(name[0].index(trace.rank), len(name[0]))
         self._trace, self._name = trace, name
 
-    def _launch(self, kind: str, x: Tensor, peer: int | None = None) -> dist.Work:
+    def _launch(self, kind: str, source: Tensor | None, into: Tensor | None, peer: int | None = None) -> dist.Work:
+        """Queue an operation, and put anything where it writes.
+
+        Sums are 0: a step without a valid token ends, whatever else the numbers are.
+        """
         trace, stream = self._trace, f"communicator {self._name}"
+        x = source if source is not None and kind != "reduce_scatter" else into
+        assert x is not None, "it reads or writes"
+        with trace.muted():
+            if into is not None:
+                into.zero_() if kind != "all_gather" else into.view(self.size(), -1).copy_(x.reshape(-1).clone())
         trace.order(stream, trace.end(trace.current))
         operation = Operation(self._name, kind, x.dtype, x.numel(), trace.about, peer)
         trace.about = ""
-        return _Work(trace, trace.queue(stream, operation))
+        point = trace.queue(stream, operation)
+        reads, writes = ([y] if y is not None else [] for y in (source, into))
+        trace.access(stream, kind, reads, writes)
+        return _Work(trace, point, [*reads, *writes])
 
     def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> dist.Work:
-        tensors[0].zero_()  # a step without a valid token: whatever else the numbers are, it ends
-        return self._launch("all_reduce", tensors[0])
+        return self._launch("all_reduce", tensors[0], tensors[0])
 
     def allgather(self, wholes: Sequence[Any], parts: Sequence[Tensor], *options: Any) -> dist.Work:
-        return self._launch("all_gather", parts[0])
+        return self._launch("all_gather", parts[0], None)
 
     def reduce_scatter(self, outs: Sequence[Tensor], parts: Sequence[Any], *options: Any) -> dist.Work:
-        return self._launch("reduce_scatter", outs[0])
+        return self._launch("reduce_scatter", None, outs[0])
 
     def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
-        whole.view(self.size(), -1).copy_(part.reshape(-1).clone())
-        return self._launch("all_gather", part)
+        return self._launch("all_gather", part, whole)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
-        out.view(-1).copy_(x.view(self.size(), -1)[self.rank()])
-        return self._launch("reduce_scatter", out)
+        return self._launch("reduce_scatter", x, out)
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
-        return self._launch("send", tensors[0], target[0])
+        return self._launch("send", tensors[0], None, target[0])
 
     def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
-        tensors[0].zero_()
-        return self._launch("receive", tensors[0], source[0])
+        return self._launch("receive", None, tensors[0], source[0])
 
 
 class _StatusSlot(Unseen):
@@ -289,23 +322,29 @@ def pretended(trace: Trace, world: int) -> Iterator[CommContext]:
         yield CommContext("nccl", split_group=split_group, status_slot=_StatusSlot(trace))  # type: ignore[arg-type]
 
 
-def record(job: Job, rank: int, shape: Shape, precision: Precision = FP32, *, watched: bool = False) -> Trace:
+def record(
+    job: Job, rank: int, shape: Shape, precision: Precision = FP32, *, watched: bool = False, trace: Trace | None = None
+) -> Trace:
     """Return what one rank of a job queues from its start to the end of two steps.
 
     Args:
         watched: the host waits where it would wait by torch's own operations (`sync.py`), which takes time to find.
+        trace: to write; None: a new one.
     """
-    trace = Trace(rank)
+    trace = trace or Trace(rank)
     detector = _Waits(trace)
     tied = planned(job, shape, precision).ties_ranks
     sizes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard_ranks": job.shard_ranks}
     with ExitStack() as stack:
         comm = stack.enter_context(pretended(trace, job.ranks))
-        one = Rank(make_grid(comm=comm, device_type="cpu", tied=tied, **sizes), job, shape, precision)
+        stack.enter_context(detector.watch_hosts())
+        stack.enter_context(trace.threads())
+        grid = make_grid(comm=comm, device_type="cpu", tied=tied, **sizes)
+        one = Rank(grid, job, shape, precision)
         trainer: Trainer = trainer_of(one, lambda step, text: trace.queue(trace.current, f"{text} of step {step}"))
         trace.before = len(trace.events)
+        stack.enter_context(trace.watching(detector.on_host))
         if watched:
-            stack.enter_context(detector.watch_hosts())
             stack.enter_context(detector)
         for step in range(STEPS):
             trainer.train_step(step)
