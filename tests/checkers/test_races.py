@@ -22,8 +22,8 @@ from megazero.zero.placement import Precision
 from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
 from tests.checkers.races import Races
-from tests.checkers.trace import pretended, record
-from tests.layouts import SHAPES, job_on
+from tests.checkers.trace import FP32, pretended, record
+from tests.layouts import SHAPES, Rank, job_on
 
 OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
 FULL_RECOMPUTE = {"recompute": "full", "partition": True}
@@ -45,7 +45,7 @@ LAYOUTS = {
 SUMS_IN_BF16 = Precision(reduced=torch.bfloat16)
 
 
-def races_of(job: Job, rank: int = 0, precision: Precision = Precision()) -> list[str]:  # noqa: B008
+def races_of(job: Job, rank: int = 0, precision: Precision = FP32) -> list[str]:
     races = Races(rank)
     record(job, rank, SHAPES["deep"], precision, trace=races)
     assert len(races.events) > 1000, "operations are seen"
@@ -66,7 +66,7 @@ def test_sums_in_another_dtype_have_an_order() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_access_of_every_rank_has_an_order(name: str) -> None:
     for rank in range(LAYOUTS[name].ranks):
-        for precision in (Precision(), Precision(torch.bfloat16), SUMS_IN_BF16):
+        for precision in (FP32, Precision(torch.bfloat16), SUMS_IN_BF16):
             assert races_of(LAYOUTS[name], rank, precision) == []
 
 
@@ -112,17 +112,43 @@ def plant_early_drop(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reduction, "_finish", finish)
 
 
-def plant_update(patch: pytest.MonkeyPatch) -> None:
-    """What the engine once did: it wrote its own parameters while the gather of the update before could read them."""
-    patch.setattr(Gather, "unshard", later_unshard(Gather.unshard))
+def plant_unwaited(patch: pytest.MonkeyPatch) -> None:
+    """A unit of an update is not waited for where the next forward needs it."""
+    honest = Gather.unshard
 
-
-def later_unshard(honest: Callable[[Gather, list[Unit]], None]) -> Callable[[Gather, list[Unit]], None]:
     def unshard(self: Gather, units: list[Unit]) -> None:
         if not (len(units) == 1 and units[0].publishes):
             honest(self, units)
 
-    return unshard
+    patch.setattr(Gather, "unshard", unshard)
+
+
+def plant_update(patch: pytest.MonkeyPatch) -> None:
+    """What the engine once did: it wrote its own parameters while the gather of the update before could read them.
+
+    Only `publish` waited, behind the update.
+    """
+    wait, publish = Gather.unshard, Gather.publish
+
+    def published(self: Gather, unit: Unit) -> None:
+        if unit in self._coming:
+            wait(self, [unit])
+        publish(self, unit)
+
+    patch.setattr(Gather, "unshard", lambda self, units: None)
+    patch.setattr(Gather, "publish", published)
+
+
+def races_of_two_updates() -> list[str]:
+    """Update twice with no forward between, which would have waited."""
+    races = Races(0)
+    with pretended(races, 2) as comm:
+        grid = make_grid(comm=comm, device_type="cpu")
+        one = Rank(grid, job_on(1, 2, stage=1), SHAPES["gpt"], FP32)
+        with races.watching(lambda _: False):
+            one.step(0)
+            one.engine.finish_step(1e-3)
+    return races.found
 
 
 def plant_slot(patch: pytest.MonkeyPatch) -> None:
@@ -206,7 +232,7 @@ PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (plant_open, "offload", "reduce_scatter"),
     (plant_settle, "offload", "aten::_fused_adamw_ on host is not behind"),
     (plant_early_drop, "stage 2", "not behind reduce_scatter"),
-    (plant_update, "stage 1", "not behind all_gather"),
+    (plant_unwaited, "stage 1", "not behind all_gather"),
     (plant_send, "1f1b", "not behind send"),
     (plant_receive, "1f1b", "not behind receive"),
     (plant_queued, "offload", "aten::copy_ on side 1 is not behind"),
@@ -221,6 +247,12 @@ def test_a_wait_that_is_taken_away_is_found(
     plant(monkeypatch)
     found = races_of(LAYOUTS[name])
     assert any(text in line for line in found), found
+
+
+def test_an_update_that_comes_at_once_waits_for_the_gather_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert races_of_two_updates() == []
+    plant_update(monkeypatch)
+    assert any("is not behind all_gather" in line for line in races_of_two_updates())
 
 
 def test_a_kept_input_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
