@@ -49,7 +49,7 @@ class SideStream:
 
     def __init__(self, device: torch.device):
         self._streams = streams_of(device)
-        self._stream = None if self._streams is None else self._streams.new(device)
+        self._stream: Any = None if self._streams is None else self._streams.new(device)
 
     def queued(self) -> AbstractContextManager[object]:
         """Queue what is called inside on the side stream, behind all that is queued on the current one so far."""

@@ -319,7 +319,7 @@ def pretended(trace: Trace, world: int) -> Iterator[CommContext]:
         patch.setitem(Readback.__init__.__kwdefaults__, "marked", lambda device: _Mark(trace))
         for name in ("send", "post"):
             patch.setattr(Transport, name, _told(trace, getattr(Transport, name)))
-        yield CommContext("nccl", split_group=split_group, status_slot=_StatusSlot(trace))  # type: ignore[arg-type]
+        yield CommContext("nccl", split_group=split_group, status_slot=_StatusSlot(trace))
 
 
 def record(
