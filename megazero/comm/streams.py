@@ -6,34 +6,69 @@ after all that was queued before it, and runs beside what is queued later, until
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
+
+
+class Streams(Protocol):
+    """The streams of a device; a stream is what `torch.cuda.Stream` is."""
+
+    def new(self, device: torch.device) -> Any: ...
+
+    def current(self) -> Any: ...
+
+    def use(self, stream: Any) -> AbstractContextManager[object]: ...
+
+    def keep(self, x: torch.Tensor, stream: Any) -> None: ...
+
+
+class CudaStreams:
+    """The streams of a GPU."""
+
+    def new(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device)
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream()
+
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def keep(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        x.record_stream(stream)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of a device; None: what is queued there is done at once."""
+    return CudaStreams() if device.type == "cuda" else None
 
 
 class SideStream:
     """A stream beside the current one of `device`. No memory is allocated in it: buffers are kept for the run."""
 
     def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._streams = streams_of(device)
+        self._stream: Any = None if self._streams is None else self._streams.new(device)
 
     def queued(self) -> AbstractContextManager[object]:
         """Queue what is called inside on the side stream, behind all that is queued on the current one so far."""
-        if self._stream is None:
+        if self._streams is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
+        self._stream.wait_stream(self._streams.current())
+        return self._streams.use(self._stream)
 
     def keep(self, x: torch.Tensor) -> None:
         """Keep the memory of x from reuse until the work now queued on the side stream is done."""
-        if self._stream is not None:
-            x.record_stream(self._stream)
+        if self._streams is not None:
+            self._streams.keep(x, self._stream)
 
     def wait(self) -> None:
         """Block the host until all work on the side stream is done."""
-        if self._stream is not None:
+        if self._streams is not None:
             self._stream.synchronize()
 
     def join(self) -> None:
         """Make the current stream wait for all work on the side stream."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._streams is not None:
+            self._streams.current().wait_stream(self._stream)

@@ -89,7 +89,10 @@ class SyncDetector:
         frames = list(_our_frames())
         if any(frame in ALLOWED or frame[0].startswith(ALLOWED_FOLDERS) for frame in frames):
             return
-        wait = Wait(operation, ":".join(frames[0]) if frames else "?")
+        self.report(Wait(operation, ":".join(frames[0]) if frames else "?"))
+
+    def report(self, wait: Wait) -> None:
+        """Note a wait that is in no named place."""
         if wait not in self.found:
             self.found.append(wait)
 
