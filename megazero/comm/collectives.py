@@ -27,6 +27,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
@@ -67,7 +68,7 @@ class Pending:
         """
         if self._axis is None:
             return self._finish()
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             with torch.profiler.record_function(f"wait for {self._axis.name} axis: {self._purpose}"):
                 result = self._finish()
         else:

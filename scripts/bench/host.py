@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -125,15 +126,19 @@ def config_of(stage: Stage, ranks: int) -> Config:
 def systems_of(place: Place) -> list[System]:
     """Return all systems of a group, the reference first."""
     ranks, processes = (1, 1) if place == "alone" else (2, 2 if place == "sent" else 1)
-    ours = [(f"ours-stage{stage}", our_phases, stage, stage) for stage in STAGES]
-    others = [
+    ours: list[tuple[str, Callable[..., Phases], Any, Stage]] = [
+        (f"ours-stage{stage}", our_phases, stage, stage) for stage in STAGES
+    ]
+    others: list[tuple[str, Callable[..., Phases], Any, Stage]] = [
         ("ddp", torch_phases, ddp, 0),
         ("fsdp1-full-shard", torch_phases, fsdp1, 0),
         ("fsdp2-no-reshard", torch_phases, fsdp2_no_reshard, 0),
         ("fsdp2-reshard", torch_phases, fsdp2_reshard, 0),
         *((f"deepspeed-stage{stage}", deepspeed_phases, stage, 0) for stage in (1, 2, 3) if place != "unsent"),
     ]
-    plain = [(name, torch_phases, None, 0) for name in (REFERENCE, REFERENCE + AGAIN)]
+    plain: list[tuple[str, Callable[..., Phases], Any, Stage]] = [
+        (name, torch_phases, None, 0) for name in (REFERENCE, REFERENCE + AGAIN)
+    ]
     told = {"ranks": processes, "has_loss": False, "times_itself": True}
     return [
         System(
@@ -246,7 +251,7 @@ def join(place: Place, rank: int, size: int, store: str) -> None:
     if place == "sent":
         meet(rank, size, store)
     elif place == "alone":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
@@ -258,7 +263,7 @@ def ddp(model: nn.Module) -> nn.Module:
     return wrapped
 
 
-def _nothing_to_sum(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _nothing_to_sum(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return what is there already; called once for each bucket, here one or two a step."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -284,7 +289,8 @@ def _fsdp2(model: nn.Module, *, reshard: bool) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)  # in its place
+    return model
 
 
 def deepspeed_phases(stage: int, config: Config, place: Place, rank: int, size: int, store: str) -> Phases:
