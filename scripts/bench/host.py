@@ -1,4 +1,4 @@
-"""What the host takes per layer: plain torch, our engine, DDP, FSDP and DeepSpeed on tensors that cost nothing.
+"""Time what the host takes per layer: plain torch, our engine, DDP, FSDP and DeepSpeed on tensors that cost nothing.
 
     python scripts/bench/host.py [--groups alone unsent sent] [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/host.py --groups unsent --only 'ours-stage?' --before TREE    beside another checkout
@@ -12,8 +12,8 @@ a step is nothing but the host's work: Python, autograd, torch's dispatcher, and
     sent      two ranks that exchange: ours through shared memory in the thread that trains, the others through gloo's
               sockets in threads of their own. What is more than in "unsent" is transport, which a GPU's host has not
 
-Figures are processor seconds of the thread that trains, per layer (of a step / 24: embedding, head and loss are in it),
-so that other work on the machine counts little; `wall` is the clock's. `step` has the update in it: there stages 1 and
+Figures are processor seconds of the thread that trains, of the fastest of 10 steps (the rest is noise), per layer (of
+a step / 24: embedding, head and loss are in it); `wall` is the clock's. `step` has the update in it: there stages 1 and
 2 start to gather their parameters. `excess` is what is more than plain torch's. The aims: stages 0 to 2 at most 1.3 of
 plain torch, stage 3 at most half of the excess of `fsdp2-reshard`, both in "unsent".
 
@@ -87,7 +87,7 @@ def reports(options: argparse.Namespace) -> Iterator[figures.Report]:
     """Yield the report of each group."""
     rounds = -(-options.pairs // options.launches)
     for place in options.groups:
-        systems = with_before(chosen(systems_of(place), options.only), options.before, "host", (place,))
+        systems = with_before(chosen(systems_of(place), options.only), options.before, "host", (place, "before"))
         absent = {one.name: reason for one in systems if (reason := missing(one.name)) is not None}
         here = [one for one in systems if one.name not in absent]
         group = Group(TITLES[place], here, absent=absent, again=False, pairs=pairs_of)
@@ -123,8 +123,12 @@ def config_of(stage: Stage, ranks: int) -> Config:
     return resolved(Config(model=shape, batch=Batch(**{"global": ranks, "micro": 1}), zero=Zero(stage=stage)))
 
 
-def systems_of(place: Place) -> list[System]:
-    """Return all systems of a group, the reference first."""
+def systems_of(place: Place, ours_are: str = "ours") -> list[System]:
+    """Return all systems of a group, the reference first.
+
+    Args:
+        ours_are: how names of calls of ours begin, which differ between two trees.
+    """
     ranks, processes = (1, 1) if place == "alone" else (2, 2 if place == "sent" else 1)
     ours: list[tuple[str, Callable[..., Phases], Any, Stage]] = [
         (f"ours-stage{stage}", our_phases, stage, stage) for stage in STAGES
@@ -144,7 +148,7 @@ def systems_of(place: Place) -> list[System]:
         System(
             name,
             timed,
-            (name, phases, what, config_of(stage, ranks), place),
+            (name.replace("ours", ours_are), phases, what, config_of(stage, ranks), place),
             transport="" if place != "sent" or what is None else SHARED if phases is our_phases else SOCKETS,
             **told,
         )
@@ -187,6 +191,7 @@ def timed(
     def call(part: str) -> float:
         return min(step()[part] for _ in range(STEPS)) / LAYERS
 
+    step()  # builds the system, and meets the other ranks
     return {call_of(name, part): lambda part=part: call(part) for part in _ALL.values()}
 
 
