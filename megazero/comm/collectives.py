@@ -22,10 +22,12 @@ Tensors must be contiguous: gloo computes wrong sums over strided views without 
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
@@ -66,7 +68,10 @@ class Pending:
         """
         if self._axis is None:
             return self._finish()
-        with torch.profiler.record_function(f"wait for {self._axis.name} axis: {self._purpose}"):
+        if _profiler_enabled():
+            with torch.profiler.record_function(f"wait for {self._axis.name} axis: {self._purpose}"):
+                result = self._finish()
+        else:
             result = self._finish()
         self._axis.comm.status_slot.end(self._axis.name)
         return result
@@ -140,14 +145,13 @@ def start_reduce_scatter(
         return done(x)
     assert len(x) % axis.size == 0, f"{tuple(x.shape)} has no {axis.size} equal parts"
     tag = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
-    parts = x.chunk(axis.size)
-    own = parts[axis.rank]
+    own = _own(x, axis)
     result = torch.empty_like(own) if out is None else out
     if axis.comm.backend == "nccl":
         return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
     if (pool := axis.comm.host_staging) is not None:
         return _scattered_on_host(x, axis, tag, purpose, own, result, HostStaging(x, pool), accumulate=accumulate)
-    flat_parts = [part.view(-1) for part in parts]
+    flat_parts = [part.view(-1) for part in x.chunk(axis.size)]
     scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
     return _exchanged(axis, purpose, scatter.start(), result)
 
@@ -165,7 +169,7 @@ def _scattered_on_host(
 ) -> Pending:
     """Start a reduce-scatter through the host; this rank's part of the sum is taken in that part's memory there."""
     staging.fetch(x)
-    parts, place = staging.host.chunk(axis.size), _own(staging.host, axis)
+    parts, place = staging.host.chunk(axis.size), _own_elements(staging.host, axis)
     scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
 
     def land() -> None:
@@ -183,7 +187,7 @@ def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
     if axis.size == 1:
         return done(part)
     whole = part.new_empty((len(part) * axis.size, *part.shape[1:]))
-    whole.chunk(axis.size)[axis.rank].copy_(part)
+    _own(whole, axis).copy_(part)
     return start_all_gather_in_place(whole, axis, purpose)
 
 
@@ -192,19 +196,19 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     if axis.size == 1:
         return done(whole)
     assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
-    parts = whole.chunk(axis.size)
-    own = parts[axis.rank]
+    own = _own(whole, axis)
     tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.comm.backend == "nccl":
         return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
         return _gathered_on_host(whole, axis, tag, purpose, HostStaging(whole, pool))
-    return _exchanged(axis, purpose, _gather(axis, tag, [part.view(-1) for part in parts]).start(), whole)
+    flat_parts = [part.view(-1) for part in whole.chunk(axis.size)]
+    return _exchanged(axis, purpose, _gather(axis, tag, flat_parts).start(), whole)
 
 
 def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, staging: HostStaging) -> Pending:
     """Start an all-gather through the host: only this rank's part goes there, and only the others' come back."""
-    flat, own = whole.view(-1), _own(staging.host, axis)
+    flat, own = whole.view(-1), _own_elements(staging.host, axis)
     staging.fetch(flat[own], own)
     gather = _gather(axis, tag, staging.host.chunk(axis.size))
 
@@ -237,14 +241,20 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
 
 
 def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
-    """Count, show and name an operation; return the tag of its messages."""
+    """Count and show an operation; return the tag of its messages, 0 on NCCL, which sends none."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     comm = axis.comm
     comm.ledger.add(axis.name, purpose, elements, x.element_size())
-    text = f"{kind} ({purpose}, {str(x.dtype).removeprefix('torch.')} {list(x.shape)})"
+    text = _text(kind, purpose, x.dtype, x.shape)
     number = comm.status_slot.begin(axis.name, axis.ranks, text)
-    return zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
+    return 0 if comm.backend == "nccl" else zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
+
+
+@lru_cache(1024)  # a run has few, and sends each thousands of times
+def _text(kind: str, purpose: str, dtype: torch.dtype, shape: torch.Size) -> str:
+    """Return an operation's name on the status board, of which its tag is made."""
+    return f"{kind} ({purpose}, {str(dtype).removeprefix('torch.')} {list(shape)})"
 
 
 def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> Exchange:
@@ -285,9 +295,14 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
     return Pending(axis, purpose, finish, exchange.unread)
 
 
-def _own(flat: Tensor, axis: Axis) -> slice:
-    """Return this rank's elements of `size` equal parts."""
-    length = len(flat) // axis.size
+def _own(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's of `size` equal parts of the first dim, and make no view of the others: they may be many."""
+    return x[_own_elements(x, axis)]
+
+
+def _own_elements(x: Tensor, axis: Axis) -> slice:
+    """Return the elements of the first dim that are this rank's of `size` equal parts."""
+    length = len(x) // axis.size
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 

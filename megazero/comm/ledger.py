@@ -15,8 +15,7 @@ operation or waited for it: on a CPU what it cost, on a GPU next to nothing.
 """
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 HOST = "host"  # the way between a rank's device and its host's memory, told like an axis
@@ -39,6 +38,22 @@ class Held:
     peak: int = 0
 
 
+class Timed:
+    """A context whose time is added to `seconds[kind]`; a class, because several are entered for each layer."""
+
+    __slots__ = ("_began", "_kind", "_seconds")
+
+    def __init__(self, seconds: dict[str, float], kind: str):
+        self._seconds, self._kind = seconds, kind
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        spent = time.perf_counter() - self._began
+        self._seconds[self._kind] = self._seconds.get(self._kind, 0.0) + spent
+
+
 class Ledger:
     """Totals since the start: `traffic[axis][purpose]`, `bytes[category]`, `seconds[unit][kind]`."""
 
@@ -53,15 +68,9 @@ class Ledger:
         held.now += size
         held.peak = max(held.peak, held.now)
 
-    @contextmanager
-    def time(self, unit: str, kind: str) -> Iterator[None]:
-        """Add the time spent inside the context."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            kinds = self.seconds.setdefault(unit, {})
-            kinds[kind] = kinds.get(kind, 0.0) + time.perf_counter() - began
+    def time(self, unit: str, kind: str) -> "Timed":
+        """Return a context that adds the time spent inside."""
+        return Timed(self.seconds.setdefault(unit, {}), kind)
 
     def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
         """Count one operation that sent `elements` elements of `item_size` bytes."""

@@ -28,7 +28,7 @@ class FolderWatch:
         self._said: set[str] = set()
 
     def look(self, saving: bool = False) -> None:
-        """Warn of a fault not reported before; do nothing if it has looked a moment ago and no save is about to begin."""
+        """Warn of a fault not reported before; between saves, do nothing if it has looked a moment ago."""
         if not saving and self._clock() - self._looked < _SELDOM:
             return
         self._looked = self._clock()

@@ -10,7 +10,7 @@ The phase of each unit in each micro-batch is kept, so that a gradient that come
 names the parameter, and not a wrong sum.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,7 +42,7 @@ class Deliveries:
     """
 
     phase: Phase = Phase.FORWARD
-    due: Counter[str] = field(default_factory=Counter)
+    due: dict[str, int] = field(default_factory=dict)
     left: int = 0
 
 
@@ -66,15 +66,17 @@ class DeliveryCounter:
 
     def expect(self, parameter: str) -> None:
         """Announce a use of a parameter in forward, or in a forward that is recomputed."""
-        deliveries = self._by_micro_batch.setdefault(self.micro_batch, Deliveries())
+        deliveries = self._by_micro_batch.get(self.micro_batch)
+        if deliveries is None:
+            deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
         assert deliveries.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", deliveries)
-        deliveries.due[parameter] += 1
+        deliveries.due[parameter] = deliveries.due.get(parameter, 0) + 1
         deliveries.left += 1
 
     def delivered(self, parameter: str) -> None:
         """Count a gradient that has been added to the buffer; call `on_complete` behind the last one."""
         deliveries = self._by_micro_batch.get(self.micro_batch)
-        assert deliveries is not None and deliveries.due[parameter] > 0, self._wrong(
+        assert deliveries is not None and deliveries.due.get(parameter), self._wrong(
             parameter, "has a gradient", deliveries
         )
         self._delivered.add(parameter)

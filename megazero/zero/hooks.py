@@ -6,7 +6,8 @@
     post_backward  two moments: the last gradient of a unit has been delivered (`gradients.py`), which starts its
                    reduction; and the layer's whole backward has run, after which its parameters are released
 
-The two backward events of a layer are autograd functions around it that compute the identity. What a layer saves for
+The backward events are autograd functions that compute the identity: one behind each layer, whose backward ends that of
+the layer after it and begins its own, and one before the first, if its input has a gradient. What a layer saves for
 its backward of a sharded unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up
 in the unit's current buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the
 embedding's table) is not gathered for its backward. A layer that is recomputed in its backward saves nothing before
@@ -27,9 +28,9 @@ from megazero.zero.unit import Unit
 Layer = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Saved:
-    """A place in a unit's parameters, which stands for a saved tensor."""
+    """A place in a unit's parameters, which stands for a saved tensor; not frozen, because a layer makes many."""
 
     unit: Unit
     offset: int
@@ -48,27 +49,35 @@ class _Call:
 
     Attributes:
         before: the call of the layer before it in the same forward.
+        after: the call of the layer after it, until that one's backward has run.
         needed: the units whose parameters its backward needs.
     """
 
     gather: Gather
     units: list[Unit]
     before: "_Call | None"
-    needed: list[Unit] = field(default_factory=list)
+    needed: list[Unit]
+    after: "_Call | None" = None
+    _gathered: dict[int, Unit] = field(init=False)  # by the storage that holds its parameters during forward
+
+    def __post_init__(self) -> None:
+        gathered = ((unit, unit.whole) for unit in self.units if not unit.parameters_rest_whole)
+        self._gathered = {whole.untyped_storage()._cdata: unit for unit, whole in gathered if whole is not None}
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         """Return what is saved in place of a tensor; units of which something is saved are `needed`."""
-        at = tensor.untyped_storage()._cdata
-        for unit in self.units:
-            whole = None if unit.parameters_rest_whole else unit.whole
-            if whole is not None and whole.untyped_storage()._cdata == at:
-                if unit not in self.needed:
-                    self.needed.append(unit)
-                return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return tensor.detach()  # the tensor itself would hold the graph that holds it
+        unit = self._gathered.get(tensor.untyped_storage()._cdata)
+        if unit is None:
+            return tensor.detach()  # the tensor itself would hold the graph that holds it
+        if unit not in self.needed:
+            self.needed.append(unit)
+        return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def pre_backward(self) -> None:
-        """Wait for the units that the layer's backward needs; prefetch those of the layer before."""
+        """End the backward of the layer after; wait for what this one's needs, and prefetch for the layer before."""
+        if self.after is not None:
+            self.after.post_backward()
+            self.after = None  # the two would hold each other
         self.gather.unshard(self.needed)
         if self.before is not None:
             self.gather.prefetch(self.before.needed)
@@ -130,7 +139,9 @@ class ShardedLayer:
     def _with_backward(self, x: Tensor, arguments: Sequence[Any], next_units: list[Unit]) -> Tensor:
         before = self.before._call if self.before is not None else None
         self._call = call = _Call(self._gather, self.units, before, list(self.units) if self._recomputed else [])
-        if x.is_floating_point():
+        if before is not None:
+            before.after = call
+        elif x.is_floating_point():
             x = _Boundary.apply(x, call.post_backward)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
             y = self.layer(x, *arguments)
