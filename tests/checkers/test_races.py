@@ -23,7 +23,7 @@ from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
 from tests.checkers.races import Races
 from tests.checkers.trace import FP32, pretended, record
-from tests.layouts import SHAPES, Rank, job_on
+from tests.layouts import SHAPES, job_on
 
 OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
 FULL_RECOMPUTE = {"recompute": "full", "partition": True}
@@ -123,34 +123,6 @@ def plant_unwaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gather, "unshard", unshard)
 
 
-def plant_update(patch: pytest.MonkeyPatch) -> None:
-    """What the engine once did: it wrote its own parameters while the gather of the update before could read them.
-
-    Only `publish` waited, behind the update.
-    """
-    wait, publish = Gather.unshard, Gather.publish
-
-    def published(self: Gather, unit: Unit) -> None:
-        if unit in self._coming:
-            wait(self, [unit])
-        publish(self, unit)
-
-    patch.setattr(Gather, "unshard", lambda self, units: None)
-    patch.setattr(Gather, "publish", published)
-
-
-def races_of_two_updates() -> list[str]:
-    """Update twice with no forward between, which would have waited."""
-    races = Races(0)
-    with pretended(races, 2) as comm:
-        grid = make_grid(comm=comm, device_type="cpu")
-        one = Rank(grid, job_on(1, 2, stage=1), SHAPES["gpt"], FP32)
-        with races.watching(lambda _: False):
-            one.step(0)
-            one.engine.finish_step(1e-3)
-    return races.found
-
-
 def plant_slot(patch: pytest.MonkeyPatch) -> None:
     """What a kept input once did: its slot was given back while the copy out of it was queued."""
     honest = partition._Part.start
@@ -247,12 +219,6 @@ def test_a_wait_that_is_taken_away_is_found(
     plant(monkeypatch)
     found = races_of(LAYOUTS[name])
     assert any(text in line for line in found), found
-
-
-def test_an_update_that_comes_at_once_waits_for_the_gather_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert races_of_two_updates() == []
-    plant_update(monkeypatch)
-    assert any("is not behind all_gather" in line for line in races_of_two_updates())
 
 
 def test_a_kept_input_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
