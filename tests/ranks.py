@@ -131,16 +131,17 @@ class _Ranks:
     def results(self) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(self._ends):
-            open_ends = [end for rank, end in enumerate(self._ends) if rank not in results]
-            for end in wait(open_ends, timeout=TIMEOUT.total_seconds() * 2) or [None]:
-                assert end is not None, f"ranks {sorted(set(range(len(self._ends))) - results.keys())} do not answer"
-                rank = self._ends.index(end)
-                try:
-                    went_well, result = pickle.loads(end.recv_bytes())
-                except EOFError:
-                    went_well, result = False, "ended without a word"
-                assert went_well, f"rank {rank}: {result}"
-                results[rank] = result
+            missing = [rank for rank in range(len(self._ends)) if rank not in results]
+            ready = wait([self._ends[rank] for rank in missing], timeout=TIMEOUT.total_seconds() * 2)
+            assert ready, f"ranks {missing} do not answer"
+            for rank in missing:
+                if (end := self._ends[rank]) in ready:
+                    try:
+                        went_well, result = pickle.loads(end.recv_bytes())
+                    except EOFError:
+                        went_well, result = False, "ended without a word"
+                    assert went_well, f"rank {rank}: {result}"
+                    results[rank] = result
         return [results[rank] for rank in range(len(self._ends))]
 
     def end(self) -> None:

@@ -135,9 +135,7 @@ class GraphedLayer:
         exchange: shared by all layers that run one at a time.
     """
 
-    def __init__(
-        self, layer: nn.Module, store: ActivationStore | type[PlainStore], graphs: Graphs, exchange: Exchange
-    ):
+    def __init__(self, layer: nn.Module, store: ActivationStore | type[PlainStore], graphs: Graphs, exchange: Exchange):
         self.layer, self.store = layer, store
         self._graphs, self._exchange = graphs, exchange
         self._forwards, self._backwards = _Recorded(graphs), _Recorded(graphs)

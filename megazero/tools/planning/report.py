@@ -31,7 +31,12 @@ _COLOURS = {
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
-_WHERE_THERE_ARE = ("angles", "graphs", "scores", "allocator")  # rotary positions, CUDA graphs, other systems: else not drawn
+_WHERE_THERE_ARE = (
+    "angles",
+    "graphs",
+    "scores",
+    "allocator",
+)  # of some jobs only: else not drawn
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
