@@ -51,6 +51,14 @@ class Allocation(NamedTuple):
     place: AllocationSite
 
 
+class _Kind(NamedTuple):
+    """What allocations have in common that differ in their place only."""
+
+    category: str
+    size: int
+    operation: str
+
+
 @dataclass(frozen=True)
 class MemoryMoment:
     """The memory at one time: bytes by category, and in all."""
@@ -90,6 +98,7 @@ class MemoryTimeline(Allocations):
         ] = []  # number from 1, negative when it goes; where; operation
         self._place, self._operation = AllocationSite("", ""), ""
         self._counted: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
+        self._repeated: dict[_Kind, list[int]] = {}  # numbers of what `repeat` counted and has not freed yet
 
     def at(self, action: str | None = None, module: str = "") -> None:
         """Set the place of what follows; None keeps the action."""
@@ -115,6 +124,46 @@ class MemoryTimeline(Allocations):
         super().went(size, number)
         if number:
             self._events.append((-number, self._place, self._operation))
+
+    @property
+    def events(self) -> int:
+        """Return how many allocations and frees there were."""
+        return len(self._events)
+
+    def change(self, first: int, last: int) -> Counter[_Kind]:
+        """Return what the events from `first` to before `last` leave of each kind, negative where they free more."""
+        change: Counter[_Kind] = Counter()
+        for number, _, _ in self._events[first:last]:
+            change[_kind(self.allocations[abs(number) - 1])] += 1 if number > 0 else -1
+        return change
+
+    def repeat(self, first: int, last: int, times: int) -> None:
+        """Allocate and free some times more what the events from `first` to before `last` leave and free.
+
+        What is freed has to have been allocated so. It is freed first: together they are never higher than one by one.
+        """
+        there: dict[int, None] = {}
+        for number, _, _ in self._events[first:last]:
+            there[number] = None
+            if -number in there:  # it was allocated there, too
+                del there[number], there[-number]
+        made: dict[_Kind, list[Allocation]] = {}
+        for number in sorted(there, reverse=True):  # frees behind: each takes away one of its module
+            allocation = self.allocations[abs(number) - 1]
+            like = made.setdefault(_kind(allocation), [])
+            if number > 0:
+                like.append(allocation)
+            elif (same := next((a for a in like if a.place.module == allocation.place.module), None)) is not None:
+                like.remove(same)
+        for kind, count in sorted(self.change(first, last).items(), key=lambda item: item[1]):
+            like = self._repeated.setdefault(kind, [])
+            for _ in range(times * -count):
+                self.went(kind.size, like.pop())
+            for allocation in times * made[kind][:count] if count > 0 else ():
+                super().came(kind.size)
+                self.allocations.append(allocation)
+                self._events.append((len(self.allocations), self._place, kind.operation))
+                like.append(len(self.allocations))
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of the step from its beginning to its end."""
@@ -174,14 +223,19 @@ class MemoryTimeline(Allocations):
 
 
 def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
-    """Return (bytes, count, module without its block's number, operation) of the allocations, the largest first."""
+    """Return (bytes, count, module or action without numbers, operation) of the allocations, the largest first."""
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for allocation in live:
-        origin = re.sub(r"\d+", "*", allocation.place.module) or allocation.place.action, allocation.operation
+        place = allocation.place.module or allocation.place.action
+        origin = re.sub(r"\d+", "*", place), allocation.operation
         sizes[origin] += allocation.size
         counts[origin] += 1
     return [(size, counts[origin], *origin) for origin, size in sizes.most_common()]
+
+
+def _kind(allocation: Allocation) -> _Kind:
+    return _Kind(allocation.category, allocation.size, allocation.operation)
 
 
 def _stretch(moment: MemoryMoment) -> tuple[str, str]:

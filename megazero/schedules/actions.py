@@ -35,6 +35,8 @@ class Kind(Enum):
     REDUCE = "REDUCE"
     TIE = "TIE"
 
+    __hash__ = object.__hash__  # members are unique, and hashed a million times where a step is checked
+
     @property
     def computes(self) -> bool:
         return self in COMPUTE

@@ -1,83 +1,159 @@
 """Find what repeats in a rank's step, so that a simulation need not do a thousand micro-batches one after the other.
 
-In the middle of a step a rank does the same few actions again and again, each time for the next micro-batches: in 1f1b
-one forward and one backward. A step of fewer micro-batches is the same but for how often. So a step of m micro-batches
-is one of m' < m with a block of its actions, [first, last), done 1 + times times, each time for micro-batches that are
-`period` further on. That this is so is not assumed: the actions of m are put together from those of m' and compared.
+A rank does the same few actions again and again, each time for the next micro-batches: in 1f1b some forwards, then one
+backward and one forward many times, then as many backwards as there were forwards. What one stage computes comes in the
+order of micro-batches, so a step is a list of (stage, kind) in which some blocks stand many times in a row, and with
+fewer copies of them it is a step of fewer micro-batches. Copies are left out so that no kind loses more than another:
+of a block that has all kinds equally often, or of two that have them so together, as the forwards before and the
+backwards behind. Nothing is assumed of a schedule: equal copies are looked for in its list of actions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megazero.schedules.actions import Action
+from megazero.schedules.actions import Action, Kind
 
-_ROUNDS = 3  # of the period, beyond the micro-batches in flight, before a step is long enough to repeat something
-_IN_FLIGHT = (1, 2, 3)  # times the ranks: tried one after the other
+_COPIES = 3  # that stay: one that may begin something, one that stands for those left out, one to compare it with
+
+_Step = tuple[int, Kind]  # stage, kind
+_Token = tuple[int, Kind, bool]  # and whether the micro-batch is the last, which is not like the others
 
 
 @dataclass(frozen=True)
-class Shortened:
-    """A step of fewer micro-batches, and the block of its actions that stands for more.
+class Block:
+    """A block of actions of which copies are left out.
 
     Attributes:
-        micro_batches: m', those of the shorter step.
-        first, last: the block's actions are those of the shorter step from `first` to before `last`; as many before
-            it are the same for the micro-batches before.
-        times: how often the block is left out.
+        first, last: the copy that stands for them is the shorter step's actions from `first` to before `last`; the one
+            before it and the one behind it are there too.
+        times: how many are left out.
     """
 
-    micro_batches: int
     first: int
     last: int
     times: int
 
 
-def shortened(actions_of: Callable[[int], Sequence[Action]], micro_batches: int, ranks: int) -> Shortened | None:
-    """Return the shortest step that stands for one of some micro-batches; None: nothing repeats, or it is short anyway.
+@dataclass(frozen=True)
+class Shortened:
+    """A step of fewer micro-batches that stands for a longer one.
+
+    Attributes:
+        micro_batches: its number of them.
+        actions: its actions.
+        originals: of each the action of the longer step that it stands for.
+        blocks: what the longer step has more of, in order; none: nothing repeats, or it is short anyway.
+    """
+
+    micro_batches: int
+    actions: tuple[Action, ...]
+    originals: tuple[Action, ...]
+    blocks: tuple[Block, ...] = ()
+
+
+def unshortened(whole: Sequence[Action]) -> Shortened:
+    """Return a step as it is."""
+    return Shortened(_newest(whole) + 1, tuple(whole), tuple(whole))
+
+
+def shortened(whole: Sequence[Action], ranks: int) -> Shortened:
+    """Return the step of fewest micro-batches that stands for a rank's.
 
     Args:
-        actions_of: number of micro-batches -> this rank's actions in a step.
+        whole: the rank's actions in a step.
         ranks: of the pipeline.
     """
-    whole = actions_of(micro_batches)
-    for period, flight in ((period, flight) for flight in _IN_FLIGHT for period in dict.fromkeys((1, ranks))):
-        fewer = micro_batches % period + period * (_ROUNDS + -(-flight * ranks // period))
-        times = (micro_batches - fewer) // period
-        if times > 0 and (found := _block(whole, actions_of(fewer), period, times)) is not None:
-            return Shortened(fewer, *found, times)
-    return None
+    newest = _newest(whole)
+    kinds = {(action.stage, action.kind) for action in whole if action.micro_batch == newest // 2}
+    # Blocks of one or two micro-batches; in an interleaved schedule of as many as there are ranks.
+    lengths = dict.fromkeys([*range(1, 2 * len(kinds) + 1), len(kinds) * ranks])
+    runs = list(_runs([(a.stage, a.kind, a.micro_batch == newest) for a in whole], list(lengths)))
+    for paired in (True, False):
+        found = _without(whole, runs, _left_out(runs, kinds, paired=paired))
+        if _orders(found.actions) <= _orders(whole):
+            return found
+    return unshortened(whole)
 
 
-def _block(whole: Sequence[Action], short: Sequence[Action], period: int, times: int) -> tuple[int, int] | None:
-    """Return the block of `short` that `whole` has `times` more of; None: there is none."""
-    length, rest = divmod(len(whole) - len(short), times)
-    newest = max(action.micro_batch for action in short)  # the last micro-batch is not like the others
-    last = min(_common(whole, short), next(n for n, action in enumerate(short) if action.micro_batch == newest))
-    first = last - length
-    if rest or first < length:
-        return None
-    before = [_later(action, period) for action in short[first - length : first]]
-    repeats = before == list(short[first:last]) and _repeated(short, first, last, period, times) == list(whole)
-    return (first, last) if repeats else None
+@dataclass(frozen=True)
+class _Run:
+    """Equal blocks of actions in a row: where they begin, how long one is, how many there are, what one has."""
+
+    first: int
+    length: int
+    copies: int
+    counts: Counter[_Step]
 
 
-def _common(one: Sequence[Action], other: Sequence[Action]) -> int:
-    """Return how many actions at the beginning are the same."""
-    pairs = zip(one, other, strict=False)
-    return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _runs(tokens: Sequence[_Token], lengths: Sequence[int]) -> Iterator[_Run]:
+    """Yield the runs of more blocks than stay, from the first action on the one that reaches furthest."""
+    at = 0
+    while at < len(tokens):
+        found = [(n * copies, -n) for n in lengths if (copies := _copies(tokens, at, n)) > _COPIES]
+        reach, negative = max(found, default=(1, -1))  # of equal ones the shortest block
+        if found:
+            block = tokens[at : at - negative]
+            yield _Run(at, len(block), reach // len(block), Counter((stage, kind) for stage, kind, _ in block))
+        at += reach
 
 
-def _repeated(short: Sequence[Action], first: int, last: int, period: int, times: int) -> list[Action]:
-    """Return the actions of the longer step."""
-
-    def parts() -> Iterator[Action]:
-        yield from short[:last]
-        for number in range(1, times + 1):
-            yield from (_later(action, number * period) for action in short[first:last])
-        yield from (_later(action, times * period) for action in short[last:])
-
-    return list(parts())
+def _copies(tokens: Sequence[_Token], at: int, length: int) -> int:
+    """Return how often the block of some length that begins at `at` stands there in a row."""
+    block, copies = tokens[at : at + length], 1
+    while tokens[at + copies * length : at + (copies + 1) * length] == block:
+        copies += 1
+    return copies
 
 
-def _later(action: Action, micro_batches: int) -> Action:
-    return replace(action, micro_batch=action.micro_batch + micro_batches)
+def _left_out(runs: Sequence[_Run], kinds: set[_Step], *, paired: bool) -> list[int]:
+    """Return of each run how many copies can be left out.
+
+    Args:
+        kinds: what a step has for each micro-batch.
+        paired: leave out copies of two runs that have all kinds equally often only together, too.
+    """
+
+    def has_all(counts: Counter[_Step]) -> bool:
+        return len({counts[kind] for kind in kinds}) == 1
+
+    times = [run.copies - _COPIES if has_all(run.counts) else 0 for run in runs]
+    for one, run in enumerate(runs) if paired else ():
+        others = (n for n in range(one + 1, len(runs)) if not times[n] and has_all(run.counts + runs[n].counts))
+        if not times[one] and (other := next(others, None)) is not None:
+            times[one] = times[other] = min(run.copies, runs[other].copies) - _COPIES
+    return times
+
+
+def _without(whole: Sequence[Action], runs: Sequence[_Run], times: Sequence[int]) -> Shortened:
+    """Return the step without some copies of each run, its micro-batches counted anew."""
+    kept: list[int] = []
+    blocks, at = [], 0
+    for run, left_out in zip(runs, times, strict=True):
+        if left_out:
+            behind = run.first + 2 * run.length
+            kept += range(at, behind)
+            blocks.append(Block(len(kept) - run.length, len(kept), left_out))
+            at = behind + left_out * run.length
+    originals = tuple(whole[number] for number in (*kept, *range(at, len(whole))))
+    newest, counts = _newest(whole), Counter((action.stage, action.kind) for action in originals)
+    last = max(counts.values()) - 1
+    seen: Counter[_Step] = Counter()
+    actions = []
+    for action in originals:
+        step = action.stage, action.kind
+        actions.append(replace(action, micro_batch=last if action.micro_batch == newest else seen[step]))
+        seen[step] += 1
+    return Shortened(last + 1, tuple(actions), originals, tuple(blocks))
+
+
+def _orders(actions: Sequence[Action]) -> set[tuple[_Step, ...]]:
+    """Return the orders in which micro-batches go through the step: a forward before its backward, and so on."""
+    orders: dict[int, list[_Step]] = {}
+    for action in actions:
+        orders.setdefault(action.micro_batch, []).append((action.stage, action.kind))
+    return {tuple(order) for order in orders.values()}
+
+
+def _newest(actions: Sequence[Action]) -> int:
+    return max(action.micro_batch for action in actions)

@@ -3,8 +3,8 @@
 What runs is what trains: the model, the engine, the pipeline's schedule, the update, and the ledger that counts. Only
 three things are not there: the numbers (torch's FakeTensorMode computes shapes), the other ranks
 (`comm/fake_group.py`), and initial values. So every byte is the real rank's, and a rank of thousands takes a process of
-some hundred megabytes. What a rank does again and again in the middle of a step (`schedules/repeat.py`) it does a few
-times, and its traffic is counted as often as it would have been.
+some hundred megabytes. What a rank does again and again in a step (`schedules/repeat.py`) it does a few times; traffic
+and memory are counted as often as they would have been (`repetition.py`).
 
 Tensors say that they are on the CPU, whatever is simulated: what depends on the hardware (algorithms, kernels, whether
 the host's memory is another) follows the device that is declared.
@@ -29,11 +29,13 @@ from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.observe.timeline import MemoryTimeline
+from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.plan.memory import RankMemory
 from megazero.plan.traffic import traffic
 from megazero.run.plan_check import expected
-from megazero.schedules.actions import Action
-from megazero.tools.dry_run.repetition import Repeated, Repetition, sent_since
+from megazero.schedules.actions import Action, Kind
+from megazero.schedules.repeat import Shortened, shortened
+from megazero.tools.dry_run.repetition import Repeated, Repetition, repeated, sent_since
 from megazero.tools.dry_run.told import Operation, ToldLedger
 
 CPU = torch.device("cpu")
@@ -48,14 +50,14 @@ class StepRecord:
         operations: what was sent, in order.
         traffic: the same as totals of axes and purposes, as the ledger counts them.
         activations: the most bytes of a step's own, as a run's ledger has them.
-        repeated: what timeline and operations have once and the step many times; None: they have all of it.
+        repeated: what operations have once and the step many times.
     """
 
     timeline: MemoryTimeline
     operations: list[Operation]
     traffic: dict[str, dict[str, Sent]]
     activations: int
-    repeated: Repeated | None
+    repeated: Repeated
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ def two_steps(
     assert isinstance(ledger, ToldLedger)
     with doing("building the rank's model"):
         built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops)
+    with doing("looking for what a step repeats"):
+        job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
+        short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)
     feed = feeds_of(grid["tensor"], CPU, config.parallel.sequence)
 
     def bring(batch: MicroBatch, step: int) -> StageInputs:
@@ -123,11 +128,10 @@ def two_steps(
     records = []
     for number in range(2):
         with doing(f"simulating step {number + 1} of 2") as progress:
-            records.append(_step(config, built, ledger, bring, number, progress))
+            records.append(_step(config, built, ledger, short, bring, number, progress))
     first, steady = records
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
-    job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
     return Simulated(grid, first, steady, ledger, expected(job, rank, ops), traffic(job, rank, grid["shard"].rank))
 
 
@@ -135,37 +139,43 @@ def _step(
     config: Config,
     built: Built,
     ledger: ToldLedger,
+    short: Shortened,
     feed: Callable[[MicroBatch, int], StageInputs],
     number: int,
     progress: Doing,
 ) -> StepRecord:
     """Simulate one step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
-    job = job_of(config, built.engine.grid["world"].size)
-    repetition = Repetition(built.pipeline, job.micro_batches, job.pipeline, ledger)
-    batches = [_batch(config) for _ in range(repetition.simulated)]
+    batches = [_batch(config) for _ in range(short.micro_batches)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
     timeline = ledger.timeline = MemoryTimeline(held)
-    hooks = _name_places(built.model, timeline)
-    phases = map(built.pipeline.describe, built.pipeline.actions(len(batches)))
-    progress.total = sum(phase is not None for phase in phases)
-
-    def at(action: Action) -> None:
-        repetition.at()
-        if (phase := built.pipeline.describe(action)) is not None:
-            progress.advance()
-            timeline.at(phase)
-
+    hooks, describe = _name_places(built.model, timeline), built.pipeline.describe
+    progress.total = sum(describe(action) is not None for action in short.actions)
     with timeline:
         built.engine.begin_step()
-        built.pipeline.train(batches, lambda batch: feed(batch, number), before=at)
+        built.pipeline.begin(batches, lambda batch: feed(batch, number))
+        for action, original in Repetition(short, ledger, timeline).actions():
+            if (phase := describe(original)) is not None:
+                progress.advance()
+                timeline.at(phase)
+            _run(built.pipeline, action)
+        built.pipeline.end()
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
     ledger.timeline = None
     for hook in hooks:
         hook.remove()
-    repeated = repetition.count()
-    return StepRecord(timeline, ledger.operations, sent_since(before, ledger.traffic), timeline.peak, repeated)
+    sent = sent_since(before, ledger.traffic)
+    return StepRecord(timeline, ledger.operations, sent, timeline.peak, repeated(short, describe))
+
+
+def _run(pipeline: Pipeline, action: Action) -> None:
+    if action.kind is Kind.FORWARD:
+        pipeline.forward(action)
+    elif action.kind in BACKWARDS:
+        pipeline.backward(action)
+    else:
+        pipeline.communicate(action)
 
 
 def _batch(config: Config) -> MicroBatch:

@@ -1,71 +1,113 @@
-"""Simulate once what a rank does many times in a step, and count it as often as the step has it."""
+"""Simulate a few times what a rank does many times in a step, and count it as often as the step has it."""
 
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
 from megazero.comm.ledger import Sent
-from megazero.pipeline.executor import Pipeline
-from megazero.schedules.repeat import Shortened, shortened
+from megazero.observe.timeline import MemoryTimeline
+from megazero.schedules.actions import Action
+from megazero.schedules.repeat import Block, Shortened
 from megazero.tools.dry_run.told import Operation, ToldLedger
 
 Traffic = dict[str, dict[str, Sent]]
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RepeatedBlock:
     """A part of a step that was simulated once, and counted for all that are like it.
 
     Attributes:
         begins, ends: its first and its last action.
         times: how often it was left out.
-        micro_batches: of the step.
-        simulated: those that were.
     """
 
     begins: str
     ends: str
     times: int
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """The parts of a step that were simulated once.
+
+    Attributes:
+        micro_batches: of the step.
+        simulated: those that were.
+        blocks: none: all of it was.
+    """
+
     micro_batches: int
     simulated: int
+    blocks: tuple[RepeatedBlock, ...]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """How much was counted when an action began."""
+
+    operations: int
+    events: int
+    traffic: Traffic
+    held: dict[str, int]
 
 
 class Repetition:
     """One step of a rank with as few micro-batches as stand for all.
 
-    Args:
-        micro_batches: of the step.
-        ranks: of the pipeline.
+    What a block of actions (`schedules/repeat.py`) sends, and leaves in memory or takes out of it, is counted as many
+    times more as copies of it were left out: in the place where they would be, so that what follows is as high as it
+    would be. The next copy has to send and leave the same.
 
-    Attributes:
-        simulated: micro-batches to simulate.
+    Args:
+        ledger: counts what is sent.
+        timeline: counts memory.
     """
 
-    def __init__(self, pipeline: Pipeline, micro_batches: int, ranks: int, ledger: ToldLedger):
-        self._pipeline, self._micro_batches, self._ledger = pipeline, micro_batches, ledger
-        whole = Shortened(micro_batches, 0, 0, 0)
-        self._short = shortened(pipeline.actions, micro_batches, ranks) or whole
-        self.simulated = self._short.micro_batches
-        self._done = 0
-        self._marks: list[tuple[int, Traffic]] = []  # before the block, at its beginning, at its end
+    def __init__(self, short: Shortened, ledger: ToldLedger, timeline: MemoryTimeline):
+        self._short, self._ledger, self._timeline = short, ledger, timeline
+        self._copies: dict[Block, tuple[_Mark, _Mark, _Mark]] = {}  # begin and end, and the next one's begin
 
-    def at(self) -> None:
-        """Note where the step is; called before each action."""
-        first, last = self._short.first, self._short.last
-        if self._short.times and self._done in (2 * first - last, first, last):
-            self._marks.append((len(self._ledger.operations), deepcopy(self._ledger.traffic)))
-        self._done += 1
+    def actions(self) -> Iterator[tuple[Action, Action]]:
+        """Yield what is to be done in order, with the action of the whole step that it stands for."""
+        begins: dict[Block, _Mark] = {}
+        for number, pair in enumerate(zip(self._short.actions, self._short.originals, strict=True)):
+            for block in self._short.blocks:
+                if number == block.first:
+                    begins[block] = self._mark()
+                elif number == block.last:
+                    end = self._mark()
+                    self._count(begins[block], end, block.times)
+                    self._copies[block] = begins[block], end, self._mark()
+                elif number == 2 * block.last - block.first:
+                    self._compare(*self._copies[block], self._mark())
+            yield pair
 
-    def count(self) -> Repeated | None:
-        """Count what was left out, at the end of the step; return what it was."""
-        if not self._short.times:
-            return None
-        (earlier, _), (first, before), (last, after) = self._marks
-        operations = self._ledger.operations
-        assert _sent(operations[earlier:first]) == _sent(operations[first:last]), "equal actions send the same"
-        self._ledger.repeat(sent_since(before, after), self._short.times)
-        actions = self._pipeline.actions(self.simulated)[self._short.first : self._short.last]
-        begins, ends = (self._pipeline.describe(action) or str(action) for action in (actions[0], actions[-1]))
-        return Repeated(begins, ends, self._short.times, self._micro_batches, self.simulated)
+    def _mark(self) -> _Mark:
+        held = {category: held.now for category, held in self._ledger.bytes.items()}
+        return _Mark(len(self._ledger.operations), self._timeline.events, deepcopy(self._ledger.traffic), held)
+
+    def _count(self, begin: _Mark, end: _Mark, times: int) -> None:
+        self._ledger.repeat(sent_since(begin.traffic, end.traffic), times)
+        self._timeline.repeat(begin.events, end.events, times)
+
+    def _compare(self, begin: _Mark, end: _Mark, next_begin: _Mark, next_end: _Mark) -> None:
+        sent, change = self._ledger.operations, self._timeline.change
+        one, other = sent[begin.operations : end.operations], sent[end.operations : next_end.operations]
+        assert _sent(one) == _sent(other), "equal actions send the same"
+        left = change(begin.events, end.events), change(next_begin.events, next_end.events)
+        assert left[0] == left[1], "equal actions leave the same in memory"
+        assert begin.held == end.held == next_end.held, "what lasts is made before anything repeats"
+
+
+def repeated(short: Shortened, describe: Callable[[Action], str | None]) -> Repeated:
+    """Return what a shorter step leaves out, its actions described."""
+    blocks = []
+    for block in short.blocks:
+        words = [text for action in short.originals[block.first : block.last] if (text := describe(action)) is not None]
+        blocks.append(RepeatedBlock(words[0], words[-1], block.times))
+    newest = max(action.micro_batch for action in short.originals)
+    return Repeated(newest + 1, short.micro_batches, tuple(blocks))
 
 
 def _sent(operations: list[Operation]) -> list[tuple[str, str, int]]:

@@ -12,6 +12,7 @@ from megazero.comm.grid import Grid
 from megazero.observe.timeline import MemoryMoment, by_origin
 from megazero.run.plan_check import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
+from megazero.tools.dry_run.repetition import Repeated
 
 _SHOWN = 8  # origins of what is there at the peak
 
@@ -49,15 +50,19 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
         for purpose, sent in purposes.items():
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
-    if (again := steady.repeated) is not None:
-        sentence = f"{again.simulated} of {again.micro_batches:,} micro-batches were simulated: from {again.begins} to "
-        sentence += f"{again.ends} the rank does what it does {again.times:,} times more, counted above"
-        lines += ["", *wrapped(sentence, columns, "  ")]
+    lines += ["", *wrapped(_left_out(steady.repeated), columns, "  ")] if steady.repeated.blocks else []
     lines += [
         f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}"
         for axis, purpose, size in _not_as_planned(found)
     ]
     return "\n".join(lines)
+
+
+def _left_out(repeated: Repeated) -> str:
+    """Return in a sentence what was not simulated."""
+    parts = (f"{block.times:,} times more from {block.begins} to {block.ends}" for block in repeated.blocks)
+    sentence = f"{repeated.simulated} of {repeated.micro_batches:,} micro-batches were simulated; what is left out is "
+    return f"{sentence}counted above: {', '.join(parts)}"
 
 
 def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def _step(record: StepRecord) -> dict[str, Any]:
     return {
         "peak": {"total": highest.total, **_cause(highest), "bytes": dict(_sorted(highest)), "made": origins},
         "activations": record.activations,
-        "repeated": None if record.repeated is None else asdict(record.repeated),
+        "repeated": asdict(record.repeated),
         "traffic": {axis: {p: asdict(sent) for p, sent in of.items()} for axis, of in record.traffic.items()},
         "timeline": timeline,
         "operations": list(_operations(record)),
