@@ -104,7 +104,7 @@ def measure(systems: Sequence[System], launches: int, rounds: int) -> Measured:
             times: dict[str, list[float]] = {call: [] for _, call in calls}
             losses: dict[str, list[float]] = {one.system.name: [] for one in live if one.system.has_loss}
             for number in range(WARM_UP + rounds):
-                before, own = _cpu_times(), 0.0
+                before, own = cpu_times(), 0.0
                 for place in torch.randperm(len(calls), generator=order).tolist():
                     one, call = calls[place]
                     done = one.do(call)
@@ -114,7 +114,7 @@ def measure(systems: Sequence[System], launches: int, rounds: int) -> Measured:
                     if one.system.has_loss:
                         losses[one.system.name].append(done.result)
                 if number >= WARM_UP:
-                    found.foreign.append(_foreign_share(before, _cpu_times(), own))
+                    found.foreign.append(foreign_share(before, cpu_times(), own))
             _keep_most(found.memory, live)
         found.launches.append(times)
         found.losses.append(losses)
@@ -219,7 +219,7 @@ def _report(group: Group, measured: Measured, options: argparse.Namespace, diffe
     }
 
 
-def _cpu_times() -> tuple[float, float]:
+def cpu_times() -> tuple[float, float]:
     """Return (busy, all) CPU seconds of the whole machine since it started."""
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:9]]
@@ -227,6 +227,6 @@ def _cpu_times() -> tuple[float, float]:
     return (sum(ticks) - ticks[3] - ticks[4]) / per_second, sum(ticks) / per_second
 
 
-def _foreign_share(before: tuple[float, float], after: tuple[float, float], own: float) -> float:
+def foreign_share(before: tuple[float, float], after: tuple[float, float], own: float) -> float:
     """Return the share of the machine's CPU time between two readings that was neither idle nor ours."""
     return max(0.0, after[0] - before[0] - own) / max(after[1] - before[1], 1e-9)

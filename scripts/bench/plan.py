@@ -35,6 +35,7 @@ from megazero.plan.memory import memory
 from megazero.plan.time import step_time
 from megazero.tools.planning.machine_file import machine_of
 from scripts.bench import figures
+from scripts.bench.harness import cpu_times, foreign_share
 from scripts.bench.ours import CPU, engine_step, grid_of
 from scripts.bench.processes import Call, System, running
 
@@ -89,7 +90,11 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout's plan beside its real step: seconds, and bytes of the fullest rank."""
+    """A layout's plan beside its real step: seconds, and bytes of the fullest rank.
+
+    Attributes:
+        foreign: the share of the machine's processors that other processes took meanwhile.
+    """
 
     name: str
     ranks: int
@@ -97,6 +102,7 @@ class Compared:
     seconds: float
     planned_bytes: int
     bytes: int
+    foreign: float
 
     @property
     def of_time(self) -> float:
@@ -139,9 +145,9 @@ def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
     for layout in layouts:
         job = job_of(layout.config(), layout.ranks)
         most = max(memory(job, rank).peak for rank in range(job.pipeline))
-        seconds, size = real[layout.name]
+        seconds, size, foreign = real[layout.name]
         planned = step_time(job, machines[layout.ranks]).step_s
-        found.append(Compared(layout.name, layout.ranks, planned, seconds, most, size))
+        found.append(Compared(layout.name, layout.ranks, planned, seconds, most, size, foreign))
     return found
 
 
@@ -167,16 +173,18 @@ def faster(first: Machine, second: Machine) -> Machine:
     return replace(first, peaks=peaks, reached=replace(first.reached, attention=attention), **rates, **times)
 
 
-def train(layout: Layout, steps: int) -> tuple[float, int]:
-    """Return the median seconds of a layout's steps, and the bytes of its fullest rank."""
+def train(layout: Layout, steps: int) -> tuple[float, int, float]:
+    """Return the median seconds of a layout's steps, the bytes of its fullest rank, and the share of other work."""
     threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks)
     arguments = (layout.name,) if layout.ranks > 1 else (layout.name, 0, 1, "")
     system = System(layout.name, calls_of, arguments, threads, layout.ranks, times_itself=True, has_loss=False)
     with running([system]) as (one,):
         for _ in range(WARM_UP):
             one.do("step")
-        seconds = statistics.median(one.do("step").seconds for _ in range(steps))
-        return seconds, int(one.do("bytes").seconds)
+        before = cpu_times()
+        done = [one.do("step") for _ in range(steps)]
+        foreign = foreign_share(before, cpu_times(), sum(step.processor for step in done))
+        return statistics.median(step.seconds for step in done), int(one.do("bytes").seconds), foreign
 
 
 def calls_of(name: str, rank: int, size: int, store: str) -> Mapping[str, Call]:
@@ -205,7 +213,7 @@ def held(step: Call, grid: Grid) -> float:
 
 def report_of(found: Sequence[Compared], steps: int) -> figures.Report:
     rows = [{"system": one.name, "columns": one.columns()} for one in found]
-    return figures.report_of("layouts", rows, launches=1, rounds=steps)
+    return figures.report_of("layouts", rows, launches=1, rounds=steps, foreign=[one.foreign for one in found])
 
 
 if __name__ == "__main__":

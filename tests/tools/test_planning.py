@@ -177,6 +177,22 @@ def test_what_doctor_writes_is_read(tmp_path: Path) -> None:
     assert plan(load("tiny"), 1, machine).time.step_s > 0
 
 
+def test_ranks_of_a_cpu_compute_nothing_while_they_exchange_bytes(tmp_path: Path) -> None:
+    times = []
+    for channels in (24, 0):
+        path = tmp_path / f"{channels}.yaml"
+        near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
+        measured = Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33, nccl_channels=channels)
+        path.write_text(measured.as_yaml())
+        machine = machine_of(str(path))
+        assert measured.as_dict().get("reached", {}) == ({} if channels else {"beside": 0.0})
+        assert machine.reached.beside == bool(channels)
+        times.append(step_time(job_of(load("tiny", ["batch.micro=4", "zero.stage=1"]), 2), machine))
+    beside, alone = times
+    assert beside.hidden["data"] > 0 == alone.hidden["data"]
+    assert alone.step_s == pytest.approx(beside.step_s + beside.hidden["data"])
+
+
 @pytest.mark.parametrize("text", ["name: [", "name: mine\n", "- 1\n", "name: 1\nmemory_bytes: -1\n"])
 def test_a_file_that_is_wrong(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"

@@ -31,7 +31,7 @@ class Hardware:
         host_memory_bytes: this device's share of the host's memory.
         launch: seconds of an operation with nothing to do.
         attention: FLOP/s of fused attention over those of a matrix product.
-        nccl_channels: as `plan` counts on them, not measured; 0: a CPU.
+        nccl_channels: as `plan` counts on them, not measured; 0: a CPU, which computes nothing while it sends.
     """
 
     name: str
@@ -50,7 +50,9 @@ class Hardware:
     def as_dict(self) -> dict[str, Any]:
         found = asdict(self)
         attention = found.pop("attention")
-        optional = {"launch": found.pop("launch"), "reached": None if attention is None else {"attention": attention}}
+        reached = {} if attention is None else {"attention": attention}
+        reached |= {} if self.nccl_channels else {"beside": 0.0}
+        optional = {"launch": found.pop("launch"), "reached": reached or None}
         return found | {name: value for name, value in optional.items() if value is not None}
 
     def as_yaml(self) -> str:
@@ -72,8 +74,12 @@ class Hardware:
         lines += [f"nccl_channels: {self.nccl_channels}  # of a collective in a node: not measured; 0: a CPU"]
         if self.launch is not None:
             lines += [f"launch: {self.launch:.4e}  # seconds of an operation with nothing to do"]
+        if self.attention is not None or not self.nccl_channels:
+            lines.append("reached:")
         if self.attention is not None:
-            lines += ["reached:", f"  attention: {self.attention:.4f}  # FLOP/s of fused attention, of a product's"]
+            lines.append(f"  attention: {self.attention:.4f}  # FLOP/s of fused attention, of a product's")
+        if not self.nccl_channels:
+            lines.append("  beside: 0.0  # of the time that a CPU computes, in which bytes move without it")
         return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,44 @@
+"""`doctor --write`, `plan` and real steps agree in 22 layouts: the one check from end to end that needs no GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from megazero.build.job import job_of
+from megazero.plan.machines import MACHINES
+from scripts.bench import plan
+
+MEMORY, TIME = 0.03, 0.15  # by which a plan may be off
+QUIET = 0.05  # of the processors' time, taken by others
+
+
+def test_layouts_are_planned_as_they_are_trained():
+    names = [layout.name for layout in plan.LAYOUTS]
+    assert len(set(names)) == len(names) >= 20
+    assert all(job_of(layout.config(), layout.ranks).ranks == layout.ranks for layout in plan.LAYOUTS)
+
+
+def test_of_two_measurements_the_faster_figures_count():
+    fast = MACHINES["a100-80gb"]
+    slow = replace(fast, peaks={"fp32": 1e12}, memory_bandwidth=1.0, launch=1.0, in_node_latency=1.0)
+    one, other = replace(fast, peaks={"fp32": 2e12}), replace(slow, host_bandwidth=1e15)
+    found = plan.faster(one, other)
+    assert found == replace(one, host_bandwidth=1e15) and plan.faster(other, one).launch == one.launch
+
+
+def test_a_layout_trains_and_tells_who_else_worked(forked: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan, "BASE", ("layers=1", "hidden=32", "heads=2", "vocab=64", "seq_len=16", "dropout=0.0"))
+    seconds, size, foreign = plan.train(plan.LAYOUTS[0], steps=2)
+    assert seconds > 0 and size > 10_000 and 0 <= foreign <= 1
+
+
+@pytest.mark.full
+def test_plans_agree_with_real_steps():
+    """Seconds only where nothing else worked: `pytest tests/scripts/test_bench_plan.py` on a quiet machine."""
+    found = plan.compare(plan.LAYOUTS, plan.STEPS)
+    far = {one.name: f"{one.of_bytes:.3f}" for one in found if abs(one.of_bytes - 1) > MEMORY}
+    assert not far, f"planned bytes of those held: {far}"
+    if (foreign := max(one.foreign for one in found)) > QUIET:
+        pytest.skip(f"memory agrees; seconds say nothing: others took up to {foreign:.0%} of the processors")
+    far = {one.name: f"{one.of_time:.2f}" for one in found if abs(one.of_time - 1) > TIME}
+    assert not far, f"planned seconds of those taken: {far}"
