@@ -38,14 +38,15 @@ def main() -> int:
 
 
 def groups_of(only: list[str]) -> Iterator[Group]:
-    """Yield AdamW, and the other operations in each dtype."""
+    """Yield AdamW, and the other operations in each dtype and size."""
     systems = [System("limit", limit, has_loss=False)]
     for name in GRADIENTS:
         systems.append(System(f"ours, {name} gradients", ours, (name,), has_loss=False))
         systems.append(System(f"torch, {name} gradients", torch_route, (name,), has_loss=False))
     yield Group("AdamW", chosen(systems, only))
-    for dtype in operations.DTYPES:
-        yield operations.group_of(dtype)
+    for mebibytes in operations.MEBIBYTES:
+        for dtype in operations.DTYPES:
+            yield operations.group_of(dtype, mebibytes)
 
 
 def limit() -> Call:

@@ -1,23 +1,28 @@
 """Every fused operation on the CPU beside the memory's speed, its specification and torch's own function.
 
-One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache. Of each operation four things
+One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache, and of 2 MiB, which do, as the
+residual stream of a small model does. Of each operation four things
 are timed: *limit*, a pass y = x + 1 over the operation's minimum bytes (half read, half written, to memory that is
 there); ours; the specification in plain torch; and, where torch has one, its own function (`F.layer_norm`). An
-operation that reads more than it writes can be faster than its limit.
+operation that reads more than it writes can be faster than its limit. Each row says whose operation a run with
+`precision.kernels=auto` takes; where that is ours, a ratio to the others above 1 is a reason to take theirs.
 """
 
 import ctypes
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels import cpu, reference, schema
+from megazero.kernels.select import choose
 from scripts.bench.harness import Group, Pair
 from scripts.bench.processes import Call, System
 
-BYTES, HIDDEN, VOCAB, KEY, DROP = 24 << 20, 1536, 32768, 0x9E3779B9, 0.1
+HIDDEN, VOCAB, KEY, DROP = 1536, 32768, 0x9E3779B9, 0.1
+MEBIBYTES = (24, 2)
 SEQUENCE, BATCH, HEAD = 512, 2, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -27,30 +32,37 @@ Work = Callable[[], object]
 Case = tuple[str, float, Work, Work, Work | None]  # name, minimum bytes, ours, the specification, torch's
 
 
-def group_of(dtype: str) -> Group:
-    """Return the operations in one dtype, in one process."""
-    system = System(f"operations, {dtype}", calls_of, (dtype,), has_loss=False)
-    return Group(f"operations, {dtype}", [system], pairs=pairs_of, again=False)
+def group_of(dtype: str, mebibytes: int) -> Group:
+    """Return the operations in one dtype, on tensors of one size, in one process."""
+    title = f"operations, {dtype}, {mebibytes} MiB"
+    system = System(title, calls_of, (dtype, mebibytes), has_loss=False)
+    return Group(title, [system], pairs=partial(pairs_of, dtype), again=False)
 
 
-def pairs_of(calls: Collection[str]) -> list[Pair]:
+def pairs_of(dtype: str, calls: Collection[str]) -> list[Pair]:
     """Return the rows of the table: each operation beside its limit, its specification, and torch's."""
+    auto = choose("auto", torch.device("cpu"), DTYPES[dtype])
     names = [call for call in calls if LIMIT + call in calls]
     beside = {LIMIT: "the limit", SPECIFIED: "the specification", TORCH: "torch's"}
     return [
-        Pair(f"{name}, of {words}", name, prefix + name)
+        Pair(f"{name} (auto: {_whose(getattr(auto, name))}), of {words}", name, prefix + name)
         for name in names
         for prefix, words in beside.items()
         if prefix + name in calls
     ]
 
 
-def calls_of(dtype: str) -> dict[str, Call]:
+def _whose(operation: object) -> str:
+    return "ours" if isinstance(operation, torch._ops.OpOverloadPacket) else "torch's"
+
+
+def calls_of(dtype: str, mebibytes: int) -> dict[str, Call]:
     """Return what is timed, by name."""
     cpu.load()
     _keep_freed_memory()
     calls: dict[str, Call] = {}
-    for name, size, ours, specified, eager in (*_rows_of(DTYPES[dtype]), *_rotary_and_loss(DTYPES[dtype])):
+    sizes = DTYPES[dtype], mebibytes << 20
+    for name, size, ours, specified, eager in (*_rows_of(*sizes), *_rotary_and_loss(*sizes)):
         x, y = torch.ones(int(size) // 8), torch.ones(int(size) // 8)
         calls[LIMIT + name] = _silent(lambda x=x, y=y: torch.add(x, 1.0, out=y))
         calls[name], calls[SPECIFIED + name] = _silent(ours), _silent(specified)
@@ -79,10 +91,10 @@ def _case(name: str, size: float, *arguments: object, eager: Work | None = None)
     return name, size, lambda: ours(*arguments), lambda: plain(*arguments), eager
 
 
-def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
+def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
     """Yield the cases of rows of hidden channels, and of flat memory."""
     item, d = dtype.itemsize, HIDDEN
-    n = BYTES // item // d
+    n = size // item // d
     one = item * n * d  # bytes of one pass
     x, grad, other = (_draw(dtype, n, d, seed=seed) for seed in range(3))
     weight, bias = _draw(dtype, d, seed=3), _draw(dtype, d, seed=4)
@@ -115,8 +127,8 @@ def _rows_of(dtype: torch.dtype) -> Iterator[Case]:
     yield _case("cast_", 6 * n * d, converted, flat)
 
 
-def _rotary_and_loss(dtype: torch.dtype) -> Iterator[Case]:
-    item, numel = dtype.itemsize, BYTES // dtype.itemsize
+def _rotary_and_loss(dtype: torch.dtype, size: int) -> Iterator[Case]:
+    item, numel = dtype.itemsize, size // dtype.itemsize
     heads = _draw(dtype, SEQUENCE, BATCH, numel // (SEQUENCE * BATCH * HEAD), HEAD, seed=0)
     half = _draw(dtype, SEQUENCE, 1, 1, HEAD // 2, seed=1)
     angles = torch.cat((half, half), -1)

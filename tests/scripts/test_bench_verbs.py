@@ -1,6 +1,7 @@
 """scripts/bench/{generate,tools,checkpoint,runs}.py do what they say, at tiny sizes."""
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from megazero.__main__ import _parser
 from megazero.config.file import load
 from megazero.config.schema import Model
-from scripts.bench import checkpoint, generate, runs, tools
+from scripts.bench import checkpoint, generate, operations, runs, tools
 from scripts.bench.figures import table
 from scripts.bench.harness import Measured, run
 
@@ -101,3 +102,17 @@ def test_memory_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     report = runs.resident(tmp_path, [2], launches=1)
     assert [row["system"] for row in report["rows"]] == ["2 ranks"]
     assert all(megabytes > 20 for megabytes in report["rows"][0]["columns"].values())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_rows_of_operations_say_whose_a_run_takes():
+    names = ["layer_norm", *(beside + "layer_norm" for beside in (operations.LIMIT, operations.TORCH))]
+    rows = [pair.row for pair in operations.pairs_of("bf16", names)]
+    assert rows == ["layer_norm (auto: ours), of the limit", "layer_norm (auto: ours), of torch's"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_every_operation_is_timed_in_every_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(operations, "_keep_freed_memory", lambda: None)
+    calls = operations.calls_of("bf16", 1)
+    assert len(operations.pairs_of("bf16", calls)) > 40 and {call() for call in calls.values()} == {0.0}
