@@ -27,6 +27,7 @@ _COLOURS = {
     "inputs": "#f2c879",
     "activations": "#d99f3b",
     "communicators": "#8e7cc3",
+    "batch": "#b4a7d6",
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
