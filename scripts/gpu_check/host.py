@@ -10,6 +10,7 @@ other systems: scripts/bench/host.py.
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ def rows(asked: Asked) -> Iterator[Row]:
             yield {"name": name, "fault": told(error)}
 
 
-def _model(asked: Asked) -> dict[str, object]:
+def _model(asked: Asked) -> dict[str, Any]:
     return MODEL | SIZES | {"layers": 2 if asked.tiny else LAYERS}
 
 
@@ -86,9 +87,9 @@ def _timed(name: str, phases: Phases, asked: Asked) -> Row:
 def _plain(asked: Asked) -> Phases:
     """Yield between the phases of a step in plain torch style."""
     m = _model(asked)
-    model: nn.Module = _Plain(m["layers"], m["hidden"], m["heads"], m["vocab"], m["seq_len"]).to(asked.device)  # type: ignore[arg-type]
+    model: nn.Module = _Plain(m["layers"], m["hidden"], m["heads"], m["vocab"], m["seq_len"]).to(asked.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    tokens = torch.zeros(1, SIZES["seq_len"], dtype=torch.int64, device=asked.device)  # type: ignore[arg-type]
+    tokens = torch.zeros(1, SIZES["seq_len"], dtype=torch.int64, device=asked.device)
     while True:
         yield "begin"
         loss = model(tokens, tokens)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from megazero.kernels.build import BuildError, find_nvcc
 from scripts.gpu_check.findings import Asked, Row
@@ -48,7 +49,7 @@ def _of_gpu(device: torch.device) -> Row:
         "multiprocessors": properties.multi_processor_count,
         "level_2_megabytes": properties.L2_cache_size >> 20,
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "-",
+        "nccl": ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else "-",
         "cudnn": str(torch.backends.cudnn.version()),
     }
 

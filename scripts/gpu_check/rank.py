@@ -116,10 +116,11 @@ def _measure(job: dict[str, Any], comm: CommContext, world: World, folder: Path)
         (folder / "speeds.json").write_text(json.dumps(rows))
 
 
-def _grid(comm: CommContext, world: World, **sizes: int) -> Grid:
+def _grid(comm: CommContext, world: World, *, tensor: int = 1, pipeline: int = 1) -> Grid:
     if world.size == 1:
         return single(comm)
-    return make_grid(comm=comm, device_type="cuda" if comm.backend == "nccl" else "cpu", **sizes)
+    device_type = "cuda" if comm.backend == "nccl" else "cpu"
+    return make_grid(comm=comm, device_type=device_type, tensor=tensor, pipeline=pipeline)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,15 @@ def rows(asked: Asked) -> Iterator[Row]:
     """Yield one row for each choice of kernels and micro-batch."""
     if (absent := missing(asked.device)) is not None:
         yield absent
-    first: float | None = None
+    losses: list[float] = []
     for kernels in ("fused", "reference") if absent is None else ("reference",):
         ops = choose(kernels, asked.device, torch.bfloat16)
         for micro in MICRO_BATCHES:
             case = Case("training", {"micro_batch": micro}, dtype="bf16")
             row = measured(f"{kernels}, micro-batch {micro}", case, single(), asked, ops)
             if "fault" not in row:
-                first = row["loss"] if first is None else first
-                row["loss_apart"] = apart = abs(row["loss"] - first) / abs(first)
+                losses.append(row["loss"])
+                row["loss_apart"] = apart = abs(losses[-1] - losses[0]) / abs(losses[0])
                 if apart > ALLOWED:
                     row["fault"] = f"losses differ by {apart:.1e}, allowed {ALLOWED:.0e}"
             yield row
