@@ -54,7 +54,11 @@ def line(row: Row) -> str:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """Return a whole report: what it belongs to, and a table for each part."""
-    facts = [f"| {name} | {_shown(value)} |" for name, value in report["machine"].items() if _is_plain(value)]
+    facts = [
+        f"| {name} | {_shown(value)} |"
+        for name, value in report["machine"].items()
+        if name != "name" and _is_plain(value)
+    ]
     lines = ["# GPU check", "", "| of | |", "|---|---|", *facts, ""]
     lines += [f"{report['failures']} failures, {report['seconds']:.0f} s", ""]
     for part in report["parts"].values():
