@@ -7,6 +7,7 @@ buffers, and one is written to again only when the device has read it. On a CPU 
 
 from __future__ import annotations  # of micro-batches only the fields are used
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -50,6 +51,7 @@ class Upload:
     ):
         self._device, self._allocate, self._marked = device, allocate, marked
         self._buffers = deque([_Buffer(), _Buffer()])
+        self._stop = threading.Event()
 
     def pack(self, batches: Sequence[MicroBatch]) -> Callable[[], list[MicroBatch]]:
         """Copy micro-batches to the host buffer whose turn it is; return what sends it and gives those of the device.
@@ -61,7 +63,7 @@ class Upload:
         buffer = self._buffers[0]
         # A thread's current device is the first one of the host, unless it is told.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            passed(buffer.read)
+            passed(buffer.read, self._stop)
             if buffer.memory is None or len(buffer.memory) < size:
                 buffer.memory = self._allocate(size)
         host = buffer.memory[:size]
@@ -76,6 +78,10 @@ class Upload:
             return views(there, batches)
 
         return send
+
+    def stop(self) -> None:
+        """End a `pack` that waits for the device, in whichever thread, with `StoppedError`; no other is to follow."""
+        self._stop.set()
 
 
 def views(memory: Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:

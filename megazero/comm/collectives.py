@@ -42,8 +42,8 @@ _FEW = 1 << 14
 MOST_UNREAD = SLOTS
 
 # Names differ between torch versions: *_single since 2.13, *_tensor before and deprecated since.
-_nccl_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_nccl_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+nccl_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+nccl_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending:
@@ -199,7 +199,7 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     own = _own(whole, axis)
     tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, _nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
+        return _nccl(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
         return _gathered_on_host(whole, axis, tag, purpose, HostStaging(whole, pool))
     flat_parts = [part.view(-1) for part in whole.chunk(axis.size)]
@@ -319,15 +319,18 @@ def _landing(on_host: Pending, staging: HostStaging, land: Callable[[], None], r
 
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     assert work is not None, "this process is not on the axis"
-    if axis.comm.device_queue is not None:
-        axis.comm.device_queue.put(axis.name, axis.name, axis.ranks, work)
+    queue = axis.comm.device_queue
+    queued = None if queue is None else queue.put(axis.name, axis.name, axis.ranks, work)
 
     def finish() -> Tensor:
         try:
             work.wait()  # makes the stream wait, not the host
         except RuntimeError as error:
             raise CollectiveError(axis.name, str(error)) from None
-        return result()
+        found = result()
+        if queue is not None and queued is not None:
+            queue.waited(queued, found.device)
+        return found
 
     return Pending(axis, purpose, finish)
 
@@ -336,7 +339,7 @@ def _nccl_reduce_scatter(
     x: Tensor, axis: Axis, purpose: str, own: Tensor, result: Tensor, *, accumulate: bool
 ) -> Pending:
     into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
-    work = _nccl_scatter(into, x, group=axis.group, async_op=True)
+    work = nccl_scatter(into, x, group=axis.group, async_op=True)
     return _nccl(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
 
 

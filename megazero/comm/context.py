@@ -3,8 +3,8 @@
 from __future__ import annotations  # who watches, and who carries, is told from outside
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -85,3 +85,17 @@ class CommContext:
         first = self._rounds[axis]
         self._rounds[axis] += rounds
         return first
+
+    @contextmanager
+    def calling(self, communicator: str, lane: str, ranks: range, what: str) -> Iterator[None]:
+        """Show the first use of a communicator of NCCL, in whose call the host itself may wait for others.
+
+        Args:
+            lane: of the status slot.
+            ranks: those that the host may wait for.
+        """
+        text = f"first {what} of {communicator}"
+        self.status_slot.begin(lane, ranks, text)
+        with nullcontext() if self.device_queue is None else self.device_queue.calling(communicator, lane, ranks, text):
+            yield
+        self.status_slot.end(lane)

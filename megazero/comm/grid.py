@@ -12,6 +12,7 @@ An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis r
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -197,9 +198,10 @@ def make_grid(
         elif tied and pipeline > 1:
             groups["ends"] = _group_of(comm, [[ranks[0], ranks[-1]] for ranks in pipelines(grid["pipeline"])])
         if comm.backend == "nccl":
-            for group in groups.values():
+            for name, group in groups.items():
                 if group is not None:  # this rank is between the ends
-                    connect(group, torch.device(device_type))
+                    shown = partial(comm.calling, name, name, grid[name].ranks)
+                    connect(group, torch.device(device_type), shown)
     return grid.with_groups(groups)
 
 
@@ -212,7 +214,8 @@ def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = Fal
         few_ctas: see `nccl.split_group`.
     """
     if comm.backend == "nccl":
-        return comm.split_group(split_ranks=lines, timeout=comm.timeout, few_ctas=few_ctas)
+        with comm.calling("world", "world", range(dist.get_world_size()), "split"):
+            return comm.split_group(split_ranks=lines, timeout=comm.timeout, few_ctas=few_ctas)
     own = None
     for ranks in lines:
         whole = len(ranks) == dist.get_world_size()

@@ -7,7 +7,8 @@ So every communicator is used once while nothing else is under way.
 
 from __future__ import annotations  # a build without CUDA has no options of NCCL
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -47,14 +48,25 @@ def options(timeout: timedelta, *, few_ctas: bool = False) -> dist.ProcessGroupN
     return found
 
 
-def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run each kind of collective of a step once along a group; every rank of the group calls it."""
+def connect(
+    group: dist.ProcessGroup, device: torch.device, shown: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """Run each kind of collective of a step once along a group; every rank of the group calls it.
+
+    Args:
+        shown: returns the context in which others can see that this rank waits in an operation of that kind.
+    """
     x = torch.zeros(1, device=device)
     parts = [torch.zeros_like(x) for _ in range(group.size())]
-    dist.all_reduce(x, group=group)
-    dist.all_gather(parts, x, group=group)
-    dist.reduce_scatter(x, parts, group=group)
-    synchronize(device)
+    uses: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "all_gather": lambda: dist.all_gather(parts, x, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, parts, group=group),
+    }
+    for kind, use in uses.items():
+        with shown(kind):
+            use()
+            synchronize(device)
 
 
 def synchronize(device: torch.device) -> None:

@@ -37,3 +37,13 @@ def pinned_bytes(size: int, runtime: Any = None) -> Tensor:
     # The process' end unlocks everything: CUDA may be gone before the last objects are.
     weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
     return memory[:size]
+
+
+def fetched(x: Tensor, device: torch.device) -> Tensor:
+    """Return a small tensor on a device. A GPU fetches that of the host itself, when it comes to it: no host waits.
+
+    The memory that it is fetched from is torch's, which knows when it may be used again.
+    """
+    if device.type == "cuda" and x.device.type != "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x if x.device.type == device.type else x.to(device)

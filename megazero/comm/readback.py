@@ -1,5 +1,6 @@
 """Read small results of the device when they have come, without waiting for what was queued after them."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -27,10 +28,25 @@ def mark(device: torch.device) -> Mark | None:
     return event
 
 
-def passed(place: Mark | None) -> None:
-    """Wait until the device has passed a mark, and for nothing else."""
+class StoppedError(RuntimeError):
+    """The error of a thread that was told to end while it waited for the device."""
+
+
+def passed(place: Mark | None, stop: threading.Event | None = None) -> None:
+    """Wait until the device has passed a mark, and for nothing else.
+
+    Args:
+        stop: set when the waiting is to end: a device that hangs passes no mark, and a process waits for its threads.
+            The main thread needs none: signals end it.
+
+    Raises:
+        StoppedError: `stop` was set.
+    """
     while place is not None and not place.query():
-        time.sleep(_LOOK)
+        if stop is None:
+            time.sleep(_LOOK)
+        elif stop.wait(_LOOK):
+            raise StoppedError
 
 
 class Readback:

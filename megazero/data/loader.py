@@ -120,6 +120,7 @@ class BatchLoader:
         data_rank, num_data: this rank on the data axis, and its size.
         pack: called with a step's micro-batches in the background thread; returns what `step` calls to get those of the
             device. None: they are used where they are made.
+        stop: ends a `pack` that waits for a device, which may hang; called when the loader is closed.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class BatchLoader:
         data_rank: int = 0,
         num_data: int = 1,
         pack: Callable[[Sequence[MicroBatch]], Callable[[], list[MicroBatch]]] | None = None,
+        stop: Callable[[], object] = lambda: None,
     ):
         assert 0 <= data_rank < num_data and global_batch % (micro_batch * num_data) == 0, "held by the config"
         self._dataset, self._seed, self._global_batch, self._micro_batch = dataset, seed, global_batch, micro_batch
@@ -142,7 +144,7 @@ class BatchLoader:
             ]
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._pack = pack
+        self._pack, self._stop = pack, stop
         self._ahead: tuple[int, Future[Callable[[], list[MicroBatch]]]] | None = None
 
     def step(self, step: int) -> list[MicroBatch]:
@@ -163,6 +165,7 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the background thread, and drop what it read, or failed to read, for a step that never came."""
+        self._stop()
         self._thread.shutdown(cancel_futures=True)
 
     def _build(self, step: int) -> Callable[[], list[MicroBatch]]:

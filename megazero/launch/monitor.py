@@ -10,9 +10,12 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -55,8 +58,9 @@ class Monitor:
         self._moves, self._since = queue.moves, clock()
 
     def start(self) -> None:
-        """Look in the background, until the process groups are destroyed."""
-        threading.Thread(target=self._watch, name="monitor", daemon=True).start()
+        """Look in the background, until the process group that is there now is destroyed."""
+        group = weakref.ref(dist.group.WORLD)  # a thread that held it would end it, in its own time
+        threading.Thread(target=self._watch, args=(group,), name="monitor", daemon=True).start()
 
     def look(self) -> Sequence[Queued]:
         """Return what this rank is stuck in; nothing as long as it goes on."""
@@ -70,18 +74,25 @@ class Monitor:
         self._place.status_slot.stall(stuck)
         self._sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
         what = f"nothing queued on the GPU has ended for {self._limit:g} s"
-        self._place.stacks.write(CollectiveError(stuck[0].axis, what), "\n".join(flight_recorder()))
+        self._place.stacks.write(CollectiveError(stuck[-1].axis, what), "\n".join(flight_recorder()))
         if self._place.world.launcher != "local":  # a parent reads the board itself
             say_why(self._place)
         flush_output()
         self._end(1)
 
-    def _watch(self) -> None:
-        while dist.is_initialized():
-            self._sleep(self._between)
-            if stuck := self.look():
-                self.give_up(stuck)
-                return
+    def _watch(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        """Look until the group is destroyed: there may be another one by then, with a monitor of its own."""
+        device = self._place.world.device
+        with (
+            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        ):  # a thread begins with the first one
+            while True:
+                self._sleep(self._between)
+                if not dist.is_initialized() or dist.group.WORLD is not group():
+                    return
+                if stuck := self.look():
+                    self.give_up(stuck)
+                    return
 
 
 def flight_recorder(dump: Callable[..., bytes] | None = None) -> list[str]:

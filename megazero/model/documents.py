@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.comm.pinned import fetched
+
 
 class _Reorder(torch.autograd.Function):
     """Take rows in another order; as every row is taken once, the gradient is taken in the inverse order."""
@@ -87,6 +89,5 @@ class Documents:
         return self._there(order), self._there(np.argsort(order))
 
     def _there(self, numbers: np.ndarray) -> Tensor:
-        """Return numbers as a tensor on the device; a GPU fetches them itself, when it comes to that."""
-        tensor = torch.tensor(numbers)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        """Return numbers as a tensor on the device."""
+        return fetched(torch.tensor(numbers), self.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
+from megazero.comm.pinned import fetched
 from megazero.kernels.operations import Operations
 from megazero.zero.unit import Unit
 
@@ -49,7 +50,7 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
     first, *others = (squares[..., 0] if counts else squares[..., 0] + 0.0 * squares[..., 1]).unbind(1)
     for other in others:
         first = first + other
-    total = first.to(units[0].device)  # gradients may be on the host
+    total = fetched(first, units[0].device)  # gradients may be on the host
     if sharded:
         total = all_reduce(total, shard, "norm")
     if replica.size > 1:  # one group's sums for all: in another order of sums their updates would part

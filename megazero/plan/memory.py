@@ -10,7 +10,12 @@
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
                   the backward of one of them takes beside that (`peak.py`)
 
-Beside these a device holds NCCL's communicators (`communicators.py`), which no ledger counts: `planned`.
+Beside these a GPU holds, and no ledger counts (`planned`):
+
+    communicators   NCCL's (`communicators.py`)
+    batch           the micro-batches of a step, sent by one copy and kept to its end (`build/upload.py`); in bytes, of
+                    m micro-batches of b sequences: m (17 s b + 8 b), tokens and targets 8 each, a flag for each
+                    target, numbers of samples; with documents 8 m s b more for positions
 
 What is offloaded has `host_` before its category. With stage 1 to 3 on the host: masters and moments; in stages 2 and 3
 gradients too; parameters of stage 3.
@@ -27,6 +32,8 @@ from megazero.plan.machines import Machine
 from megazero.plan.peak import peak
 from megazero.plan.pool import pool
 from megazero.plan.states import UnitSize, states, units
+
+_ALIGNED = 16  # bytes, of a tensor among those that are packed
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,24 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
 
 
 def planned(job: Job, rank: int, machine: Machine) -> RankMemory:
-    """Return the memory of rank `rank` of the pipeline axis on a machine, with that of its communicators."""
-    return with_communicators(memory(job, rank), job, rank, machine)
+    """Return the memory of rank `rank` of the pipeline axis on a machine, with what no ledger counts."""
+    return with_uncounted(memory(job, rank), job, rank, machine)
 
 
-def with_communicators(found: RankMemory, job: Job, rank: int, machine: Machine) -> RankMemory:
-    """Return the memory of a rank with that of its communicators."""
-    size = sum(one.bytes for one in communicators(job, rank, machine.nccl_channels))
-    return replace(found, held=found.held | {"communicators": size}) if size else found
+def with_uncounted(found: RankMemory, job: Job, rank: int, machine: Machine) -> RankMemory:
+    """Return the memory of a rank with what no ledger counts; ranks on a CPU have nothing of it."""
+    channels = machine.nccl_channels
+    if not channels:
+        return found
+    more = {"communicators": sum(one.bytes for one in communicators(job, rank, channels)), "batch": batch(job)}
+    return replace(found, held=found.held | {category: size for category, size in more.items() if size})
+
+
+def batch(job: Job) -> int:
+    """Return the bytes of the micro-batches of a step on one rank, as they are packed."""
+    tokens = job.shape.seq_len * job.micro_batch
+    sizes = [8 * tokens, 8 * tokens, tokens, 8 * job.micro_batch, 8 * tokens * job.documents]
+    return job.micro_batches * sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
 
 
 def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int]:

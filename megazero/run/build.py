@@ -131,6 +131,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
 
 def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.device) -> BatchLoader:
     """Return the loader of the micro-batches of each step on one rank of the data axis, for its device."""
+    upload = Upload(device)
     return BatchLoader(
         train,
         seed=config.run.seed,
@@ -138,7 +139,8 @@ def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.de
         micro_batch=config.batch.micro,
         data_rank=data.rank,
         num_data=data.size,
-        pack=None if device.type == "cpu" else Upload(device).pack,
+        pack=None if device.type == "cpu" else upload.pack,
+        stop=upload.stop,
     )
 
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.checkpoint.progress import Progress
 from megazero.comm.readback import Readback
 from megazero.observe.numbers import Numbers, Value, finite
 from megazero.optim.learning_rate import LearningRate
@@ -37,6 +36,7 @@ from megazero.zero.engine import Engine, StepNumbers, StepResult
 
 if TYPE_CHECKING:  # what the loop is given
     from megazero.checkpoint.checkpoints import Checkpoints
+    from megazero.checkpoint.progress import Progress
     from megazero.data.loader import BatchLoader, MicroBatch
     from megazero.observe.recorder import Recorder
     from megazero.pipeline.stage import StageInputs
@@ -281,6 +281,8 @@ class Trainer:
             self.recorder.write(row, score.loss, score.bits_per_byte)
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
+        from megazero.checkpoint.progress import Progress  # its checks need a package that no step needs
+
         self.now(done, "save")
         self.stopping.before_save()
         self.engine.flush_delayed()

@@ -1,13 +1,17 @@
-"""Check every kernel against its specification in fp64, on fresh random inputs, on the device at hand."""
+"""Check every kernel against its specification in fp64, on fresh random inputs, on the device at hand.
+
+An error is in units of what is allowed: more than 1 is a fault.
+"""
 
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
 from megazero.kernels import counter
+from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.kernels import missing
 from scripts.gpu_check.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,35 +26,30 @@ LARGE = (
 )
 
 
-@dataclass(frozen=True)
-class Checked:
-    """One operation in one dtype: the largest error of all sizes in units of what is allowed, and other complaints."""
-
-    name: str
-    dtype: str
-    error: float
-    complaint: str
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= 1 and not self.complaint
-
-
-def check(device: torch.device, tiny: bool) -> Iterator[Checked]:
-    """Yield all operations in all forms and dtypes; the seed is the clock, and printed."""
+def rows(asked: Asked) -> Iterator[Row]:
+    """Yield all operations in all forms and dtypes; the seed is the clock, and told."""
+    if (absent := missing(asked.device)) is not None:
+        yield absent
+        return
     seed = time.time_ns() % 2**31
-    print(f"seed {seed}")
-    generator = torch.Generator(device).manual_seed(seed)
+    yield {"name": "seed", "number": seed}
+    generator = torch.Generator(asked.device).manual_seed(seed)
     for name, make in (SAMPLES | FORMS).items():
         for dtype in DTYPES:
+            row: Row = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
             try:
-                yield _checked(name, make, Draw(dtype, generator), TINY if tiny else LARGE)
-            except RuntimeError as error:  # the others are wanted all the more
-                said = f"{type(error).__name__}: {error}".splitlines()[0]
-                yield Checked(name, str(dtype).removeprefix("torch."), math.inf, said)
+                error, complaint = _checked(name, make, Draw(dtype, generator), TINY if asked.tiny else LARGE)
+            except Exception as broken:  # the others are wanted all the more
+                error, complaint = math.inf, told(broken)
+            if not complaint and not error <= 1:
+                complaint = f"{error:.3g} times what is allowed"
+            yield row | {"error": error, "fault": complaint}
 
 
-def _checked(form: str, make: Callable[[Draw, Sizes], Arguments], draw: Draw, all_sizes: tuple[Sizes, ...]) -> Checked:
+def _checked(
+    form: str, make: Callable[[Draw, Sizes], Arguments], draw: Draw, all_sizes: tuple[Sizes, ...]
+) -> tuple[float, str]:
+    """Return the largest error of all sizes, and what else is wrong."""
     worst, complaint, name = 0.0, "", form.partition(",")[0]
     for sizes in all_sizes:
         arguments = make(draw, sizes)
@@ -61,7 +60,7 @@ def _checked(form: str, make: Callable[[Draw, Sizes], Arguments], draw: Draw, al
         worst = max(worst, *distances(name, arguments, found))
         if name == "dropout_backward" and not _same_mask(arguments):
             complaint = "another mask than the counter's"
-    return Checked(form, str(draw.dtype).removeprefix("torch."), worst, complaint)
+    return worst, complaint
 
 
 def _same_mask(arguments: tuple) -> bool:

@@ -18,6 +18,7 @@ from megazero.comm.host import Host
 from megazero.data.loader import MicroBatch
 from megazero.data.sampler import index_of, sample_id
 from megazero.kernels.operations import REFERENCE
+from megazero.launch.environment import fix_cublas_workspace
 from megazero.plan.job import Job
 from megazero.plan.states import Bytes
 from megazero.tools.certify.rank import Results, record
@@ -120,6 +121,19 @@ def train(case: Case, grid: Grid, device: torch.device) -> Results:
         built.pipeline.train(batches, lambda batch: feed_of(batch, step, True))
 
     return record(built, passes, STEPS, LR, CLIP)
+
+
+def exact(device: torch.device) -> None:
+    """Set torch to give the same bits every time, and fp32 products in fp32; before the first product.
+
+    No TF32, no sums in 16 bits, no atomics.
+    """
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        fix_cublas_workspace()
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _batch(step: int, micro_batch: int, data_rank: int, job: Job) -> MicroBatch:

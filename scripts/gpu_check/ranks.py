@@ -2,18 +2,20 @@
 
     ranks     two processes on one GPU (one layout: four), gloo through the host's memory, against one process on the
               CPU: initial weights equal, losses, norms, gradients and weights within the tolerances of certify
+    nccl      the same layouts with a GPU for each rank, where there are several: NCCL
     engine    one process on the device, stage 3 with recompute and offload, against stage 0 there: every bit, but for
               what an optimizer on the host computes, which is another device's arithmetic
 
-The processes are fresh interpreters: a fork cannot use a GPU that its parent has used.
+Ranks are forked from a fresh interpreter: a fork cannot use a GPU, or threads, that its parent has used.
 """
 
 import json
 import subprocess
 import sys
-import time
+import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ from megazero.comm.grid import single
 from megazero.launch.scratch import scratch_folder
 from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.rank import Results, load_results
-from megazero.tools.certify.tolerances import Tolerance, tolerance_of
-from scripts.gpu_check.layouts import HEADS, Case, train
+from megazero.tools.certify.tolerances import tolerance_of
+from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.layouts import HEADS, Case, exact, train
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 120  # for the processes of one size
+LIMIT_S, LAST_S = 60, 5  # for the ranks of one size, and for their end
 DTYPES = ("fp32", "bf16")
 SAVED = {"recompute": "full", "partition": True, "offload": True}
 TWO = (
@@ -43,7 +46,6 @@ FOUR = (Case("stage 2, data 2, pipeline 2", {"stage": 2, "data": 2, "pipeline": 
 SHARED = (TWO, FOUR)
 PLAIN = Case("stage 0")
 ALONE = (
-    PLAIN,
     Case("stage 0 again"),
     Case("stage 3", {"stage": 3}),
     Case("stage 3, recompute, inputs on the host", {"stage": 3} | SAVED),
@@ -54,84 +56,89 @@ ALONE = (
 )
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The largest differences of a layout, beside what they may be.
+def on_shared_gpu(asked: Asked) -> Iterator[Row]:
+    """Yield the comparison of several processes on the one device with one on the CPU."""
+    yield from _beside_cpu(SHARED, asked, shares_gpus=True)
 
-    Attributes:
+
+def on_own_gpus(asked: Asked) -> Iterator[Row]:
+    """Yield the same with a GPU for each process, through NCCL; on a CPU through shared memory."""
+    gpus = torch.cuda.device_count() if asked.on_gpu else 2
+    fitting = [layouts for layouts in SHARED if layouts[0].job.ranks <= gpus]
+    if not fitting:
+        yield {"name": "NCCL with several ranks", "absent": f"there is {gpus} GPU, and NCCL refuses two ranks on it"}
+    yield from _beside_cpu(fitting, asked, shares_gpus=False)
+
+
+def engine(asked: Asked) -> Iterator[Row]:
+    """Yield the comparison, in one process, of what is sharded, computed again and moved with what is not."""
+    yield from _allowed()
+    exact(asked.device)
+    for dtype in DTYPES:
+        plain = train(replace(PLAIN, dtype=dtype), single(), asked.device)
+        for each in ALONE:
+            layout = replace(each, dtype=dtype)
+            try:
+                found: Results | str = train(layout, single(), asked.device)
+            except Exception as error:
+                traceback.print_exc()
+                found = told(error)
+            ranks = found if isinstance(found, str) else [found]
+            yield row_of(layout, ranks, plain, exact=not layout.job.offload_optimizer)
+
+
+def speeds(gpus: int, asked: Asked, stages: Sequence[int]) -> Iterator[Row]:
+    """Yield what rank 0 measures in some stages of ZeRO over so many GPUs (`exchange.py`)."""
+    with scratch_folder("check") as folder:
+        fault = _started(folder, gpus, asked, shares_gpus=False, tiny=asked.tiny, stages=list(stages))
+        found = folder / "speeds.json"
+        yield from json.loads(found.read_text()) if found.exists() else []
+        if fault:
+            yield {"name": f"{gpus} GPUs", "fault": fault}
+
+
+def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Row:
+    """Return the largest relative differences of a layout, or why there are none.
+
+    Args:
         exact: every bit must be equal.
     """
-
-    part: str
-    layout: str
-    dtype: str
-    ranks: int
-    exact: bool
-    found: Compared
-    allowed: Tolerance
-
-    @property
-    def fault(self) -> str | None:
-        if self.found.fault is None and self.exact and not self.found.bitwise:
-            return "not equal bit for bit"
-        return self.found.fault
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"fault": self.fault}
-
-
-def on_shared_gpu(device: torch.device) -> Iterator[Trained]:
-    """Yield the comparison of several processes on the one device with one on the CPU."""
-    alone = {dtype: train(replace(PLAIN, dtype=dtype), single(), torch.device("cpu")) for dtype in DTYPES}
-    for layouts in SHARED:
-        for layout, ranks in _trained(device, layouts):
-            yield _row("ranks", layout, ranks, alone[layout.dtype], exact=False)
-
-
-def engine(device: torch.device) -> Iterator[Trained]:
-    """Yield the comparison, in one process, of what is sharded, computed again and moved with what is not."""
-    found = list(_trained(device, ALONE))
-    plain = {layout.dtype: ranks for layout, ranks in found if layout.name == PLAIN.name}
-    for layout, ranks in found:
-        beside = plain[layout.dtype]
-        if isinstance(beside, str):  # it says why in its own row
-            yield _row("engine", layout, beside, None, exact=True)
-        elif layout.name != PLAIN.name:
-            yield _row("engine", layout, ranks, beside[0], exact=not layout.job.offload_optimizer)
-
-
-def table(rows: Sequence[Trained]) -> str:
-    """Return one line a layout: differences, and which of them may not be."""
-    lines = [f"{'layout':40} {'ranks':>5} {'dtype':5} {'loss':>8} {'norm':>8} {'gradient':>8} {'weight':>8}"]
-    for dtype in dict.fromkeys(row.dtype for row in rows):
-        t = tolerance_of(dtype)
-        numbers = " ".join(f"{value:8.0e}" for value in (t.loss, t.norm, t.gradients, t.weights))
-        lines.append(f"{'  allowed':40} {'':5} {dtype:5} {numbers}")
-    for row in rows:
-        c = row.found
-        numbers = " ".join(f"{value:8.1e}" for value in (c.loss, c.norm, c.gradients, c.weights))
-        verdict = f"FAILED {row.fault}" if row.fault else "every bit" if c.bitwise else ""
-        lines.append(f"{row.layout:40} {row.ranks:5} {row.dtype:5} {numbers}  {verdict}")
-    return "\n".join(lines)
-
-
-def _row(part: str, layout: Case, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Trained:
-    tolerance = tolerance_of(layout.dtype)
     if isinstance(ranks, str) or alone is None:
         found = Compared(fault=str(ranks))
     else:
-        found = compare(ranks, alone, HEADS, HEADS, tolerance)
-    return Trained(part, layout.name, layout.dtype, layout.job.ranks, exact, found, tolerance)
+        found = compare(ranks, alone, HEADS, HEADS, tolerance_of(layout.dtype))
+    fault = found.fault
+    if fault is None and exact and not found.bitwise:
+        fault = "not equal bit for bit"
+    row: Row = {"name": layout.name, "ranks": layout.job.ranks, "dtype": layout.dtype, "loss": found.loss}
+    row |= {"norm": found.norm, "gradients": found.gradients, "weights": found.weights}
+    return row | {"bits": "all" if found.bitwise else "not all", "fault": fault}
 
 
-def _trained(device: torch.device, layouts: Sequence[Case]) -> Iterator[tuple[Case, list[Results] | str]]:
+def _allowed() -> Iterator[Row]:
+    for dtype in DTYPES:
+        t = tolerance_of(dtype)
+        allowed = {"loss": t.loss, "norm": t.norm, "gradients": t.gradients, "weights": t.weights}
+        yield {"name": "  allowed", "dtype": dtype} | allowed
+
+
+def _beside_cpu(sizes: Sequence[Sequence[Case]], asked: Asked, *, shares_gpus: bool) -> Iterator[Row]:
+    if not sizes:
+        return
+    yield from _allowed()
+    alone = {dtype: train(replace(PLAIN, dtype=dtype), single(), torch.device("cpu")) for dtype in DTYPES}
+    for layouts in sizes:
+        for layout, ranks in _trained(asked, layouts, shares_gpus=shares_gpus):
+            yield row_of(layout, ranks, alone[layout.dtype], exact=False)
+
+
+def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Iterator[tuple[Case, list[Results] | str]]:
     """Yield what each rank of each layout, all of one size, computed in each dtype; or why it did not."""
     each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
     with scratch_folder("check") as folder:
         size = layouts[0].job.ranks
-        job = {"size": size, "device": device.type, "layouts": [asdict(layout) for layout in each]}
-        (folder / "job.json").write_text(json.dumps(job))
-        fault = _run(folder, size, device)
+        told = {"layouts": [asdict(layout) for layout in each]}
+        fault = _started(folder, size, asked, shares_gpus=shares_gpus, **told)
         for layout in each:
             where, last = folder / layout.folder, layout is each[-1]
             there = all((where / f"{rank}.json").exists() for rank in range(size))
@@ -141,30 +148,29 @@ def _trained(device: torch.device, layouts: Sequence[Case]) -> Iterator[tuple[Ca
                 yield layout, fault or "no results"
 
 
-def _run(folder: Path, size: int, device: torch.device) -> str:
-    """Run the ranks; return what the first that failed said last, or ""."""
-    line = ["env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", *(["CUDA_VISIBLE_DEVICES="] if device.type == "cpu" else [])]
+def _started(folder: Path, size: int, asked: Asked, **told: Any) -> str:
+    """Run the ranks of a job (`rank.py`); return what the first that failed said last, or ""."""
+    (folder / "job.json").write_text(json.dumps({"size": size, "device": asked.device.type} | told))
+    return _run(folder, asked.device)
+
+
+def _run(folder: Path, device: torch.device) -> str:
+    line = ["env", *(["CUDA_VISIBLE_DEVICES="] if device.type == "cpu" else [])]
     line += [sys.executable, "-m", "scripts.gpu_check.rank", str(folder)]
-    logs = [folder / f"rank-{rank}.log" for rank in range(size)]
-    ranks: list[subprocess.Popen[bytes]] = []
-    fault, failed = "", 0
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                ranks.append(subprocess.Popen([*line, str(rank)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
-        late = time.monotonic() + LIMIT_S
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks) and not fault:
-            fault = f"not done within {LIMIT_S} s" if time.monotonic() > late else ""
-            time.sleep(0.05)
-        ended = [number for number, rank in enumerate(ranks) if rank.poll()]  # by themselves, signals too
-        if ended:
-            failed = ended[0]
-            fault = f"rank {failed} ended with {ranks[failed].returncode}"
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    texts = [log.read_text(errors="replace").rstrip() for log in logs]
-    for text in filter(None, texts if fault else texts[:1]):
-        print(text, flush=True)
-    return f"{fault}: {texts[failed].splitlines()[-1]}" if fault and texts[failed] else fault
+    log, fault = folder / "log", ""
+    with log.open("wb") as out:
+        process = subprocess.Popen(line, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            fault = f"not done within {LIMIT_S} s"
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_S)
+        finally:
+            process.kill()
+            process.wait()
+    text = log.read_text(errors="replace").rstrip()
+    print(text, flush=True)
+    last = text.splitlines()[-1] if text else "it said nothing"
+    return f"{fault}: {last}" if fault else last if process.returncode else ""

@@ -33,7 +33,6 @@ ALLOWED = {
     ("megazero/train/trainer.py", "_validate"): "a validation is no part of a step",
     ("megazero/train/trainer.py", "_save"): "a save is no part of a step",
     ("megazero/model/documents.py", "_there"): "numbers of the host; a GPU fetches them from pinned memory by itself",
-    ("megazero/optim/clip.py", "_group_squares"): "gradients of the host: the device's are where they are wanted",
 }
 ALLOWED_FOLDERS = ("megazero/comm/transport/",)  # gloo's messages; NCCL has none
 

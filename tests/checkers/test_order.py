@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -147,11 +146,11 @@ def plant_order_of_connecting(patch: pytest.MonkeyPatch) -> None:
     honest = p2p._Nccl._connect
     kept: list[tuple] = []
 
-    def connect(self: Any, axis: Axis, channel: p2p.Channel, device: torch.device) -> None:
+    def connect(self: Any, axis: Axis, channel: p2p.Channel) -> None:
         if axis.rank < axis.size - 1:
-            honest(self, axis, channel, device)
+            honest(self, axis, channel)
             return
-        kept.append((axis, channel, device))
+        kept.append((axis, channel))
         while len(kept) == len(self._groups) or (kept and getattr(self, "begun", False)):
             self.begun = len(kept) > 1
             honest(self, *kept.pop())

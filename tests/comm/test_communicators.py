@@ -15,7 +15,7 @@ from megazero.pipeline.transport import Transport
 from megazero.plan.communicators import ARRIVAL, DEPARTURE, Communicator, communicators
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
-from megazero.plan.memory import memory, planned
+from megazero.plan.memory import batch, memory, planned
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
 from tests.comm.standins import NotedGroup, Splits, all_connect
@@ -108,5 +108,6 @@ def test_their_memory() -> None:
 def test_they_are_part_of_what_a_plan_holds() -> None:
     job, machine = Job(TIED, Bytes(2, 4, 4), data=2, global_batch=2), MACHINES["a100-80gb"]
     size = sum(one.bytes for one in communicators(job, 0, machine.nccl_channels))
-    assert planned(job, 0, machine).held == memory(job, 0).held | {"communicators": size} and size > 2**29
+    more = {"communicators": size, "batch": batch(job)}
+    assert planned(job, 0, machine).held == memory(job, 0).held | more and size > 2**29
     assert planned(job, 0, replace(machine, nccl_channels=0)) == memory(job, 0), "as ledgers have it"

@@ -4,21 +4,25 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megazero.comm import nccl
-from megazero.comm.axes import FEW_CTAS
+from megazero.comm.axes import FEW_CTAS, P2P
 from megazero.comm.context import CommContext
-from megazero.comm.grid import Grid, lay_out
+from megazero.comm.device_queue import DeviceQueue
+from megazero.comm.grid import Grid, lay_out, make_grid
+from megazero.comm.status_board import StatusBoard
 from megazero.comm.transport.p2p import Channel, PointToPoint
 from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.lower import add_transfers
-from tests.comm.standins import Splits, all_connect
+from tests.comm.standins import NotedGroup, Splits, all_connect
+from tests.comm.test_communicators import pretended
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -162,3 +166,43 @@ def test_the_options_of_a_communicator(few: bool, build: str, monkeypatch: pytes
     assert vars(made[0].config) == (
         {} if build == "old" else {"min_ctas": 1, "max_ctas": FEW_CTAS} if few else {"min_ctas": None, "max_ctas": None}
     )
+
+
+def test_a_host_that_waits_in_a_first_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the others on the board, and by the monitor: from before the call, in which NCCL holds the host."""
+    board, queue = StatusBoard.private(4), DeviceQueue()
+    slot = board.status_slot(0)
+    slot.take("node7")
+    seen: list[tuple[str, list[str], str]] = []
+
+    def see(what: str) -> None:
+        operation = board.read(0).open
+        assert operation is not None
+        seen.append((what, [queued.axis for queued in queue.unfinished()], operation.text))
+
+    noted, splits = NotedGroup._noted, Splits(0)
+
+    def call(group: NotedGroup, what: str, work: dist.Work) -> dist.Work:
+        see(what)
+        return noted(group, what, work)
+
+    def split(**given: Any) -> dist.ProcessGroup | None:
+        if not given.get("few_ctas"):
+            see("split")
+        return splits(**given)
+
+    monkeypatch.setattr(NotedGroup, "_noted", call)
+    comm = CommContext("nccl", split_group=split, status_slot=slot, device_queue=queue)
+    with pretended(0, 4, splits.uses):
+        grid = make_grid(comm=comm, device_type="cpu", tensor=2, pipeline=2, tied=False)
+        Transport(grid["pipeline"], (0, 1), torch.float32, CPU).open()
+    assert seen[0] == ("split", ["world"], "first split of world")
+    kinds = ["all_reduce", "all_gather", "reduce_scatter"]
+    for name in ("world", "pipeline", "tensor"):
+        own = [(what, axes) for what, axes, text in seen if text.startswith("first ") and text.endswith(f" of {name}")]
+        assert [one for one in own if one[0] != "split"] == [(kind, [name]) for kind in kinds]
+    assert [one for one in seen if "channel" in one[2]] == [
+        ("send", [P2P], "first message of channel 2"),
+        ("recv", [P2P], "first message of channel 3"),
+    ]
+    assert queue.unfinished() == [] and board.read(0).open is None

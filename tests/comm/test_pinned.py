@@ -8,7 +8,7 @@ import torch
 
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.comm.pinned import pinned_bytes
+from megazero.comm.pinned import fetched, pinned_bytes
 from megazero.comm.pool import Pool
 
 
@@ -73,3 +73,24 @@ def test_hosts_and_pools_take_theirs_from_there(monkeypatch: pytest.MonkeyPatch)
     buffer = pool.take(5 << 20)
     pool.give(buffer)
     assert pool.take(5 << 20) is buffer and list(runtime.locked.values())[-1] == 5 << 20
+
+
+def test_numbers_of_the_host_are_fetched_by_a_gpu_itself() -> None:
+    calls: list[tuple[object, ...]] = []
+
+    class Numbers:
+        device = torch.device("cpu")
+
+        def pin_memory(self) -> "Numbers":
+            calls.append(("pin_memory",))
+            return self
+
+        def to(self, device: torch.device, **how: bool) -> "Numbers":
+            calls.append((device.type, how))
+            return self
+
+    x = torch.ones(2)
+    assert fetched(x, torch.device("cpu")) is x
+    assert fetched(x, torch.device("meta")).is_meta
+    fetched(Numbers(), torch.device("cuda"))  # type: ignore[arg-type]
+    assert calls == [("pin_memory",), ("cuda", {"non_blocking": True})]

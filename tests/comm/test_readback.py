@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from megazero.comm.readback import Readback, mark
+from megazero.comm.readback import Readback, StoppedError, mark, passed
 
 
 class Place:
@@ -41,3 +41,21 @@ def test_the_host_looks_until_the_device_has_passed_the_mark() -> None:
     place.done = True
     thread.join(10)
     assert found == [[4.0]]
+
+
+def test_a_thread_beside_a_device_that_hangs_can_be_told_to_end() -> None:
+    stop, ended = threading.Event(), []
+
+    def wait() -> None:
+        try:
+            passed(Place(), stop)
+        except StoppedError:
+            ended.append(True)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    time.sleep(0.02)
+    assert not ended
+    stop.set()
+    thread.join(10)
+    assert ended

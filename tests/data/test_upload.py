@@ -11,6 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.build.upload import Upload, views
 from megazero.data.loader import BatchLoader, MicroBatch
+from megazero.plan.job import Job
+from megazero.plan.memory import batch
+from megazero.plan.model import ModelShape
+from megazero.plan.states import Bytes
 from tests.data.test_loader import windows_of
 
 CPU = torch.device("cpu")
@@ -115,3 +119,27 @@ def test_a_loader_that_packs_gives_the_same_steps_in_any_order(make_dataset) -> 
     assert all(equal(batches, plain.step(step)) for step, batches in zip(order, kept, strict=True))
     plain.close()
     packing.close()
+
+
+def test_a_loader_can_be_closed_beside_a_device_that_hangs(make_dataset) -> None:
+    """Its thread waits for a copy that is never made, and the process for its thread."""
+    dataset, queue = windows_of(make_dataset([list(range(500))]), 8), Queue()
+    upload = Upload(CPU, Memory().allocate, queue.mark)
+    loader = BatchLoader(dataset, seed=0, global_batch=2, micro_batch=1, pack=upload.pack, stop=upload.stop)
+    loader.step(0), loader.step(1)
+    closing = threading.Thread(target=loader.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("mask_eod", [False, True])
+def test_a_plan_counts_what_is_sent(make_dataset, mask_eod: bool) -> None:
+    """On an odd shape: every tensor is padded by itself."""
+    length, micro_batch, micro_batches = 7, 3, 2
+    dataset = windows_of(make_dataset([list(range(d * 7, d * 7 + 5)) for d in range(60)]), length, mask_eod=mask_eod)
+    memory, rows = Memory(), np.arange(micro_batch)
+    Upload(CPU, memory.allocate, lambda device: None).pack([dataset.micro_batch(rows, rows)] * micro_batches)
+    shape = ModelShape(1, 8, 1, 1, 8, 64, length, True, True, False, True)
+    sizes = {"micro_batch": micro_batch, "global_batch": micro_batch * micro_batches}
+    assert batch(Job(shape, Bytes(2, 4, 4), documents=mask_eod, **sizes)) == len(memory.blocks[0])

@@ -1,73 +1,179 @@
-"""The check of a machine's GPU, tried on the CPU: all it does but the kernels themselves."""
+"""The check of a machine's GPU, tried on the CPU: all it does but what a GPU alone does."""
 
 import json
 import math
 import os
 import shutil
 import subprocess
-import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megazero.build.pipeline import model_shape
 from megazero.comm.grid import single
+from megazero.comm.host import Host
 from megazero.config.schema import Config, resolved
-from megazero.kernels import reference
+from megazero.kernels import cpu, reference
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import bandwidth, ranks, training
-from scripts.gpu_check.layouts import settings, train
+from scripts.gpu_check import bandwidth, correctness, machine, parts, ranks, speed, timing, training, waits
+from scripts.gpu_check.findings import Asked, Row, line, markdown
+from scripts.gpu_check.layouts import config_of, settings, train
+from scripts.gpu_check.parts import PARTS, Part
 from scripts.gpu_check.samples import FORMS, SAMPLES, Draw, distance, least_bytes, results
 
 needs_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+CPU = Asked(torch.device("cpu"), tiny=True)
+
+
+def checked(target: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Run the check on the CPU; return its exit code and its report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["gpu_check", "--device", "cpu", "--tiny", *words, "--json", str(target)])
+        code = gpu_check.main()
+    return code, json.loads(target.read_text())
+
+
+def faults(report: dict[str, Any]) -> list[Row]:
+    return [row for part in report["parts"].values() for row in part["rows"] if row.get("fault")]
 
 
 @needs_gcc
-def test_a_run_with_small_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_of_what_needs_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "ROUND_S", 1e-4)
+    monkeypatch.setattr(speed, "WARM_UP", 1)
+    monkeypatch.setattr(speed, "STEPS", 1)
+    monkeypatch.setattr(waits, "UNWATCHED", 1)
+    monkeypatch.setattr(waits, "WATCHED", 1)
+    chosen = [name for name in PARTS if name not in ("nccl", "engine", "ranks")]
+    code, report = checked(target := tmp_path / "report.json", "--only", *chosen)
+    assert faults(report) == [] and code == report["failures"] == 0
+    assert list(report["parts"]) == chosen and all(part["rows"] for part in report["parts"].values())
+    rows = {name: part["rows"] for name, part in report["parts"].items()}
+    assert report["machine"]["torch"] == torch.__version__ and report["machine"]["commit"]
+    assert {row["name"] for row in rows["correctness"]} == {"seed", *SAMPLES, *FORMS}
+    assert {row["name"] for row in rows["bandwidth"] if "us" in row} == set(SAMPLES)
+    assert [row["name"] for row in rows["training"]] == [
+        f"{kernels}, micro-batch {micro}" for kernels in ("fused", "reference") for micro in (1, 4)
+    ]
+    assert all(math.isfinite(row["loss"]) and row["step_s"] > 0 and row["mfu"] is None for row in rows["training"])
+    alone, *stages = rows["exchange"]
+    assert alone["sent_gb"] == 0 and all(row["sent_gb"] > 0 and row["times_stage_0"] > 0 for row in stages)
+    assert all(row["operations"] == row["found_ended"] > 0 for row in stages)
+    assert [row["name"] for row in rows["waits"][1:]] == [case.name for case in waits.CASES]
+    assert len(rows["host"]) == 6 and all(row["both_us"] > 0 for row in rows["host"])
+    assert {"blocks, ours, fused", "blocks, plain", "loss, 64, ours, fused", "loss, 64, plain"} <= {
+        row["name"] for row in rows["blocks"] if "us" in row
+    }
+    tables = target.with_suffix(".md").read_text()
+    assert all(f"## {PARTS[name].title}" in tables for name in chosen) and report["machine"]["commit"] in tables
+
+
+def named(patch: pytest.MonkeyPatch, **rows: Any) -> None:
+    """Make parts of functions that yield rows."""
+    patch.setattr(parts, "PARTS", {name: Part(name, 20.0, name) for name in rows})
+    patch.setattr(gpu_check, "PARTS", parts.PARTS)
+    patch.setattr(Part, "rows", lambda part: rows[part.where])
+
+
+def say(asked: Asked) -> Iterator[Row]:
+    yield {"name": "one", "number": 1.0}
+
+
+def broken(asked: Asked) -> Iterator[Row]:
+    yield {"name": "before", "absent": "no such thing"}
+    raise RuntimeError("it broke\nin two lines")
+
+
+def gone(asked: Asked) -> Iterator[Row]:
+    yield {"name": "before"}
+    os._exit(3)
+
+
+def hung(asked: Asked) -> Iterator[Row]:
+    yield {"name": "before"}
+    subprocess.run(["sleep", "600"], check=False)
+
+
+def test_what_breaks_or_hangs_is_a_failure_and_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bandwidth, "ROUNDS", 1)
-    monkeypatch.setattr(bandwidth, "ROUND_S", 1e-4)
-    target = tmp_path / "report.json"
-    words = ["gpu_check", "--device", "cpu", "--tiny", "--only", "correctness", "bandwidth", "--json", str(target)]
-    monkeypatch.setattr("sys.argv", words)
-    assert gpu_check.main() == 0
-    report = json.loads(target.read_text())
-    assert {row["name"] for row in report["correctness"]} == set(SAMPLES | FORMS)
-    assert {row["name"] for row in report["bandwidth"]["rows"]} == set(SAMPLES)
-    assert all(row["fused_us"] > 0 and row["eager_us"] > 0 for row in report["bandwidth"]["rows"])
-    assert "0 failures" in capsys.readouterr().out
+    named(monkeypatch, machine=say, broken=broken, gone=gone, hung=hung, last=say)
+    monkeypatch.setitem(parts.PARTS, "hung", Part("hung", 1.0, "hung"))
+    code, report = checked(tmp_path / "report.json")
+    found = {name: [row.get("fault") for row in part["rows"]] for name, part in report["parts"].items()}
+    assert found == {
+        "machine": [None],
+        "broken": [None, "RuntimeError: it broke"],
+        "gone": [None, "its process ended with 3"],
+        "hung": [None, "not done within 1 s"],
+        "last": [None],
+    }
+    assert code == 1 and report["failures"] == 3
+    out = capfd.readouterr().out
+    assert "not here: no such thing" in out and "FAILED not done within 1 s" in out and "3 failures" in out
+
+
+def test_a_check_without_time_says_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, machine=say, hung=hung, last=say)
+    monkeypatch.setattr(gpu_check, "LEAST", 0.5)
+    begin = time.monotonic()
+    code, report = checked(tmp_path / "report.json", "--seconds", "1.2")
+    assert time.monotonic() - begin < 10
+    assert code == 0 and faults(report) == []
+    assert [part["rows"][-1].get("absent", "") for part in report["parts"].values()] == [
+        "",
+        "the rest: the check's time was over after 1 s",
+        "all of it: the check's time was over",
+    ]
+
+
+def test_all_limits_are_within_the_time() -> None:
+    assert gpu_check.SECONDS < 8 * 60
+    first = list(PARTS)[: list(PARTS).index("training") + 1]
+    assert sum(PARTS[name].limit for name in first) < gpu_check.SECONDS, "what comes first has all of its time"
+
+
+def test_without_a_gpu_or_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each; what is missing is no failure, a device that is asked for is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (row,) = machine.rows(Asked(torch.device("cuda", 0), tiny=True))
+    assert "torch sees no GPU; --device cpu" in row["fault"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # in the other one a library may lie ready
+    code, report = checked(tmp_path / "report.json", "--only", "build", "correctness")
+    assert code == 0 and report["machine"]["commit"] == "-"
+    assert [row["absent"] for row in report["parts"]["build"]["rows"]] == ["no g++ on this machine"]
+    assert [row["absent"] for row in report["parts"]["correctness"]["rows"]] == ["see build"]
+
+
+def test_rows_in_lines_and_tables() -> None:
+    rows: list[Row] = [
+        {"name": "a | b", "us": 1234.567, "each": [1], "of": None},
+        {"name": "c", "size": "2x3", "fault": "wrong"},
+    ]
+    assert line(rows[0]).split() == ["a", "|", "b", "us", "1235"]
+    part = {"title": "Things", "seconds": 1.2, "rows": rows}
+    text = markdown({"machine": {"gpu": "X", "each": {}}, "failures": 1, "seconds": 2.0, "parts": {"things": part}})
+    assert "| gpu | X |" in text and "each" not in text and "1 failures, 2 s" in text
+    assert (
+        "|  | us | size |  |" in text and "| a / b | 1235 | - |  |" in text and "| c | - | 2x3 | FAILED wrong |" in text
+    )
 
 
 @needs_gcc
 def test_a_wrong_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check.correctness, "results", lambda *arguments: (results(*arguments)[0] * 1.01,))
-    monkeypatch.setattr(gpu_check.correctness, "SAMPLES", {"swiglu": SAMPLES["swiglu"]})
-    monkeypatch.setattr(gpu_check.correctness, "FORMS", {})
-    gpu_check.cpu.load()
-    assert gpu_check.checked(torch.device("cpu"), tiny=True)[1] == 3
-
-
-@needs_gcc
-def test_what_breaks_is_a_failure_and_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation in a part, a part among the parts: what else was found is in the file."""
-
-    def broken(*arguments: object, **options: object) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr(gpu_check.correctness, "SAMPLES", {"swiglu": broken, "cast_": SAMPLES["cast_"]})
-    monkeypatch.setattr(bandwidth, "SAMPLES", {"swiglu": broken})
-    monkeypatch.setattr(gpu_check, "trained", broken)
-    target = tmp_path / "report.json"
-    words = ["--device", "cpu", "--tiny", "--only", "training", "correctness", "bandwidth", "--json", str(target)]
-    monkeypatch.setattr("sys.argv", ["gpu_check", *words])
-    assert gpu_check.main() == 1
-    report = json.loads(target.read_text())
-    assert {row["name"] for row in report["correctness"] if row["error"] is not None} == {"cast_"} | set(FORMS)
-    assert report["failures"] == 3 + 1 + 1
-    assert report["bandwidth"]["rows"] == []
-    assert report["training"] == {"error": "RuntimeError()"}
+    monkeypatch.setattr(correctness, "results", lambda *arguments: (results(*arguments)[0] * 1.01,))
+    monkeypatch.setattr(correctness, "SAMPLES", {"swiglu": SAMPLES["swiglu"]})
+    monkeypatch.setattr(correctness, "FORMS", {})
+    cpu.load()
+    found = [row["fault"] for row in correctness.rows(CPU) if row["name"] == "swiglu"]
+    assert len(found) == 3 and all("times what is allowed" in fault for fault in found)
 
 
 def test_distance() -> None:
@@ -97,84 +203,75 @@ def test_bytes_that_must_move() -> None:
 
 
 def test_the_large_model_has_1_3_billion_parameters() -> None:
-    """And costs what the formula of PaLM says, worked out by hand."""
-    assert 1.3e9 < training.parameters(training.LARGE) < 1.35e9
-    by_hand = 6 * (12 * 24 * 2048**2 + 52_352 * 2048) + 12 * 24 * 2048 * 2048
-    assert training.flops_per_token(training.LARGE) == by_hand
+    """And costs what the planner says (PaLM's formula), worked out by hand: positions are no product."""
+    shape = model_shape(config_of(ranks.PLAIN, speed.LARGE))
+    assert 1.3e9 < shape.parameters() < 1.35e9
+    assert shape.flops_per_token() == 6 * (12 * 24 * 2048**2 + 50_304 * 2048) + 12 * 24 * 2048 * 2048
 
 
-LACKING = ("pydantic", "ruamel", "wandb")
-FEWER = """
-import sys
-from scripts.gpu_check import __main__ as check, ranks, training
-training.WARM_UP, training.STEPS = 1, 1
-ranks.SHARED, ranks.ALONE, ranks.DTYPES = (ranks.TWO[3::3],), (ranks.PLAIN, *ranks.ALONE[-1:]), ("fp32",)
-sys.exit(check.main())
-"""
-
-
-@needs_gcc
-def test_training_in_ranks_and_alone_without_the_packages_of_configs(tmp_path: Path) -> None:
-    """Which a machine with a GPU may lack: here, and in every process that the check starts."""
-    for name in LACKING:
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('{name} is not here')\n")
-    target, path = tmp_path / "report.json", f"{tmp_path}{os.pathsep}{ranks.ROOT}"
-    line = [
-        sys.executable,
-        "-c",
-        FEWER,
-        "--device",
-        "cpu",
-        "--tiny",
-        "--only",
-        "training",
-        "ranks",
-        "engine",
-        "--json",
-        str(target),
+@pytest.mark.parametrize(("loss", "fails"), [(5.5, False), (5.9, True)])
+def test_training_to_another_loss_is_a_failure(loss: float, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter((5.52, loss))
+    monkeypatch.setattr(training, "missing", lambda device: {"name": "kernels", "absent": "no nvcc"})
+    monkeypatch.setattr(training, "measured", lambda name, *_: {"name": name, "loss": next(losses)})
+    absent, *rows = training.rows(CPU)
+    assert absent["absent"] == "no nvcc" and [row["name"] for row in rows] == [
+        "reference, micro-batch 1",
+        "reference, micro-batch 4",
     ]
-    done = subprocess.run(line, cwd=ranks.ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks on cpu: each sent " in done.stdout, "tensors go through the host's memory"
-    report = json.loads(target.read_text())
-    assert [row["layout"] for row in report["ranks"]] == ["stage 3, data 2, offload", "pipeline 2"]
-    assert [row["layout"] for row in report["engine"]] == ["the same, optimizer on the host"]
-    assert [row["kernels"] for row in report["training"]] == ["fused", "reference"]
-    assert all(math.isfinite(row["loss"]) and row["step_s"] > 0 and row["mfu"] is None for row in report["training"])
-    for row in (*report["ranks"], *report["engine"]):
-        assert row["fault"] is None
-        assert 0 <= row["found"]["weights"] <= row["allowed"]["weights"]
-    assert all(row["found"]["weights"] > 0 for row in report["ranks"]), "another layout, to the last bit?"
-    refused = subprocess.run([sys.executable, "-c", "import pydantic"], env=os.environ | {"PYTHONPATH": path})
-    assert refused.returncode != 0, "pydantic was there all the time"
+    assert [bool(row.get("fault")) for row in rows] == [False, fails]
 
 
-@needs_gcc
-@pytest.mark.parametrize(("loss", "fails"), [(5.5, 0), (5.9, 1), (math.nan, 1)])
-def test_training_to_another_loss_is_a_failure(loss: float, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [training.Trained(name, 1.0, 1.0, None, each, 1.0) for name, each in (("fused", loss), ("reference", 5.52))]
-    monkeypatch.setattr(training, "train", lambda *_: rows)
-    assert gpu_check.trained(torch.device("cpu"), True, 1)[1] == fails
+def test_a_model_that_does_not_fit_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fits(name: str, case: Any, *_: Any) -> Row:
+        tried.append(case.job.recompute)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError
+        return {"name": name}
+
+    monkeypatch.setattr(speed, "_measured", fits)
+    row = speed.measured("x", ranks.PLAIN, single(), CPU, None)  # type: ignore[arg-type]
+    assert row == {"name": "x, recomputed"} and tried == ["none", "full"]
 
 
-def test_without_a_gpu_or_a_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line; and one failure, not one for each operation."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["gpu_check"])
-    with pytest.raises(SystemExit):
-        gpu_check.main()
-    assert "torch sees no GPU; --device cpu" in capsys.readouterr().err
-    target = tmp_path / "report.json"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # in the other one a library may lie ready
-    monkeypatch.setattr("sys.argv", ["gpu_check", "--device", "cpu", "--tiny", "--json", str(target)])
-    assert gpu_check.main() == 1
-    assert json.loads(target.read_text())["failures"] == 1
+def test_waits_are_errors_but_in_the_named_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what would be told to a GPU."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    host = Host(CPU.device, single().comm.ledger)
+    with waits.watched(Asked(torch.device("cuda", 0), tiny=True)):
+        assert modes == ["error"]
+        host.settle()
+        assert modes == ["error", "default", "error"]
+    assert modes[3:] == ["default"]
+    with waits.watched(CPU):
+        assert len(modes) == 4
 
 
-@pytest.mark.parametrize("layout", [*ranks.TWO, *ranks.FOUR, *ranks.ALONE], ids=lambda layout: layout.name)
+def test_a_wait_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = waits.trainer
+
+    def waiting(*arguments: Any) -> Any:
+        trainer = honest(*arguments)
+
+        def wait(*_: Any) -> None:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+        trainer.engine.finish_step = wait  # type: ignore[method-assign]
+        return trainer
+
+    monkeypatch.setattr(waits, "trainer", waiting)
+    monkeypatch.setattr(waits, "CASES", waits.CASES[:1])
+    _, row = waits.rows(CPU)
+    assert row["fault"].startswith("RuntimeError: called a synchronizing CUDA operation in trainer.py:")
+    assert row["fault"].endswith(" train_step")
+
+
+@pytest.mark.parametrize(
+    "layout", [*ranks.TWO, *ranks.FOUR, *ranks.ALONE, *waits.CASES], ids=lambda layout: layout.name
+)
 def test_its_settings_are_those_of_a_checked_config(layout: ranks.Case) -> None:
     values = settings(layout)
     batch = {"global": values["batch"]["global_"], "micro": values["batch"]["micro"]}
@@ -193,31 +290,6 @@ def test_a_wrong_weight_is_a_failure_and_so_is_a_wrong_bit() -> None:
     for apart, exact, fault in ((0.0, True, None), (1e-7, False, None), (1e-7, True, "bit"), (0.1, False, "weight")):
         name = "weight/2/blocks.0.mlp.up.weight"
         other = replace(alone, stored=alone.stored | {name: alone.stored[name] * (1 + apart)})
-        row = ranks._row("engine", layout, [other], alone, exact=exact)
-        assert row.fault is None if fault is None else fault in str(row.fault)
-        assert ("FAILED" in ranks.table([row])) is (fault is not None)
-
-
-def test_a_rank_that_fails_at_its_end_is_a_failure_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All results are there, but leaving broke; and a rank that a signal ended says so itself."""
-    monkeypatch.setattr(ranks, "DTYPES", ("fp32",))
-    run = ranks._run
-    monkeypatch.setattr(ranks, "_run", lambda *job: run(*job) or "rank 0 ended with 1")
-    found = [ranks_ for _, ranks_ in ranks._trained(torch.device("cpu"), ranks.ALONE[:2])]
-    assert not isinstance(found[0], str) and found[1] == "rank 0 ended with 1"
-    script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho "rank $4 here"\n[ "$4" = 0 ] && exec sleep 60\nkill -9 $$\n')
-    script.chmod(0o755)
-    monkeypatch.setattr(ranks.sys, "executable", str(script))
-    assert run(tmp_path, 2, torch.device("cpu")) == "rank 1 ended with -9: rank 1 here"
-    monkeypatch.setattr(ranks, "LIMIT_S", 0.2)
-    assert run(tmp_path, 1, torch.device("cpu")) == "not done within 0.2 s: rank 0 here"
-
-
-def test_a_rank_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that is asked for a GPU that is not there."""
-    monkeypatch.setattr(ranks, "DTYPES", ("fp32",))
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    rows = list(ranks.engine(torch.device("cuda")))
-    assert len(rows) == len(ranks.ALONE) and all("asked for cuda, torch has cpu" in str(row.fault) for row in rows)
+        row = ranks.row_of(layout, [other], alone, exact=exact)
+        assert row["fault"] is None if fault is None else fault in str(row["fault"])
+        assert ("FAILED" in line(row)) is (fault is not None)

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +23,7 @@ from megazero.comm.context import CommContext
 from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.grid import Axis
 from megazero.comm.status_board import ON_DEVICE, STUCK, RankStatus, StatusBoard
+from megazero.launch import monitor
 from megazero.launch.diagnosis import stuck
 from megazero.launch.environment import RankContext, World
 from megazero.launch.monitor import Monitor, flight_recorder
@@ -42,28 +45,80 @@ class StandIn:
         return True
 
 
-ALL = range(2)
+ALL, CPU = range(2), torch.device("cpu")
 
 
-def test_of_each_communicator_two_works_are_kept_at_most():
+class Place:
+    """A place in a stream (`readback.Mark`)."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def marking() -> tuple[DeviceQueue, list[Place]]:
+    """Return a queue, and the places that it marks."""
+    places: list[Place] = []
+
+    def mark(device: torch.device) -> Place:
+        places.append(Place())
+        return places[-1]
+
+    return DeviceQueue(mark), places
+
+
+def test_operations_end_in_their_order():
     queue, works = DeviceQueue(), [StandIn() for _ in range(5)]
     for work in works:
         queue.put("data", "data", ALL, work)
-    assert [one.work for one in queue.unfinished()] == [works[4]]
-    works[4].completed = True
-    assert queue.unfinished() == []
-    queue.put("data", "data", ALL, first := StandIn())
-    queue.put("tensor", "tensor", ALL, other := StandIn())
-    assert [one.work for one in queue.unfinished()] == [first, other]
-    queue.put("data", "data", ALL, StandIn())
-    queue.put("data", "data", ALL, newest := StandIn())
-    assert [one.work for one in queue.unfinished()] == [first, other], "what is looked at stays"
+    other = queue.put("tensor", "tensor", ALL, StandIn())
+    assert [one.axis for one in queue.unfinished()] == ["data", "tensor"]
     moves = queue.moves
-    first.completed = other.completed = newest.completed = True
-    assert [one.work for one in queue.unfinished()] == [newest] and queue.moves != moves
+    works[2].completed = True  # so those before have ended too
+    assert queue.unfinished()[0].work is works[4] and queue.moves != moves
+    works[4].completed = True
+    assert queue.unfinished() == [other]
+    other.work = None
+    assert queue.unfinished() == [] and not any(queue._queues.values())
+
+
+def test_a_work_that_a_stream_waits_for_is_let_go():
+    """It holds its tensors; a mark behind the wait says as much."""
+    queue, places = marking()
+    work = StandIn()
+    gone = weakref.ref(work)
+    queued = queue.put("data", "data", ALL, work)
+    queue.waited(queued, CPU)
+    del work
+    assert gone() is None, "a work holds its result"
+    assert queue.unfinished() == [queued]
+    places[0].passed = True
     assert queue.unfinished() == []
-    kept = [one.work for one in (*queue._newest.values(), *queue._looked_at.values())]
-    assert kept == [None] * 4, "a work holds its result"
+
+
+def test_of_the_marks_only_the_first_is_known_to_be_held_by_its_operation():
+    """The stream waits for a tensor sum; a gather and a message that it waits for next may have ended long ago."""
+    queue, places = marking()
+    for communicator, axis in (("tensor", "tensor"), ("data", "data"), ("channel 0", P2P)):
+        queue.waited(queue.put(communicator, axis, ALL, StandIn(completed=True), "activations"), CPU)
+    coming = queue.put("channel 1", P2P, ALL, StandIn(), "gradients")
+    newer = queue.put("tensor", "tensor", ALL, StandIn())
+    assert [(one.axis, one.text) for one in queue.unfinished()] == [(P2P, "gradients"), ("tensor", "activations")]
+    assert queue.unfinished()[-1].work is not newer.work, "the one that is waited for comes last, once for each line"
+    places[0].passed = True
+    assert queue.unfinished()[-1].axis == "data"
+    for place in places:
+        place.passed = True
+    assert queue.unfinished() == [newer, coming]
+
+
+def test_an_end_of_a_queue_without_an_onlooker_is_bounded():
+    queue, _ = marking()
+    for _ in range(10_000):
+        queue.waited(queue.put("data", "data", ALL, StandIn()), CPU)
+    assert len(queue._queues["data"]) < 5000
 
 
 class Watched:
@@ -139,15 +194,35 @@ def test_the_end_of_a_stuck_rank(tmp_path: Path):
 
 
 def test_collectives_on_nccl_are_followed(monkeypatch: pytest.MonkeyPatch):
-    work, queue = StandIn(), DeviceQueue()
+    work, (queue, places) = StandIn(), marking()
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda *_, **__: work)
     axis = Axis("data", 2, 0, group=object(), comm=CommContext("nccl", device_queue=queue))  # type: ignore[arg-type]
     pending = collectives.start_all_reduce(torch.ones(3), axis, "loss")
     assert [one.work for one in queue.unfinished()] == [work]
     pending.wait()
     assert [one.axis for one in queue.unfinished()] == ["data"], "the host's wait is no end"
-    work.completed = True
+    assert queue.unfinished()[0].work is not work, "a work holds its result"
+    places[0].passed = True
     assert queue.unfinished() == []
+
+
+def test_a_monitor_ends_with_its_group(monkeypatch: pytest.MonkeyPatch):
+    """Another group, made before the monitor has looked again, has one of its own."""
+    groups = [World(0, 2, 0), World(1, 2, 1)]  # which can be referred to weakly
+    there = groups[:1]
+    monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(type(monitor.dist.group), "WORLD", property(lambda _: there[-1]))
+    watched, before = Watched(), set(threading.enumerate())
+    watched.monitor._sleep = lambda seconds: time.sleep(0.001)
+    watched.monitor.start()
+    (thread,) = set(threading.enumerate()) - before
+    time.sleep(0.05)
+    assert thread.is_alive()
+    watched.put(StandIn())
+    there.append(groups[1])
+    thread.join(10)
+    watched.now = 1000.0
+    assert not thread.is_alive() and not watched.ends
 
 
 def board_of(

@@ -17,13 +17,13 @@ from megazero.plan.activations import logits
 from megazero.plan.communicators import Communicator, communicators
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, with_communicators
+from megazero.plan.memory import RankMemory, with_uncounted
 from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
 
-BUFFERS = ("pool", "angles", "graphs", "communicators", "allocator")
+BUFFERS = ("pool", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
 _DAY = 86400.0
 
@@ -206,7 +206,7 @@ def why(found: Found, machine: Machine) -> str:
 def _ranks(job: Job, machine: Machine, system: System) -> Iterator[RankMemory]:
     """Yield the memory of every rank of a pipeline."""
     for rank in range(job.pipeline):
-        yield with_communicators(system.memory(job, rank), job, rank, machine)
+        yield with_uncounted(system.memory(job, rank), job, rank, machine)
 
 
 def _settings(job: Job, machine: Machine, system: System) -> Iterator[tuple[str, RankMemory]]:

@@ -28,6 +28,7 @@ _COLOURS = {
     "graphs": "#e6b8af",
     "activations": "#d99f3b",
     "communicators": "#8e7cc3",
+    "batch": "#b4a7d6",
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }

@@ -1,0 +1,59 @@
+"""The kernels of this machine: build them, load them, and say what they take of a multiprocessor."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+
+from megazero.kernels import cpu, cuda, ptxas, schema
+from megazero.kernels.build import BuildError, compiler_report, find_gcc, find_nvcc
+from scripts.gpu_check.findings import Asked, Row
+
+_ = schema  # defines the operations
+
+
+def obstacle(device: torch.device) -> Row | None:
+    """Load the kernels; return a row that says why there are none, None where they are loaded.
+
+    A machine without a compiler and without a library that lies ready lacks them; all else is a fault.
+    """
+    on_gpu = device.type == "cuda"
+    try:
+        cuda.load() if on_gpu else cpu.load()
+        return None
+    except BuildError as error:
+        try:
+            find_nvcc() if on_gpu else find_gcc()
+        except BuildError:
+            return {"name": "kernels", "absent": str(error)}
+        return {"name": "kernels", "fault": str(error)}
+
+
+def missing(device: torch.device) -> Row | None:
+    """Return the same for a part that needs them: whoever builds them has said what is wrong."""
+    row = obstacle(device)
+    return None if row is None else {"name": "kernels", "absent": "see build"}
+
+
+def built(asked: Asked) -> Iterator[Row]:
+    """Build and load; a row for each kernel that spills, the others in the first row."""
+    begin = time.perf_counter()
+    row = obstacle(asked.device)
+    if row is not None:
+        yield row
+        return
+    loaded: Row = {"name": "kernels", "build_s": time.perf_counter() - begin}
+    if not asked.on_gpu:
+        yield loaded
+        return
+    try:
+        found = ptxas.resources(compiler_report(cuda.library(cuda.present_archs())))
+    except FileNotFoundError:
+        yield loaded | {"absent": "the compiler's report, of a library that lay ready"}
+        return
+    most = max(each.registers for each in found)
+    yield loaded | {"kernels": len(found), "most_registers": most, "each": [asdict(each) for each in found]}
+    for each in found:
+        if each.spills:
+            yield {"name": each.kernel, "registers": each.registers, "fault": f"{each.spills} bytes spilled"}

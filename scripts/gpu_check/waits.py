@@ -1,0 +1,175 @@
+"""Train a few steps with torch's sync debug mode set to error: the host may wait for the GPU in named places only.
+
+The steps are those of a run: its trainer, its loader with the packed upload, engine and pipeline, on a tiny GPT in many
+layouts. What needs two ranks is rank 0 of two, whose other rank is an echo (`echo.py`). The first steps are not
+watched: they allocate, and load kernels. On a CPU nothing waits, so nothing is watched there: the same places are held
+by tests/checkers/sync.py.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from megazero.build.assemble import build, feeds_of
+from megazero.build.upload import Upload
+from megazero.comm.grid import Grid, single
+from megazero.comm.host import Host
+from megazero.data.loader import BatchLoader, MicroBatch
+from megazero.kernels.select import choose
+from megazero.train.trainer import Trainer, TrainSchedule
+from scripts.gpu_check.echo import echoing, one_rank_group
+from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.layouts import GLOBAL_BATCH, LR, MODEL, Case, config_of
+
+# Where a step may wait for the GPU: class, method, reason.
+NAMED = ((Host, "settle", "the host updates, and needs the gradients for it"),)
+UNWATCHED, WATCHED = 3, 3  # steps
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TWO = {"data": 2, "micro_batch": 2}
+ON_HOST = {"offload_optimizer": True, "offload_parameters": True}
+CASES = (
+    Case("stage 0", {"micro_batch": 4}, "bf16"),
+    Case("documents apart", {"micro_batch": 4, "documents": True}, "bf16"),
+    Case("a loss scale", {"micro_batch": 4}, "fp16"),
+    Case("stage 1", {"stage": 1} | TWO, "bf16"),
+    Case("stage 2", {"stage": 2} | TWO, "bf16"),
+    Case("stage 3", {"stage": 3} | TWO, "bf16"),
+    Case("stage 3, recomputed", {"stage": 3, "recompute": "full"} | TWO, "bf16"),
+    Case("stage 3, inputs on the host", {"stage": 3, "recompute": "full", "offload": True, "partition": True} | TWO),
+    Case("stage 3, states on the host", {"stage": 3} | TWO | ON_HOST, "bf16"),
+    Case("tensor 2, sequence", {"tensor": 2, "sequence": True, "micro_batch": 4}, "bf16"),
+    Case("pipeline 2", {"pipeline": 2, "micro_batch": 2}, "bf16"),
+)
+
+
+def rows(asked: Asked) -> Iterator[Row]:
+    """Yield one row for each layout, with the place of its first wait."""
+    yield {"name": "named places", "number": len(NAMED), "watched": "yes" if asked.on_gpu else "nothing, on a CPU"}
+    with one_rank_group(asked) as inner:
+        for case in CASES:
+            yield {"name": case.name, "dtype": case.dtype} | _waits(case, grid_of(case, inner), asked)
+
+
+def grid_of(case: Case, inner: Any) -> Grid:
+    job = case.job
+    return single() if job.ranks == 1 else echoing(inner, tensor=job.tensor, pipeline=job.pipeline)
+
+
+def _waits(case: Case, grid: Grid, asked: Asked) -> Row:
+    """Return what a layout's steps find: how many were watched, and the fault that ended them."""
+    done = 0
+    with ExitStack() as stack:
+        try:
+            step = trainer(case, grid, asked, stack).train_step
+            for done in range(UNWATCHED):
+                step(done)
+            with watched(asked):
+                for done in range(UNWATCHED, UNWATCHED + WATCHED):
+                    step(done)
+            asked.synchronize()
+        except Exception as error:
+            traceback.print_exc()
+            return {"steps": done, "fault": f"{told(error)} in {_place(error)}"}
+        return {"steps": WATCHED if asked.on_gpu else 0}
+
+
+@contextmanager
+def watched(asked: Asked) -> Iterator[None]:
+    """Make every wait for the GPU an error, but for those in the named places."""
+    if not asked.on_gpu:
+        yield
+        return
+    with ExitStack() as stack:
+        for owner, name, _ in NAMED:
+            stack.enter_context(patch.object(owner, name, excepted(getattr(owner, name))))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def excepted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that may wait."""
+
+    def waits(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return method(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    return waits
+
+
+def trainer(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Trainer:
+    """Return a trainer as a run has it, without the run's files; the stack ends its threads."""
+    device, host = asked.device, Host(asked.device, grid.comm.ledger, apart=True)
+    ops = choose("auto", device, DTYPES[case.dtype])
+    host_ops = choose("reference", torch.device("cpu"), DTYPES[case.dtype])
+    built = build(config_of(case), grid, device, ops, host, host_ops=host_ops)
+    feed = feeds_of(grid["tensor"], device, case.job.sequence)
+    upload = Upload(device)
+    dataset: Any = _Windows(case.job.documents)
+    loader = BatchLoader(
+        dataset,
+        seed=0,
+        global_batch=GLOBAL_BATCH,
+        micro_batch=case.job.micro_batch,
+        num_data=case.job.data,
+        pack=upload.pack if asked.on_gpu else None,
+        stop=upload.stop,
+    )
+    stack.callback(loader.close)
+    never = 10**9
+    rate, nothing = _as(at=lambda updates: LR), _as()
+    return Trainer(
+        *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, None, nothing),
+        TrainSchedule(never, rate, never, None),
+        _as(settle=lambda: None, failed=False, seconds=0.0, due=lambda done: False, saved=None),
+        _as(votes=lambda **_: [2], counted=lambda votes: None),
+        lambda: None,
+        lambda step, doing: None,
+        lambda own, say: say(0, own[1] if own else None),
+    )
+
+
+class _Windows:
+    """Windows of random tokens, as a data set gives them, with or without two documents in each."""
+
+    num_windows = 1 << 10
+
+    def __init__(self, documents: bool):
+        self._documents = documents
+
+    def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
+        length, generator = MODEL["seq_len"], torch.Generator().manual_seed(int(windows[0]))
+        of_rank_0 = MODEL["vocab"] // 2  # no echo knows the logits of the other tensor rank's tokens
+        window = torch.randint(0, of_rank_0, (length + 1, len(windows)), generator=generator)
+        ids, valid_SB = (
+            torch.from_numpy(sample_ids.astype(np.int64)),
+            torch.ones(length, len(windows), dtype=torch.bool),
+        )
+        whole = MicroBatch(window[:-1].clone(), window[1:].clone(), valid_SB, None, None, ids)
+        if not self._documents:
+            return whole
+        parts = (length // 4, length - length // 4)
+        positions = torch.cat([torch.arange(part) for part in parts])[:, None].repeat(1, len(windows))
+        return replace(whole, positions_SB=positions, documents=(parts,) * len(windows))
+
+
+def _place(error: Exception) -> str:
+    """Return the innermost place in the package that an error came through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "megazero/" in frame.filename]
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} {frames[-1].name}" if frames else "?"
+
+
+def _as(**attributes: Any) -> Any:
+    return SimpleNamespace(**attributes)
