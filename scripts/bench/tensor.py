@@ -12,7 +12,9 @@ process, and ratios are to half its time: 1.00 is a perfect division of the work
 
 How the bytes went: `ours-tp2` through memory that the ranks of a host share, which is our transport, and no peer's;
 `ours-tp2-sockets` through gloo's sockets over the loopback, as DTensor's; `ours-tp2-reference` as the first, with the
-operations' specification in plain torch in the place of our kernels.
+operations' specification in plain torch in the place of our kernels; `ours-tp2-chunks` as the first, with sums and gathers
+of forward in two chunks beside products (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` whose operations end at once:
+what is above 1.00 there is no price of the transport, and its losses mean nothing.
 
 fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
@@ -25,7 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
+from megazero.comm.context import BUCKET
+from megazero.comm.fake_group import alone
 from megazero.comm.grid import single
+from megazero.comm.ledger import Ledger
 from megazero.config.schema import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
@@ -61,20 +66,25 @@ def systems_of(model: str) -> list[System]:
     sequences = (("", False), ("-sequence", True))
     for suffix, kernels, transport in VARIANTS:
         for of, sequence in sequences:
-            told = (model, sequence, kernels, transport)
+            told = (model, sequence, kernels, transport, 1)
             name = f"ours-tp{RANKS}{of}{suffix}, {model}"
             systems.append(System(name, our_rank, told, ranks=RANKS, transport=transport))
+    for of, sequence in sequences:
+        told = (model, sequence, "auto", SHARED, 2)
+        systems.append(System(f"ours-tp{RANKS}{of}-chunks, {model}", our_rank, told, ranks=RANKS, transport=SHARED))
+    systems.append(System(f"tp{RANKS}, no exchange, {model}", lone_rank, (model,), ranks=RANKS, has_loss=False))
     for of, sequence in sequences:
         name = f"dtensor-tp{RANKS}{of}, {model}"
         systems.append(System(name, dtensor_rank, (model, sequence), ranks=RANKS, transport=SOCKETS))
     return systems
 
 
-def config_of(model: str, tensor: int = 1, sequence: bool = False) -> Config:
+def config_of(model: str, tensor: int = 1, sequence: bool = False, chunks: int = 1) -> Config:
     layers, hidden, heads, micro = SIZES[model]
     shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN, tie_embeddings=False)
     batch = Batch(**{"global": micro, "micro": micro})
-    return resolved(Config(model=shape, batch=batch, parallel=Parallel(tensor=tensor, sequence=sequence)))
+    parallel = Parallel(tensor=tensor, sequence=sequence, tensor_chunks=chunks)
+    return resolved(Config(model=shape, batch=batch, parallel=parallel))
 
 
 def our_step(model: str) -> Call:
@@ -82,10 +92,18 @@ def our_step(model: str) -> Call:
     return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
 
 
-def our_rank(model: str, sequence: bool, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+def our_rank(
+    model: str, sequence: bool, kernels: str, transport: str, chunks: int, rank: int, size: int, store: str
+) -> Call:
     """Return the same step on one of `size` ranks."""
     grid = grid_of(rank, size, store, tensor=size, transport=transport)
-    return engine_step(config_of(model, size, sequence), grid, choose(kernels, CPU, torch.float32))
+    return engine_step(config_of(model, size, sequence, chunks), grid, choose(kernels, CPU, torch.float32))
+
+
+def lone_rank(model: str, rank: int, size: int, store: str) -> Call:
+    """Return the step of one of `size` ranks that exchange nothing: each goes on with its own part of every sum."""
+    grid = alone(rank, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
+    return engine_step(config_of(model, size), grid, choose("auto", CPU, torch.float32))
 
 
 def plain_step(model: str) -> Call:
