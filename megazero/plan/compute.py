@@ -102,7 +102,7 @@ class Compute:
         return PassTimes(forward, backward, sum(weights) + biases, again, columns)
 
     def products(self, chunks: int = 1) -> list[float]:
-        """Return the seconds of a block's four products in forward: qkv, out, up, down; of one of so many chunks each."""
+        """Return the seconds of a block's four products in forward: qkv, out, up, down; or of one chunk of each."""
         return [self._product(self.tokens / chunks, *sizes) for sizes in self._sizes()]
 
     def head(self) -> PassTimes:

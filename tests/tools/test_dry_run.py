@@ -211,7 +211,10 @@ def by_the_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> Count
 
 @pytest.mark.parametrize(
     "options",
-    [("zero.stage=2", "data.mask_eod=true"), ("parallel.tensor=2", "parallel.sequence=true", "parallel.tensor_chunks=3", "memory.recompute=full")],
+    [
+        ("zero.stage=2", "data.mask_eod=true"),
+        ("parallel.tensor=2", "parallel.sequence=true", "parallel.tensor_chunks=3", "memory.recompute=full"),
+    ],
     ids=["data", "tensor"],
 )
 def test_the_verb_says_what_a_run_s_ledger_says(
