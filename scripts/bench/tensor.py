@@ -12,8 +12,9 @@ process, and ratios are to half its time: 1.00 is a perfect division of the work
 
 How the bytes went: `ours-tp2` through memory that the ranks of a host share, which is our transport, and no peer's;
 `ours-tp2-sockets` through gloo's sockets over the loopback, as DTensor's; `ours-tp2-reference` as the first, with the
-operations' specification in plain torch in the place of our kernels; `ours-tp2-chunks` as the first, with forward's sums
-and gathers in two chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` whose operations end at once: what is above 1.00 there is no price of the transport. Its losses mean nothing.
+operations' specification in plain torch in the place of our kernels; `ours-tp2-chunks` as the first, with sums and
+gathers of forward in two chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` whose operations end at once:
+what is above 1.00 there is no price of the transport. Its losses mean nothing.
 
 fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
