@@ -18,6 +18,7 @@ from hypothesis import settings
 from data_tools import preprocess, train_tokenizer
 from megazero.launch.environment import MEETING, SLURM, TORCHRUN
 from megazero.run.folder import RunFolder
+from tests.ranks import PATCHES
 from tests.tiny_run import CONFIG, VOCAB, TinyData, plain_picture
 
 
@@ -75,6 +76,7 @@ def plain_pictures() -> Iterator[None]:
     """Runs in this process draw no loss curve; `tests/observe/test_plot.py` and fresh commands do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megazero.run.session.draw_loss", plain_picture)
+        PATCHES.settle()
         yield
 
 

@@ -4,6 +4,7 @@ It says which are computed again in backward, and how their inputs are kept unti
 """
 
 import logging
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ from megazero.comm.grid import Axis, Grid
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.memory.activation_store import Arena, ArenaStore
+from megazero.memory.graphs import CudaGraphs, Exchange, GraphedLayer
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import PlainStore, Recomputed
 from megazero.model.block import Block
@@ -54,16 +56,19 @@ def recompute(
     for line in _no_ops(job, axis, host):
         _LOG.info(line)
     ledger = grid.comm.ledger
-    numel = job.micro.local(job.shape.seq_len) * job.micro_batch * job.shape.hidden
+    shape = job.micro.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
+    numel = math.prod(shape)
     kept = layers.kept_inputs(job.micro_batches)
     pool = Pool(dtype, device, ledger, "inputs")
+    graphed = (CudaGraphs(), Exchange(shape, dtype, device, ledger)) if job.graphs and host.apart else None
     recomputed: set[Layer] = set()
     for stage, parts in stages.items():
         own = [i for i in parts if i in blocks]
         arena = Arena(len(own) * kept[stage], numel // axis.size, dtype, device, ledger, host_of)
         store = ArenaStore(arena) if axis.size == 1 and host_of is None else PartitionedStore(arena, axis, pool, device)
         for i in own:
-            model.layers[i] = Recomputed(blocks[i], store)
+            block = blocks[i]
+            model.layers[i] = Recomputed(block, store) if graphed is None else GraphedLayer(block, store, *graphed)
             recomputed.add(model.layers[i])
     return recomputed
 
@@ -83,4 +88,6 @@ def _no_ops(job: Job, axis: Axis, host: Host) -> list[str]:
         lines.append(f"memory.partition changes nothing: {why}")
     if job.offload and not host.apart:
         lines.append("memory.offload changes nothing: on a CPU the host's memory is the device's")
+    if job.graphs and not host.apart:
+        lines.append("memory.cuda_graphs changes nothing: there are none on a CPU")
     return lines

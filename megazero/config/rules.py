@@ -158,6 +158,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.reduce_dtype", ("fp32",), "precision.dtype", ("fp32", "bf16", "fp16"), "fp64 is summed in fp64"),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits the saved inputs of recompute"),
     Exclusion("memory.offload", (True,), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
+    Exclusion("memory.cuda_graphs", (True,), "memory.recompute", ("full",), "a graph computes its activations again"),
+    Exclusion("memory.cuda_graphs", (True,), "parallel.tensor", (1,), "sums over ranks are not recorded"),
+    Exclusion("memory.cuda_graphs", (True,), "model.dropout", (0.0,), "a graph's masks would always be the same"),
+    Exclusion("memory.cuda_graphs", (True,), "data.mask_eod", (False,), "documents have other lengths in each batch"),
+    Exclusion(
+        "memory.cuda_graphs",
+        (True,),
+        "pipeline.schedule",
+        ("gpipe", "1f1b", "interleaved"),
+        "gradients that are put off are not recorded",
+    ),
 )
 
 # An option that is missing here works; so does a value that is listed.

@@ -142,6 +142,9 @@ class Memory(Section):
     )
     partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
     offload: bool = Field(default=False, description="Pa+cpu: they rest in host memory.")
+    cuda_graphs: bool = Field(
+        default=False, description="Recomputed blocks are recorded once and replayed; not measured on a GPU yet."
+    )
 
 
 class PipelineConfig(Section):

@@ -28,6 +28,7 @@ class Job:
         micro_batch, global_batch: sequences.
         recompute: none | selective | full.
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
+        graphs: blocks are replayed as CUDA graphs.
         offload_optimizer, offload_parameters: to the host.
         delayed: the host updates beside the next step, which takes no more memory.
         dropout: the model has dropout, so there are masks.
@@ -50,6 +51,7 @@ class Job:
     recompute: str = "none"
     partition: bool = False
     offload: bool = False
+    graphs: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
     delayed: bool = False
@@ -64,7 +66,7 @@ class Job:
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
-        words += ["Pa+cpu" if self.offload else "Pa"] * self.partition
+        words += ["Pa+cpu" if self.offload else "Pa"] * self.partition + ["graphs"] * self.graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
         return " ".join(words) or "one process"
 

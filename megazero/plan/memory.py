@@ -6,6 +6,7 @@
     angles        of rotary positions, one table for all blocks: 2 s d e (cos and sin, d channels of a head)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
                   with Pa+cpu; where they have to be put together again two whole ones more
+    graphs        input, output and their gradients, which pass between replayed blocks: 4 n
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
                   the backward of one of them takes beside that (`peak.py`)
 
@@ -59,6 +60,8 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
     held |= _inputs(job, stages, live)
+    if job.graphs:
+        held["graphs"] = 4 * kept_by_block(job.shape, job.micro, "full")
     held["activations"], cause = _activations(job, rank, stages, live, fused)
     return RankMemory(_offloaded(job, sizes, held), cause)
 

@@ -150,15 +150,15 @@ class GradientAccumulator:
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        self._deliver(self._add, gradient)
+        self._deliver(self.write, gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""
-        self._deliver(self._add_product, left, right)
+        self._deliver(self.write_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
-        self._deliver(self._add_rows, rows, values)
+        self._deliver(self.write_rows, rows, values)
 
     def close(self) -> None:
         """Write zeros if nothing has been delivered."""
@@ -166,26 +166,40 @@ class GradientAccumulator:
             self.view.zero_()
             self.fresh = False
 
-    def _deliver(self, delivery: Callable[..., None], *tensors: Tensor) -> None:
+    def _deliver(self, write: Callable[..., None], *tensors: Tensor) -> None:
         deferred = self._unit.deliveries.deferred
         if deferred is None:
-            delivery(*tensors)
+            self._make(write, *tensors)
         else:
-            deferred.append(partial(delivery, *(tensor.detach() for tensor in tensors)))  # else they hold the graph
+            held = (tensor.detach() for tensor in tensors)  # the tensors themselves would hold the graph
+            deferred.append(partial(self._make, write, *held))
 
-    def _add(self, gradient: Tensor) -> None:
+    def _make(self, write: Callable[..., None], *tensors: Tensor) -> None:
+        write(*tensors)
+        self.delivered()
+
+    def open(self) -> None:
+        """Make sure that there is memory for the gradient, and that `view` is in it."""
+        self._unit.open_gradients()
+
+    def delivered(self) -> None:
+        """Count a gradient that has been written."""
+        self._unit.deliveries.delivered(self._name)
+
+    def write(self, gradient: Tensor) -> None:
+        """Write a gradient of the parameter's shape, or add it to those before."""
         first, same = self._first(), gradient.dtype == self.view.dtype
         if first:
             self.view.copy_(gradient) if same else self._ops.cast_(self.view, gradient.contiguous())
         else:
             self.view.add_(gradient) if same else self._ops.accumulate_(self.view, gradient.contiguous())
-        self._unit.deliveries.delivered(self._name)
 
-    def _add_product(self, left: Tensor, right: Tensor) -> None:
-        self._unit.open_gradients()
+    def write_product(self, left: Tensor, right: Tensor) -> None:
+        """Write the matrix product of two tensors, or add it."""
+        self.open()
         same, wide = left.dtype == self.view.dtype, self._ops.wide_products
         if not same and wide is None:
-            self._add(left @ right)
+            self.write(left @ right)
             return
         first = self._first()
         if not same and wide is not None:
@@ -194,16 +208,15 @@ class GradientAccumulator:
             torch.mm(left, right, out=self.view)
         else:
             self.view.addmm_(left, right)
-        self._unit.deliveries.delivered(self._name)
 
-    def _add_rows(self, rows: Tensor, values: Tensor) -> None:
+    def write_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Write zeros but for values[i] added to row rows[i], or add these."""
         if self._first():
             self.view.zero_()
         self._ops.add_rows_(self.view, rows, values)
-        self._unit.deliveries.delivered(self._name)
 
     def _first(self) -> bool:
         """Return whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""
-        self._unit.open_gradients()
+        self.open()
         first, self.fresh = self.fresh, False
         return first

@@ -20,7 +20,7 @@ def tmp_path() -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("kills", "ranks", "seed"),
     [
-        (30, 2, 1),
+        (12, 2, 1),
         pytest.param(740, 2, 2, marks=pytest.mark.full),
         pytest.param(150, 1, 3, marks=pytest.mark.full),
         pytest.param(50, 4, 4, marks=pytest.mark.full),

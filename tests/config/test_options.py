@@ -124,7 +124,7 @@ ROWS: dict[str, Works | Refused] = {
     "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
     "zero.offload.path": Refused("somewhere"),
     "memory.recompute": Works("full", held),
-    # memory.partition, memory.offload: tests/memory/test_recompute.py
+    # memory.partition, memory.offload: tests/memory/test_recompute.py; memory.cuda_graphs: tests/memory/test_graphs.py
     "precision.dtype": Works("fp64", losses),
     # precision.kernels: test_kernels
     "optimizer.lr": Works("0.01", losses),
@@ -169,6 +169,7 @@ OTHERWISE = {
     "batch.micro",
     "memory.partition",
     "memory.offload",
+    "memory.cuda_graphs",
     "zero.offload.optimizer",
     "zero.offload.delayed",
     "run.time_limit",

@@ -61,7 +61,16 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     ("zero.reduce_dtype", "fp32"): (["zero.reduce_dtype=fp32", "precision.dtype=fp64"], "precision.dtype=fp16"),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
     ("memory.offload", True): (["memory.offload=true", "memory.recompute=full"], "memory.partition=true"),
+    ("memory.cuda_graphs", True): (["memory.cuda_graphs=true"], "memory.recompute=full"),
 }
+GRAPHS = ["memory.cuda_graphs=true", "memory.recompute=full"]
+# Options that need more than one other: the second and later ones.
+ALSO = [
+    (GRAPHS, "parallel.tensor=2", "parallel.tensor=1"),
+    (GRAPHS, "model.dropout=0.1", "model.dropout=0"),
+    (GRAPHS, "data.mask_eod=true", "data.mask_eod=false"),
+    ([*GRAPHS, "parallel.pipeline=2"], "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
+]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor"}
 
@@ -95,6 +104,15 @@ def test_relation_is_broken_alone(file: str, equation: str):
     (error,) = caught.value.errors
     assert error.code == 106 and f"{equation} is broken: " in str(error)
     load(file, [*breaking, mended])
+
+
+@pytest.mark.parametrize(("options", "breaking", "mended"), ALSO)
+def test_each_exclusion_of_an_option_is_broken_alone(file: str, options: list[str], breaking: str, mended: str):
+    with pytest.raises(FaultList) as caught:
+        load(file, [*options, breaking])
+    (error,) = caught.value.errors
+    assert error.code == 107 and breaking.partition("=")[0] in str(error)
+    load(file, [*options, mended])
 
 
 @pytest.mark.parametrize(("option", "value"), EXCLUDED)

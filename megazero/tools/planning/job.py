@@ -23,7 +23,7 @@ from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import split_by_node, traffic
 
-BUFFERS = ("pool", "angles", "communicators", "allocator")
+BUFFERS = ("pool", "angles", "graphs", "communicators", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
 _DAY = 86400.0
 
@@ -128,7 +128,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
-    job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False)
+    job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False, graphs=False)
     values = flatten(config)
 
     def allowed(layout: Job) -> bool:

@@ -25,12 +25,18 @@ _COLOURS = {
     "pool": "#b7b7b7",
     "angles": "#c9c9c9",
     "inputs": "#f2c879",
+    "graphs": "#e6b8af",
     "activations": "#d99f3b",
     "communicators": "#8e7cc3",
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
-_WHERE_THERE_ARE = ("angles", "scores", "allocator")  # rotary positions, other systems: else not drawn
+_WHERE_THERE_ARE = (
+    "angles",
+    "graphs",
+    "scores",
+    "allocator",
+)  # of some jobs only: else not drawn
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
