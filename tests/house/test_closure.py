@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from tests.house.source import Source, project
 
 # 9,000, and what GPUs need: packed input and pinned memory, documents without a mask, sums in another dtype, channels
-# that are connected before the first step, a monitor of what hangs, streams that a checker can record, CUDA graphs; and 61 for
-# sums of tensor parallelism in chunks beside products.
+# that are connected before the first step, a monitor of what hangs, streams that a checker can record, CUDA graphs; and
+# 61 for sums of tensor parallelism in chunks beside products.
 LINES = 10_031
 
 
