@@ -22,13 +22,16 @@ fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the s
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megazero.comm.context import BUCKET
-from megazero.comm.fake_group import alone
+from megazero.comm.fake_group import FakeProcessGroup, alone
 from megazero.comm.grid import single
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Batch, Config, Model, Parallel, resolved
@@ -100,9 +103,20 @@ def our_rank(
     return engine_step(config_of(model, size, sequence, chunks), grid, choose(kernels, CPU, torch.float32))
 
 
+class Mirror(FakeProcessGroup):
+    """A group of one process whose other ranks have what this one has, so that all numbers stay finite."""
+
+    def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
+        whole.view(self.size(), -1).copy_(part.reshape(1, -1).clone())
+        return super().all_gather_single(whole, part)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+
+
 def lone_rank(model: str, rank: int, size: int, store: str) -> Call:
-    """Return the step of one of `size` ranks that exchange nothing: each goes on with its own part of every sum."""
-    grid = alone(rank, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
+    """Return the step of the first of `size` ranks, whichever this is: it goes on with its own part of every sum."""
+    grid = alone(0, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
+    grid = grid.with_groups({axis.name: Mirror(axis.rank, axis.size) for axis in grid.values()})
     return engine_step(config_of(model, size), grid, choose("auto", CPU, torch.float32))
 
 
