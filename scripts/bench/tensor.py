@@ -103,11 +103,12 @@ def our_rank(
     return engine_step(config_of(model, size, sequence, chunks), grid, choose(kernels, CPU, torch.float32))
 
 
-class Mirror(FakeProcessGroup):
-    """A group of one process whose other ranks have what this one has, so that all numbers stay finite."""
+class Zeros(FakeProcessGroup):
+    """A group of one process whose other ranks have zeros, so that all numbers stay finite."""
 
     def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
-        whole.view(self.size(), -1).copy_(part.reshape(1, -1).clone())
+        own = part.reshape(-1).clone()
+        whole.zero_().view(self.size(), -1)[self.rank()].copy_(own)
         return super().all_gather_single(whole, part)
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -116,7 +117,7 @@ class Mirror(FakeProcessGroup):
 def lone_rank(model: str, rank: int, size: int, store: str) -> Call:
     """Return the step of the first of `size` ranks, whichever this is: it goes on with its own part of every sum."""
     grid = alone(0, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
-    grid = grid.with_groups({axis.name: Mirror(axis.rank, axis.size) for axis in grid.values()})
+    grid = grid.with_groups({axis.name: Zeros(axis.rank, axis.size) for axis in grid.values()})
     return engine_step(config_of(model, size), grid, choose("auto", CPU, torch.float32))
 
 
