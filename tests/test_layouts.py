@@ -9,6 +9,7 @@ from functools import cache, partial
 import pytest
 import torch
 
+from megazero.plan.job import Job
 from megazero.tools.certify.tolerances import (
     GRADIENT_FP32,
     GRADIENT_FP64,
@@ -78,6 +79,22 @@ def compare(found: Trained, flavour: str, dtype: str, *, delayed: bool = False) 
 @pytest.mark.parametrize("case", COVER, ids=ids(COVER))
 def test_a_grid_computes_what_one_process_does(case: tuple) -> None:
     check(*case)
+
+
+# Chunks of the sums in forward; 3 of them are not of one length.
+CHUNKED = [
+    ("gpt", "fp64", job_on(2, 1, False, 1, 1, tensor_chunks=2)),
+    ("gpt", "fp32", job_on(2, 1, True, 1, 1, tensor_chunks=3, recompute="full")),
+    ("llama", "fp64", job_on(4, 1, True, 2, 1, tensor_chunks=3)),
+    ("llama", "fp32", job_on(2, 2, True, 2, 3, tensor_chunks=2, recompute="selective")),
+    ("gpt-untied-rotary", "fp32", job_on(4, 1, False, 1, 1, tensor_chunks=3, recompute="full", partition=True)),
+    ("gpt", "fp64", job_on(2, 1, True, 4, 1, tensor_chunks=3, pipeline=2, schedule="zb-h1")),
+]
+
+
+@pytest.mark.parametrize(("flavour", "dtype", "job"), CHUNKED, ids=ids(CHUNKED))
+def test_a_grid_in_chunks_does_too(flavour: str, dtype: str, job: Job) -> None:
+    compare(train(job, flavour, DTYPES[dtype]), flavour, dtype)
 
 
 # Stages, micro-batches. With several, 0 and 1 add them up before the ranks, 2 and 3 after them.

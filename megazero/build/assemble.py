@@ -78,6 +78,7 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
         tensor=tensor or Axis("tensor"),
         sequence=config.parallel.sequence,
         ops=ops,
+        chunks=config.parallel.tensor_chunks,
     )
 
 

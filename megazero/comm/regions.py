@@ -34,11 +34,18 @@ class Region:
         axis: the tensor axis.
         sequence: the residual stream is split over it along the sequence (dim 0).
         name: of its traffic in the ledger.
+        chunks: what forward gathers or sums goes in so many, each beside the product of another (`model/linear.py`).
     """
 
     axis: Axis
     sequence: bool
     name: str
+    chunks: int = 1
+
+    def cut(self, rows: int) -> list[slice]:
+        """Return the chunks of so many rows, as equal as can be: at most one a row, and one where nothing is sent."""
+        count = min(self.chunks, rows) if self.axis.size > 1 else 1
+        return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
     def gather(self, x: Tensor, direction: str) -> Pending:
         """Start to gather all tokens [S, ...] of x, which with sequence parallelism is [S / t, ...].
@@ -48,10 +55,14 @@ class Region:
         """
         return start_all_gather(x, self.axis, f"{self.name} {direction}") if self.sequence else done(x)
 
-    def sum(self, partial: Tensor, direction: str) -> Pending:
-        """Start the sum of partial results for all tokens, into the residual stream; `partial` may be overwritten."""
+    def sum(self, partial: Tensor, direction: str, out: Tensor | None = None) -> Pending:
+        """Start the sum of partial results for all tokens, into the residual stream; `partial` may be overwritten.
+
+        Args:
+            out: memory for this rank's part of the sum under sequence parallelism; None: new memory.
+        """
         if self.sequence:
-            return start_reduce_scatter(partial, self.axis, f"{self.name} {direction}")
+            return start_reduce_scatter(partial, self.axis, f"{self.name} {direction}", out=out)
         return start_all_reduce(partial, self.axis, f"{self.name} {direction}")
 
 

@@ -90,6 +90,13 @@ RELATIONS: tuple[Relation, ...] = (
         "change model.seq_len or parallel.tensor",
     ),
     Relation(
+        ("parallel.tensor_chunks", "model.seq_len", "parallel.tensor"),
+        "parallel.tensor_chunks <= model.seq_len / parallel.tensor",
+        lambda v: v["parallel.tensor_chunks"] <= max(1, v["model.seq_len"] // v["parallel.tensor"]),
+        lambda v: f"{v['parallel.tensor_chunks']} > {v['model.seq_len']} / {v['parallel.tensor']}",
+        "lower parallel.tensor_chunks",
+    ),
+    Relation(
         ("model.layers", "parallel.pipeline", "pipeline.chunks"),
         "model.layers >= parallel.pipeline * pipeline.chunks",
         lambda v: v["model.layers"] >= v["parallel.pipeline"] * v["pipeline.chunks"],

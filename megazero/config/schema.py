@@ -83,6 +83,10 @@ class Parallel(Section):
     sequence: bool = Field(
         default=False, description="Sequence parallelism on the tensor axis; the identity with tensor 1."
     )
+    tensor_chunks: Annotated[int, Field(ge=1, le=16)] = Field(
+        default=1,
+        description="Chunks of rows in which forward sums (and gathers) over the tensor axis beside its products.",
+    )
     timeout: Positive = Field(default=120, description="Seconds after which a rank that does not answer ends the run.")
     start_timeout: Positive = Field(default=900, description="Seconds to wait for all ranks to come to the roll call.")
 

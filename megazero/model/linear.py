@@ -11,8 +11,17 @@ Both keep the split dimension first. A column product leads into a tensor-parall
 weight's gradient, which goes straight into the parameter's gradient slot. A column product's dx must be summed over the
 tensor axis; the sum is under way while the weight's gradient is computed. With sequence parallelism only a rank's own
 part of x is kept for the backward, and gathered again while dx is computed (Korthikanti et al. 2022, section 4.2.2).
+
+Forward has nothing to do beside that but its own products. With several chunks (`Region.chunks`) it cuts the rows n: a
+chunk's sum is under way while the next chunk is multiplied; with sequence parallelism a chunk is gathered while the one
+before it is multiplied. There chunk i has the i-th rows of every rank's part, so that each rank ends with its own rows
+in their order. Two ranks, two chunks:
+
+    rows of rank 0 : rows of rank 1    0 1 2 3 : 4 5 6 7
+    the two chunks                     0 1 : 4 5    2 3 : 6 7
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +42,7 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = matrices[::2], matrices[1::2]
         ctx.save_for_backward(x_nI, *weights)
         ctx.region, ctx.slots, ctx.has_bias = region, slots, [bias is not None for bias in biases]
-        x_NI = region.gather(x_nI, "forward").wait()
-        return tuple(_product(x_NI, weight.T, bias) for weight, bias in zip(weights, biases, strict=True))
+        return _gathered_products(x_nI, region, weights, biases)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -72,8 +80,7 @@ class _RowProduct(torch.autograd.Function):
             rows = len(x_NI) // (region.axis.size if region.sequence else 1)
             return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
-        partial = _product(x_NI, weight_IO, bias_O if region.axis.rank == 0 else None)
-        return region.sum(partial, "forward").wait()
+        return _summed_product(x_NI, region, weight_IO, bias_O if region.axis.rank == 0 else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,8 +95,47 @@ class _RowProduct(torch.autograd.Function):
         return grad_x, None, grad_weight, grad_bias, None, None, None
 
 
-def _product(x_NI: Tensor, matrix_IO: Tensor, bias_O: Tensor | None) -> Tensor:
-    return x_NI @ matrix_IO if bias_O is None else torch.addmm(bias_O, x_NI, matrix_IO)
+def _gathered_products(
+    x_nI: Tensor, region: Region, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """Return gather(x) weight^T + bias of each weight, [N, O]."""
+    pairs, cuts = list(zip(weights, biases, strict=True)), region.cut(len(x_nI))
+    if not region.sequence or len(cuts) == 1:
+        x_NI = region.gather(x_nI, "forward").wait()
+        return tuple(_product(x_NI, weight.T, bias) for weight, bias in pairs)
+    ranks = region.axis.size
+    found = tuple(x_nI.new_empty(ranks * len(x_nI), len(weight)) for weight in weights)
+    gathering = [region.gather(x_nI[rows], "forward") for rows in cuts]
+    for rows, pending in zip(cuts, gathering, strict=True):
+        x_tmI = pending.wait().view(ranks, -1, x_nI.shape[1])
+        for y_NO, (weight, bias) in zip(found, pairs, strict=True):
+            _product(x_tmI, weight.T, bias, y_NO.view(ranks, len(x_nI), -1)[:, rows])
+    return found
+
+
+def _summed_product(x_NI: Tensor, region: Region, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+    """Return sum(x weight + bias), [n, O]."""
+    stream = x_NI.view(region.axis.size, -1, x_NI.shape[1]) if region.sequence else x_NI  # [t, n, I] or [n, I]
+    cuts = region.cut(stream.shape[-2])
+    if len(cuts) == 1:
+        return region.sum(_product(x_NI, weight_IO, bias_O), "forward").wait()
+    y_nO = x_NI.new_empty(stream.shape[-2], weight_IO.shape[1])
+    summing = []
+    for rows in cuts:
+        y_mO = y_nO[rows]
+        partial = _product(stream[..., rows, :], weight_IO, bias_O, None if region.sequence else y_mO)
+        summing.append(region.sum(partial.flatten(0, -2), "forward", y_mO))
+    for pending in summing:
+        pending.wait()
+    return y_nO
+
+
+def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return x matrix + bias for x of shape [N, I], or [t, m, I]: the same rows of each of t parts, apart in memory."""
+    if x.dim() == 2:
+        return torch.mm(x, matrix_IO, out=out) if bias_O is None else torch.addmm(bias_O, x, matrix_IO, out=out)
+    matrices = matrix_IO.expand(len(x), -1, -1)  # no copy; the parts are no copy either: both have a stride
+    return torch.bmm(x, matrices, out=out) if bias_O is None else torch.baddbmm(bias_O, x, matrices, out=out)
 
 
 def column_products(

@@ -91,6 +91,7 @@ class Transformer(nn.Module):
         seed: of the run; initial weights and dropout masks depend on it and on names, nothing else.
         tensor: the axis that matrices and the vocabulary are split over.
         sequence: between the matrices, the sequence is split over it too.
+        chunks: of what is gathered and summed over it in forward (`Region`).
         ops: the kernels to use.
 
     Attributes:
@@ -98,13 +99,13 @@ class Transformer(nn.Module):
         layers: embedding, blocks, head; forward calls them through this list, in which the builder replaces entries.
     """
 
-    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations):
+    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations, chunks: int = 1):
         super().__init__()
         self.shape, self.tensor, self.ops = shape, tensor, ops
         self.rotary = None
         if shape.position == "rotary":
             self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
-        embedding, block, head = (Region(tensor, sequence, name) for name in ("embedding", "block", "head"))
+        embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         blocks = (_block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
         self.blocks = nn.ModuleList(blocks)

@@ -101,9 +101,9 @@ class Compute:
         backward = sum(products) + core_backward + light_backward
         return PassTimes(forward, backward, sum(weights) + biases, again, columns)
 
-    def products(self) -> list[float]:
-        """Return the seconds of a block's four products in forward: qkv, out, up, down."""
-        return [self._product(self.tokens, *sizes) for sizes in self._sizes()]
+    def products(self, chunks: int = 1) -> list[float]:
+        """Return the seconds of a block's four products in forward: qkv, out, up, down; or of one chunk of each."""
+        return [self._product(self.tokens / chunks, *sizes) for sizes in self._sizes()]
 
     def head(self) -> PassTimes:
         """Return the times of norm, projection and loss."""

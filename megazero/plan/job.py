@@ -21,6 +21,7 @@ class Job:
         bytes: of an element of parameters (and activations), gradients, masters.
         tensor, pipeline, data: ranks of the three axes.
         sequence: the residual stream is split over the tensor axis.
+        tensor_chunks: of what forward sums and gathers over it, each beside the product of another.
         schedule, chunks: of the pipeline.
         stage: of ZeRO, a row of `placements.STAGES`.
         shard_ranks: data ranks over which it shards; None: all.
@@ -40,6 +41,7 @@ class Job:
     pipeline: int = 1
     data: int = 1
     sequence: bool = False
+    tensor_chunks: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
     stage: int = 1
@@ -61,7 +63,8 @@ class Job:
         words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
         words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
-        words += ["sequence"] * self.sequence + [self.schedule] * (self.pipeline > 1)
+        words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
+        words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
         words += ["Pa+cpu" if self.offload else "Pa"] * self.partition + ["graphs"] * self.graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed

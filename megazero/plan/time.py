@@ -1,7 +1,9 @@
 """The seconds of a step, by part, in closed form.
 
 One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, and of its sums over the tensor axis
-those that overlap with nothing: all of forward, and of backward what is longer than the weight's product beside it.
+those that overlap with nothing: all of forward, and of backward what is longer than the weight's product beside it. In
+n chunks (`parallel.tensor_chunks`) one n-th of each in forward has no product beside it, and of the others what is
+longer than theirs; with them counts what a product in pieces takes longer.
 With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
 belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
 same):
@@ -150,6 +152,7 @@ def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: Sy
         return PassTimes(0.0, 0.0, 0.0)
     each = compute.tokens * job.shape.hidden * compute.item * (t - 1) / t
     one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
+    forward = _waits_of_chunks(job, links, compute, each)
     columns = block.columns
     if system.sums == "all" and job.sequence:
         return _beside_products(one / 2, compute, block)
@@ -161,8 +164,23 @@ def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: Sy
         backward = sum(max(0.0, one - column) for column in columns)
     again = 0.0
     if job.recompute == "full":
-        again = one * (2 if system.replays_all else 1.5 if job.sequence else 1)
-    return PassTimes(2 * one, backward, 0.0, again)
+        again = sum(forward if system.replays_all else forward[:-1])  # the last product and its sum are left out
+    return PassTimes(sum(forward), backward, 0.0, again)
+
+
+def _waits_of_chunks(job: Job, links: Links, compute: Compute, each: float) -> list[float]:
+    """Return the seconds that a block's forward waits for each sum, and with sequence parallelism for each gather.
+
+    Args:
+        each: bytes of a gather, or of a reduce-scatter: half an all-reduce.
+    """
+    chunks, times = job.tensor_chunks, 1 if job.sequence else 2
+    one = links.seconds("tensor", times * each / chunks, times)
+    pairs = list(zip(compute.products(), compute.products(chunks), strict=True))  # qkv, out, up, down
+    return [
+        one + (chunks - 1) * max(0.0, one - piece) + (chunks * piece - whole)
+        for whole, piece in (pairs if job.sequence else pairs[1::2])
+    ]
 
 
 def _beside_products(one: float, compute: Compute, block: PassTimes) -> PassTimes:

@@ -241,19 +241,20 @@ def _tensor(job: Job, share: Share) -> Iterator[Flow]:
     rows = job.shape.seq_len * job.micro_batch
     n = -(-rows * job.shape.hidden // t) * (t - 1) * item  # of an all-gather; an all-reduce sends twice that
     blocks, full, sequence = share.blocks * m, job.recompute == "full", job.sequence
+    chunks = job.tensor_chunks  # which change how many operations there are, and no byte
 
-    def flow(purpose: str, ops: int) -> Flow:
-        return Flow("tensor", purpose, ops, ops * n * (1 if sequence or purpose == "inputs" else 2))
+    def flow(purpose: str, ops: int, chunks: int = 1) -> Flow:
+        return Flow("tensor", purpose, ops * chunks, ops * n * (1 if sequence or purpose == "inputs" else 2))
 
     again = (3 if sequence else 1) * full
-    yield flow("block forward", blocks * ((4 if sequence else 2) + again))
+    yield flow("block forward", blocks * ((4 if sequence else 2) + again), chunks)
     yield flow("block backward", blocks * (4 if sequence else 2))
     yield flow("block again", blocks * 2 * sequence)
     if share.embedding:
         yield flow("embedding forward", m)
         yield flow("embedding backward", m * sequence)
     if share.head:
-        yield flow("head forward", m * sequence)
+        yield flow("head forward", m * sequence, chunks)
         yield flow("head again", m * sequence)
         yield flow("head backward", m)
         yield Flow("tensor", "loss", m, m * 3 * rows * (t - 1) * max(item, 4))

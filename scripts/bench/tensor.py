@@ -12,7 +12,9 @@ process, and ratios are to half its time: 1.00 is a perfect division of the work
 
 How the bytes went: `ours-tp2` through memory that the ranks of a host share, which is our transport, and no peer's;
 `ours-tp2-sockets` through gloo's sockets over the loopback, as DTensor's; `ours-tp2-reference` as the first, with the
-operations' specification in plain torch in the place of our kernels.
+operations' specification in plain torch in the place of our kernels; `ours-tp2-chunks` as the first, with sums and
+gathers of forward in two chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` whose operations end at once:
+what is above 1.00 there is no price of the transport. Its losses mean nothing.
 
 fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
@@ -20,18 +22,24 @@ fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the s
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from megazero.comm.context import BUCKET
+from megazero.comm.fake_group import FakeProcessGroup, alone
 from megazero.comm.grid import single
+from megazero.comm.ledger import Ledger
 from megazero.config.schema import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
 from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.other_tree import checkout, pairs_of, with_before
-from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.ours import CPU, SEQ_LEN, SHARED, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
 
 SIZES = {"small": (8, 512, 8, 4), "wide": (9, 1024, 16, 2)}  # layers, hidden, heads, micro-batch
@@ -61,20 +69,25 @@ def systems_of(model: str) -> list[System]:
     sequences = (("", False), ("-sequence", True))
     for suffix, kernels, transport in VARIANTS:
         for of, sequence in sequences:
-            told = (model, sequence, kernels, transport)
+            told = (model, sequence, kernels, transport, 1)
             name = f"ours-tp{RANKS}{of}{suffix}, {model}"
             systems.append(System(name, our_rank, told, ranks=RANKS, transport=transport))
+    for of, sequence in sequences:
+        told = (model, sequence, "auto", SHARED, 2)
+        systems.append(System(f"ours-tp{RANKS}{of}-chunks, {model}", our_rank, told, ranks=RANKS, transport=SHARED))
+    systems.append(System(f"tp{RANKS}, no exchange, {model}", lone_rank, (model,), ranks=RANKS, has_loss=False))
     for of, sequence in sequences:
         name = f"dtensor-tp{RANKS}{of}, {model}"
         systems.append(System(name, dtensor_rank, (model, sequence), ranks=RANKS, transport=SOCKETS))
     return systems
 
 
-def config_of(model: str, tensor: int = 1, sequence: bool = False) -> Config:
+def config_of(model: str, tensor: int = 1, sequence: bool = False, chunks: int = 1) -> Config:
     layers, hidden, heads, micro = SIZES[model]
     shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN, tie_embeddings=False)
     batch = Batch(**{"global": micro, "micro": micro})
-    return resolved(Config(model=shape, batch=batch, parallel=Parallel(tensor=tensor, sequence=sequence)))
+    parallel = Parallel(tensor=tensor, sequence=sequence, tensor_chunks=chunks)
+    return resolved(Config(model=shape, batch=batch, parallel=parallel))
 
 
 def our_step(model: str) -> Call:
@@ -82,10 +95,30 @@ def our_step(model: str) -> Call:
     return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
 
 
-def our_rank(model: str, sequence: bool, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+def our_rank(
+    model: str, sequence: bool, kernels: str, transport: str, chunks: int, rank: int, size: int, store: str
+) -> Call:
     """Return the same step on one of `size` ranks."""
     grid = grid_of(rank, size, store, tensor=size, transport=transport)
-    return engine_step(config_of(model, size, sequence), grid, choose(kernels, CPU, torch.float32))
+    return engine_step(config_of(model, size, sequence, chunks), grid, choose(kernels, CPU, torch.float32))
+
+
+class Zeros(FakeProcessGroup):
+    """A group of one process whose other ranks have zeros, so that all numbers stay finite."""
+
+    def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
+        own = part.reshape(-1).clone()
+        whole.zero_().view(self.size(), -1)[self.rank()].copy_(own)
+        return super().all_gather_single(whole, part)
+
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+
+
+def lone_rank(model: str, rank: int, size: int, store: str) -> Call:
+    """Return the step of the first of `size` ranks, whichever this is: it goes on with its own part of every sum."""
+    grid = alone(0, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
+    grid = grid.with_groups({axis.name: Zeros(axis.rank, axis.size) for axis in grid.values()})
+    return engine_step(config_of(model, size), grid, choose("auto", CPU, torch.float32))
 
 
 def plain_step(model: str) -> Call:

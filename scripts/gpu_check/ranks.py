@@ -41,6 +41,7 @@ TWO = (
     Case("tensor 2", {"tensor": 2}),
     Case("tensor 2, sequence", {"tensor": 2, "sequence": True}),
     Case("pipeline 2", {"pipeline": 2, "micro_batch": 2}),
+    Case("tensor 2, sequence, chunks", {"tensor": 2, "sequence": True, "tensor_chunks": 2}),
 )
 FOUR = (Case("stage 2, data 2, pipeline 2", {"stage": 2, "data": 2, "pipeline": 2, "micro_batch": 2}),)
 SHARED = (TWO, FOUR)

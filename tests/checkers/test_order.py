@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.grid import Axis
+from megazero.comm.regions import Region
 from megazero.comm.transport import p2p
 from megazero.pipeline.transport import Transport
 from megazero.plan.job import Job
@@ -67,6 +68,17 @@ def test_every_rank_of_every_layout_comes_to_the_end(schedule: str, stage: int) 
     for case in FULL:
         if case[:2] == (schedule, stage):
             assert faults(recorded(*case)) == [], case
+
+
+CHUNKED = [
+    job_on(2, 2, True, 2, 3, tensor_chunks=3),
+    job_on(2, 1, False, 2, 1, pipeline=2, schedule="zb-h1", tensor_chunks=2, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("job", CHUNKED, ids=str)
+def test_every_rank_comes_to_the_end_in_chunks(job: Job) -> None:
+    assert faults(traces_of(job)) == []
 
 
 def test_a_trace_has_what_a_step_does() -> None:
@@ -253,6 +265,17 @@ def plant_receives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transport, "post", post)
 
 
+def plant_chunks(patch: pytest.MonkeyPatch) -> None:
+    """One rank cuts its products into more chunks."""
+    honest = Region.cut
+
+    def cut(region: Region, rows: int) -> list[slice]:
+        more = dist.get_rank() == 1 and region.chunks > 1
+        return honest(replace(region, chunks=region.chunks + more), rows)
+
+    patch.setattr(Region, "cut", cut)
+
+
 PIPELINE = pipeline_of("1f1b", 2, 4)
 SEQUENCE = job_on(2, 2, True, 2, 3)
 
@@ -270,6 +293,7 @@ SEQUENCE = job_on(2, 2, True, 2, 3)
         (plant_tail, SEQUENCE, True),
         (plant_dtype, SEQUENCE, True),
         (plant_prefetch, SEQUENCE, True),
+        (plant_chunks, CHUNKED[0], True),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.comm.collectives import Pending, done
 from megazero.comm.grid import make_grid
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
+from megazero.comm.regions import Region
 from megazero.comm.streams import SideStream
 from megazero.comm.transport import p2p
 from megazero.memory import partition
 from megazero.memory.activation_store import Arena
+from megazero.model import linear
 from megazero.plan.job import Job
 from megazero.zero.gather import Gather
 from megazero.zero.offload import HostGradients
@@ -41,6 +44,8 @@ LAYOUTS = {
     "delayed": job_on(1, 2, False, 1, 1, offload_optimizer=True, delayed=True),
     "Pa": job_on(2, 1, False, 2, 1, **FULL_RECOMPUTE),
     "Pa+cpu": job_on(2, 1, False, 2, 1, offload=True, **FULL_RECOMPUTE),
+    "chunks": job_on(2, 1, False, 2, 1, tensor_chunks=2),
+    "chunks, sequence": job_on(2, 2, True, 2, 3, tensor_chunks=3),
 }
 SUMS_IN_BF16 = Precision(reduced=torch.bfloat16)
 
@@ -194,6 +199,30 @@ def plant_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostGradients, "send", send)
 
 
+def plant_chunk(patch: pytest.MonkeyPatch) -> None:
+    """The sums of a product's chunks are not waited for."""
+    honest = Region.sum
+
+    def sum_(region: Region, partial: Tensor, direction: str, out: Tensor | None = None) -> Pending:
+        pending = honest(region, partial, direction, out)
+        return pending if out is None else done(out)
+
+    patch.setattr(Region, "sum", sum_)
+
+
+def plant_shared_chunk(patch: pytest.MonkeyPatch) -> None:
+    """A chunk's product is written to where the chunk before it is still being sent from."""
+    honest, buffers = linear._product, dict[tuple[int, ...], Tensor]()
+
+    def product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
+        if x.dim() == 3 and out is None:
+            shape = (*x.shape[:2], matrix_IO.shape[1])
+            out = buffers.setdefault(shape, x.new_empty(shape))
+        return honest(x, matrix_IO, bias_O, out)
+
+    patch.setattr(linear, "_product", product)
+
+
 PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (without(Gather, "_stream", "join"), "stage 1", "not behind all_gather"),
     (without(Gather, "_stream", "join"), "stage 3", "not behind all_gather"),
@@ -209,6 +238,9 @@ PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (plant_receive, "1f1b", "not behind receive"),
     (plant_queued, "offload", "aten::copy_ on side 1 is not behind"),
     (plant_wait, "delayed", "is not behind aten::_fused_adamw_ on thread of updates"),
+    (plant_chunk, "chunks", "not behind all_reduce"),
+    (plant_chunk, "chunks, sequence", "not behind reduce_scatter"),
+    (plant_shared_chunk, "chunks, sequence", "not behind reduce_scatter"),
 ]
 
 

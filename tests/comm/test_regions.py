@@ -42,10 +42,10 @@ def numerical(function, x: Tensor, tensor: Axis, shared: bool) -> Tensor:
     return result
 
 
-def check(grid: Grid, sequence: bool, kind: str) -> tuple[Tensor, Tensor]:
+def check(grid: Grid, sequence: bool, kind: str, chunks: int) -> tuple[Tensor, Tensor]:
     """(autograd's gradient, the numerical one) of one rank's input."""
     tensor = grid["tensor"]
-    region = Region(tensor, sequence, "block")
+    region = Region(tensor, sequence, "block", chunks)
     rows = S // tensor.size if sequence else S
     weigh = doubles(S, B, F, seed=tensor.rank + 50)  # outputs inside a region differ from rank to rank
     outside = doubles(S, B, D, seed=60)[:rows] * (tensor.rank + 1 if sequence else 1)
@@ -72,10 +72,10 @@ def check(grid: Grid, sequence: bool, kind: str) -> tuple[Tensor, Tensor]:
     return x.grad, expected if sequence or kind == "column" else expected / tensor.size
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("sequence", "chunks"), [(False, 1), (True, 1), (True, 3)])
 @pytest.mark.parametrize("kind", ["column", "row", "leave"])
-def test_backward_is_the_gradient_of_all_ranks_outputs(kind: str, sequence: bool):
-    for found, expected in run_ranks(2, check, sequence, kind, tensor=2):
+def test_backward_is_the_gradient_of_all_ranks_outputs(kind: str, sequence: bool, chunks: int):
+    for found, expected in run_ranks(2, check, sequence, kind, chunks, tensor=2):
         assert torch.allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 

@@ -112,6 +112,7 @@ ROWS: dict[str, Works | Refused] = {
     # parallel.tensor: test_tensor
     # parallel.pipeline, pipeline.schedule, pipeline.chunks: test_pipeline
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
+    # parallel.tensor_chunks: test_tensor
     # parallel.timeout: tests/launch/test_faults.py
     # parallel.start_timeout: tests/launch/test_roll_call.py
     # zero.stage: test_stages
@@ -161,6 +162,7 @@ OTHERWISE = {
     "zero.reduce_dtype",  # tests/zero/test_reduce_dtype.py
     "parallel.tensor",
     "parallel.sequence",
+    "parallel.tensor_chunks",
     "parallel.timeout",
     "parallel.start_timeout",
     "precision.kernels",
@@ -248,12 +250,16 @@ def test_sequence_without_tensor_is_the_identity(tiny_data: TinyData, reference,
     assert valid_losses(changed) == valid_losses(plain)
 
 
-def test_tensor(tiny_data: TinyData, reference, tmp_path: Path):
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_tensor(tiny_data: TinyData, reference, tmp_path: Path, chunks: int):
     """Two ranks, each with half of every matrix, train the same model."""
-    done = command("train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "parallel.tensor=2")
+    options = (f"run.dir={tmp_path / 'run'}", "parallel.tensor=2", f"parallel.tensor_chunks={chunks}")
+    done = command("train.py", "--config", tiny_data.config, *options)
     assert (done.returncode, done.stderr) == (0, "") and "on 2 cpu ranks (tensor 2)" in done.stdout
     (mine, theirs), rows = json.loads((tmp_path / "run/ledger.json").read_text()), reference(()).rows
-    assert mine["traffic"] == theirs["traffic"] and mine["traffic"]["tensor"]["block forward"]["ops"] > 0
+    sent = mine["traffic"]["tensor"]
+    assert mine["traffic"] == theirs["traffic"]
+    assert sent["block forward"]["ops"] >= chunks * sent["block backward"]["ops"] > 0
     saved = saved_weights(RunFolder(tmp_path / "run"))
     different = weight_differences(saved, reference(()).weights(), heads=4, kv_heads=4)
     assert max(different.values()) <= WEIGHTS_FP32

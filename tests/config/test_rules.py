@@ -24,6 +24,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["parallel.tensor=2", "parallel.sequence=true", "model.seq_len=1023"],
         "parallel.sequence=false",
     ),
+    "parallel.tensor_chunks <= model.seq_len / parallel.tensor": (
+        ["parallel.tensor=2", "parallel.tensor_chunks=9", "model.seq_len=17"],
+        "parallel.tensor_chunks=8",
+    ),
     "model.layers >= parallel.pipeline * pipeline.chunks": (
         ["parallel.pipeline=4", "model.layers=7", "pipeline.schedule=interleaved"],
         "model.layers=8",

@@ -36,7 +36,7 @@ def test_the_bubble_is_the_simulator_s(schedule: str, chunks: int, costs: tuple[
 
 
 layouts = st.builds(
-    lambda shape, tensor, pipeline, data, stage, micro, more, recompute, sequence: Job(
+    lambda shape, tensor, pipeline, data, stage, micro, more, recompute, sequence, chunks: Job(
         shape,
         MIXED,
         tensor=tensor,
@@ -47,6 +47,7 @@ layouts = st.builds(
         global_batch=micro * data * more,
         recompute=recompute,
         sequence=sequence,
+        tensor_chunks=chunks,
         partition=recompute == "full",
     ),
     st.sampled_from([GPT3, LLAMA]),
@@ -58,6 +59,7 @@ layouts = st.builds(
     st.integers(1, 32),
     st.sampled_from(["none", "selective", "full"]),
     st.booleans(),
+    st.sampled_from([1, 2, 5]),
 )
 machines = st.sampled_from(list(MACHINES.values()))
 
@@ -137,6 +139,31 @@ def test_traffic_hides_behind_computation() -> None:
     alone = step_time(layout, slow, replace(OURS, overlaps=False))
     assert alone.hidden["data"] == 0
     assert alone.parts["data traffic"] == pytest.approx(waited[0] + found.hidden["data"])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_chunks_hide_forward_s_sums_behind_its_products(sequence: bool) -> None:
+    """One n-th is left of what is shorter than the products; of what is longer, all that products do not hide."""
+    layout = Job(GPT3, MIXED, tensor=8, sequence=sequence, micro_batch=1, global_batch=1)
+    free = {"in_node_latency": 0.0, "launch": 0.0, "memory_bandwidth": 1e30}
+    ideal = replace(A100, in_node_bandwidth=100 * A100.in_node_bandwidth, **free)
+
+    def waits(machine: Machine) -> list[float]:
+        jobs = (replace(layout, tensor_chunks=chunks) for chunks in (1, 2, 4, 16))
+        return [step_time(job, machine).parts["tensor traffic"] for job in jobs]
+
+    one, two, four, _ = waits(ideal)
+    assert one - two == pytest.approx(2 * (two - four)) and one - two > 0
+    links = Links(layout, ideal)
+    sums = 4 if sequence else 2
+    each = links.seconds("tensor", 2 * layout.shape.seq_len * layout.shape.hidden * 7 / 8 * (4 / sums), 1)
+    assert one - two == pytest.approx(GPT3.layers * sums * each / 2)
+    slow = replace(ideal, in_node_bandwidth=A100.in_node_bandwidth / 100)
+    products = Compute(layout, slow).products()
+    one, two, *_ = waits(slow)
+    assert one - two == pytest.approx(GPT3.layers * sum(products if sequence else products[1::2]) / 2)
+    costs = waits(replace(A100, in_node_bandwidth=1e15))
+    assert costs == sorted(costs), "where there is nothing to hide, pieces only cost: they read their matrices again"
 
 
 def test_what_rests_on_the_host_is_updated_there() -> None:

@@ -10,7 +10,7 @@ from megazero.model.transformer import Shape
 from megazero.plan.job import Job
 from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import fullest, ranks_in_node, sent, split_by_node, traffic
+from megazero.plan.traffic import flows, fullest, ranks_in_node, sent, share_of, split_by_node, traffic
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.ranks import run_ranks
@@ -99,6 +99,30 @@ def test_the_ledger_of_a_step(case: tuple) -> None:
 @pytest.mark.parametrize("case", REST, ids=ids(REST))
 def test_the_ledger_of_a_step_anywhere(case: tuple) -> None:
     check(*case)
+
+
+def tensor_axis(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> dict[str, tuple[int, int]]:
+    """Operations and bytes of a step on the tensor axis, by purpose."""
+    Rank(grid, layout, shape, precision).step(0)
+    rows = grid.comm.ledger.traffic_as_dict()["tensor"]
+    return {purpose: (row["ops"], row["bytes_sent"]) for purpose, row in rows.items()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_chunks_are_more_operations_and_no_more_bytes(sequence: bool, recompute: str) -> None:
+    whole, layout = (job_on(2, 1, sequence, 2, 1, recompute=recompute, tensor_chunks=chunks) for chunks in (1, 3))
+    shape, precision = SHAPES["deep"], DTYPES["fp32"]
+    before, plan = (planned(job, shape, precision) for job in (whole, layout))
+    assert traffic(before) == traffic(plan)
+    of_layers = ("block", "head")
+    expected = {
+        flow.purpose: (flow.ops, flow.bytes)
+        for flow in flows(plan, share_of(plan, 0))
+        if flow.purpose.startswith(of_layers) and flow.ops
+    }
+    for found in run_ranks(2, tensor_axis, layout, shape, precision, tensor=2):
+        assert {purpose: row for purpose, row in found.items() if purpose.startswith(of_layers)} == expected
 
 
 GPT3 = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)

@@ -216,7 +216,7 @@ def by_the_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> Count
     [
         pytest.param(("zero.stage=2", "data.mask_eod=true"), id="data"),
         pytest.param(
-            ("parallel.tensor=2", "parallel.sequence=true", "memory.recompute=full"),
+            ("parallel.tensor=2", "parallel.sequence=true", "parallel.tensor_chunks=3", "memory.recompute=full"),
             id="tensor",
             marks=pytest.mark.full,
         ),

@@ -40,7 +40,9 @@ OFFLOADS = [
     for offload in OFFLOAD
     for delayed in ((False, True) if "offload_optimizer" in offload else (False,))
 ]
-_SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "schedule")
+# Sequence parallelism and chunks, of one tensor rank and of several.
+TENSOR = {False: [(False, 1)], True: list(product((False, True), (1, 2)))}
+_SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "tensor_chunks", "schedule")
 _SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
 _PAIRED = (*_SPREAD, "recompute", "offloaded", "delayed")  # in a sample every two values that go together occur
 
@@ -67,15 +69,15 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
         spread = replace(alone, tensor=tensor, pipeline=pipeline, data=data)
         groups = [None, *(n for n in range(1, data) if data % n == 0)]
         stages = list(product(STAGES, groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
-        choices = product(stages, (False, True), SCHEDULES, RECOMPUTE, OFFLOADS)
-        for (stage, shard_ranks), sequence, (schedule, chunks), memory, offload in choices:
-            if (sequence and tensor == 1) or (pipeline == 1 and schedule != "1f1b"):
+        choices = product(stages, TENSOR[tensor > 1], SCHEDULES, RECOMPUTE, OFFLOADS)
+        for (stage, shard_ranks), (sequence, tensor_chunks), (schedule, chunks), memory, offload in choices:
+            if pipeline == 1 and schedule != "1f1b":
                 continue
             if "partition" in memory and (tensor == 1 or sequence):  # it would change nothing
                 continue
             pipelined = {"schedule": schedule, "chunks": chunks}
             sharded = {"stage": stage, "shard_ranks": shard_ranks, "sequence": sequence}
-            layout = replace(spread, **pipelined, **sharded, **memory, **offload)
+            layout = replace(spread, tensor_chunks=tensor_chunks, **pipelined, **sharded, **memory, **offload)
             if admits(config, layout):
                 found.append(layout)
     return found

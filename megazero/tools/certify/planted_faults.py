@@ -27,6 +27,7 @@ DATA: Variant = partial(replace, data=2, stage=1)
 SHARDED: Variant = partial(replace, data=2, stage=3)
 PIPELINE: Variant = partial(replace, pipeline=2)
 SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
+CHUNKS: Variant = partial(replace, tensor=2, sequence=True, tensor_chunks=2)
 OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
@@ -241,6 +242,16 @@ def incomplete_tails(rig: Rig) -> None:
         unit.axes = replace(unit.axes, sequence=False)
 
 
+def swapped_chunks(rig: Rig) -> None:
+    """Let one tensor rank take the chunks of its products in another order: sums then add other rows."""
+    block = rig.built.model.blocks[0]
+    assert isinstance(block, Block)
+    region = block.mlp.down.region
+    cut = region.cut
+    if region.axis.rank == 1:
+        object.__setattr__(region, "cut", lambda rows: cut(rows)[::-1])
+
+
 def lost_on_the_way(rig: Rig) -> None:
     host_gradients = _block(rig).host_gradients
     assert host_gradients is not None, "the layout offloads"
@@ -297,6 +308,7 @@ FAULTS = (
     Fault("other-masks", "dropout masks are those of another layer", PIPELINE, masks_of_another_layer),
     Fault("untied", "the tied weight's two gradients are not added", PIPELINE, untied),
     Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, incomplete_tails),
+    Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, swapped_chunks),
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, lost_on_the_way),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),
     Fault("held-twice", "a piece of a parameter is held twice", DATA, _of_one_rank(held_twice)),

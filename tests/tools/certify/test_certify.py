@@ -10,7 +10,7 @@ import pytest
 from megazero.__main__ import main
 from megazero.config.schema import Config
 from megazero.plan.job import Job
-from megazero.tools.certify.certify import alone_of, certify, layouts_of, sample_of
+from megazero.tools.certify.certify import TENSOR, alone_of, certify, layouts_of, sample_of
 from megazero.tools.certify.tolerances import GRADIENT_FP32
 from megazero.zero.unit import Unit
 from tests.tiny_run import TinyData
@@ -46,7 +46,7 @@ def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path
 
 LATE = {"offload_optimizer": True, "delayed": True}
 FEW: list[dict[str, Any]] = [
-    {"tensor": 2, "sequence": True, "recompute": "full"},
+    {"tensor": 2, "sequence": True, "tensor_chunks": 2, "recompute": "full"},
     {"data": 2, "stage": 2, "offload_optimizer": True},
     {"pipeline": 2, "schedule": "zb-v", "chunks": 2} | LATE,
     {"data": 2, "stage": 3, "recompute": "selective", "offload_parameters": True} | LATE,
@@ -174,6 +174,7 @@ def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path:
     cover = sample_of(layouts, 1)
     for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         assert {layout.stage for layout in cover if layout.schedule == schedule} == {0, 1, 2, 3}
+    assert {(one.sequence, one.tensor_chunks) for one in cover if one.tensor > 1} == set(TENSOR[True])
     assert sample_of(layouts, 100)[: len(cover)] == cover and len(sample_of(layouts, 100)) == 100
 
 
