@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from megazero.comm.context import CommContext
 from megazero.comm.grid import make_grid
@@ -236,7 +235,7 @@ class Queueing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema, gpu = kwargs or {}, func._schema, self._gpu
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = list(_tensors((args, *kwargs.values())))
         if not tensors:  # made of numbers of Python
             found = func(*args, **kwargs)
             if schema.name in ALLOCATES:
@@ -258,7 +257,7 @@ class Queueing(TorchDispatchMode):
             self._write(func, *later)
             return (None, written[0], tuple(written))[min(len(schema.returns), 2)]
         found = func(*args, **kwargs)
-        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        made = list(_tensors(found))
         old = {x.untyped_storage()._cdata for x in tensors}
         if any(x.untyped_storage()._cdata in old for x in made):
             return found  # a view
@@ -281,11 +280,19 @@ class Queueing(TorchDispatchMode):
 
     def _compute(self, func: Any, args: Any, kwargs: Any, into: Sequence[Tensor]) -> None:
         def compute() -> None:
-            values = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-            for x, value in zip(into, values, strict=True):
+            for x, value in zip(into, _tensors(func(*args, **kwargs)), strict=True):
                 x.copy_(value)
 
         self._gpu.queue(self._gpu.current, compute)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
 
 
 def _now(value: Any) -> Any:
