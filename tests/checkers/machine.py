@@ -4,7 +4,8 @@ An `Item` is something queued: it may run when all that it has to follow has run
 the choice of an `Order`, a function:
 
     as_queued   each as soon as it may: what the run means
-    late        the computation as far as the host needs it; what is beside it only when the computation waits for it
+    late        the computation as far as the host needs it; what is beside it only when the computation waits for it,
+                and of several streams first what was queued last
     early       what is beside the computation as soon as it may; the computation only when the host waits for it
     mixed(n)    any of these, by the n-th series of numbers
 
@@ -99,7 +100,8 @@ def as_queued(item: Item) -> tuple[int, int] | None:
 
 
 def late(item: Item) -> tuple[int, int] | None:
-    return (item.kind, item.number) if item.needed or item.kind is Kind.BEGIN else None
+    number = -item.number if item.kind is Kind.BESIDE else item.number
+    return (item.kind, number) if item.needed or item.kind is Kind.BEGIN else None
 
 
 def early(item: Item) -> tuple[int, int] | None:

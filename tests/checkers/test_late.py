@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.comm import collectives
 from megazero.comm.context import CommContext
 from megazero.model.transformer import Shape
 from megazero.plan.job import Job
@@ -21,7 +22,7 @@ from tests.ranks import run_ranks
 FP32 = Precision()
 ORDERS: dict[str, Order] = {"late": late, "early": early}
 SEEN = [name for name, plant in PLANTS.items() if plant.order is not None]
-QUICK = ["gather, stage 1", "reduction", "kept input", "unwaited", "send", "receive", "queued", "wait"]
+QUICK = ["gather, stage 3", "reduction", "fetch", "settle", "send", "receive", "queued", "wait"]
 
 
 def trained(name: str, order: Order, shape: Shape = GPT, precision: Precision = FP32) -> list[Trained]:
@@ -29,9 +30,9 @@ def trained(name: str, order: Order, shape: Shape = GPT, precision: Precision = 
 
 
 @functools.cache
-def as_meant(name: str) -> list[Trained]:
+def as_meant(name: str, shape: Shape = GPT) -> list[Trained]:
     """Return what a layout computes when everything is done as soon as it is queued."""
-    return trained(name, as_queued)
+    return trained(name, as_queued, shape)
 
 
 def on_cpu_ranks(job: Job, shape: Shape, precision: Precision) -> list[Trained]:
@@ -56,7 +57,7 @@ def same(one: list[Trained], other: list[Trained]) -> bool:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["stage 1", "1f1b", "offload", "delayed", "Pa+cpu"])
+@pytest.mark.parametrize("name", ["stage 3", "1f1b", "offload", "delayed"])
 def test_late_and_early_are_the_same_bits(name: str, order: str) -> None:
     assert same(trained(name, ORDERS[order]), as_meant(name))
 
@@ -71,7 +72,8 @@ def test_they_are_the_bits_of_cpu_ranks() -> None:
 def test_every_layout_in_every_order(name: str, precision: Precision) -> None:
     shape = SHAPES["deep"]
     expected = on_cpu_ranks(LAYOUTS[name], shape, precision)
-    for order in (as_queued, late, early, mixed(0), mixed(1)):
+    others = (as_queued, mixed(0), mixed(1)) if precision == FP32 else ()
+    for order in (late, early, *others):
         assert same(trained(name, order, shape, precision), expected), order
 
 
@@ -79,11 +81,18 @@ def test_every_layout_in_every_order(name: str, precision: Precision) -> None:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in SEEN]
 )
 def test_a_wait_that_is_taken_away_changes_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plant = PLANTS[name]
-    expected = as_meant(plant.layout)
+    plant, shape = PLANTS[name], GPT if name in QUICK else SHAPES["deep"]  # whose buffers come again within a step
+    expected = as_meant(plant.layout, shape)
     plant.take_away(monkeypatch)
     assert plant.order is not None
-    assert not same(trained(plant.layout, ORDERS[plant.order]), expected)
+    assert not same(trained(plant.layout, ORDERS[plant.order], shape), expected)
+
+
+def test_a_sum_that_is_lost_on_the_way_through_nccl_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = as_meant("stage 2")
+    honest = collectives._nccl_reduce_scatter
+    monkeypatch.setattr(collectives, "_nccl_reduce_scatter", lambda *args, **_: honest(*args, accumulate=False))
+    assert not same(trained("stage 2", as_queued), expected)
 
 
 def restored(order: Order) -> list[Tensor]:
