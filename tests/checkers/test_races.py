@@ -1,58 +1,23 @@
 """No access to memory is without an order on a GPU, on any layout; and a wait that is taken away is found."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor
 
-from megazero.comm.collectives import Pending, done
-from megazero.comm.grid import make_grid
-from megazero.comm.host import Host
-from megazero.comm.pool import Pool
-from megazero.comm.regions import Region
-from megazero.comm.streams import SideStream
-from megazero.comm.transport import p2p
-from megazero.memory import partition
-from megazero.memory.activation_store import Arena
-from megazero.model import linear
+from megazero.model.transformer import Shape
 from megazero.plan.job import Job
-from megazero.zero.gather import Gather
-from megazero.zero.offload import HostGradients
 from megazero.zero.placement import Precision
-from megazero.zero.reduce import Reduction
-from megazero.zero.unit import Unit
+from tests.checkers.plants import BF16, LAYOUTS, PLANTS, SUMS_IN_BF16, keep_three, plant_slot, store_of
 from tests.checkers.races import Races
 from tests.checkers.trace import FP32, pretended, record
-from tests.layouts import SHAPES, job_on
+from tests.layouts import SHAPES
 
-OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
-FULL_RECOMPUTE = {"recompute": "full", "partition": True}
-LAYOUTS = {
-    "stage 0": job_on(1, 2, False, 2, 0),
-    "stage 1": job_on(1, 2, False, 2, 1),
-    "stage 2": job_on(1, 2, False, 2, 2),
-    "stage 3": job_on(2, 2, True, 2, 3),
-    "hybrid": job_on(1, 4, False, 1, 3, shard_ranks=2),
-    "1f1b": job_on(1, 1, False, 4, 1, pipeline=2),
-    "zb-v": job_on(1, 2, False, 2, 3, pipeline=2, schedule="zb-v", chunks=2),
-    "offload": job_on(1, 2, False, 2, 3, **OFFLOADED),
-    "optimizer offloaded": job_on(1, 2, False, 2, 2, offload_optimizer=True),
-    "one shard rank, offload": job_on(1, 2, False, 2, 3, shard_ranks=1, **OFFLOADED),
-    "delayed": job_on(1, 2, False, 1, 1, offload_optimizer=True, delayed=True),
-    "Pa": job_on(2, 1, False, 2, 1, **FULL_RECOMPUTE),
-    "Pa+cpu": job_on(2, 1, False, 2, 1, offload=True, **FULL_RECOMPUTE),
-    "chunks": job_on(2, 1, False, 2, 1, tensor_chunks=2),
-    "chunks, sequence": job_on(2, 2, True, 2, 3, tensor_chunks=3),
-}
-SUMS_IN_BF16 = Precision(reduced=torch.bfloat16)
+DEEP = replace(SHAPES["deep"], dropout=0.0)  # without the many operations of its masks
 
 
-def races_of(job: Job, rank: int = 0, precision: Precision = FP32) -> list[str]:
+def races_of(job: Job, rank: int = 0, precision: Precision = FP32, shape: Shape = DEEP) -> list[str]:
     races = Races(rank)
-    record(job, rank, SHAPES["deep"], precision, trace=races)
+    record(job, rank, shape, precision, trace=races)
     assert len(races.events) > 1000, "operations are seen"
     return races.found
 
@@ -71,186 +36,25 @@ def test_sums_in_another_dtype_have_an_order() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_access_of_every_rank_has_an_order(name: str) -> None:
     for rank in range(LAYOUTS[name].ranks):
-        for precision in (FP32, Precision(torch.bfloat16), SUMS_IN_BF16):
-            assert races_of(LAYOUTS[name], rank, precision) == []
+        for precision in (FP32, BF16, SUMS_IN_BF16):
+            assert races_of(LAYOUTS[name], rank, precision, SHAPES["deep"]) == []
 
 
-def without(owner: type, attribute: str, method: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return what takes a wait away: calls of `method` on one attribute of a class's objects."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        honest = owner.__init__
-
-        def init(self: Any, *arguments: Any, **options: Any) -> None:
-            honest(self, *arguments, **options)
-            setattr(getattr(self, attribute), method, lambda *_: None)
-
-        patch.setattr(owner, "__init__", init)
-
-    return plant
-
-
-def plant_keep(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SideStream, "keep", lambda *_: None)
-
-
-def plant_open(patch: pytest.MonkeyPatch) -> None:
-    """The memory for gradients is written to while its last content is still on its way to the host."""
-    patch.setattr(Unit, "_join_host", lambda _: None)
-
-
-def plant_settle(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Host, "settle", lambda _: None)
-
-
-def plant_early_drop(patch: pytest.MonkeyPatch) -> None:
-    """The memory of gradients is given back before their reduction is waited for."""
-    honest = Reduction._finish
-
-    def finish(self: Reduction, leave: int) -> None:
-        for unit, _ in list(self._under_way):
-            if unit.partial is not None and not unit.gradients_rest_whole and leave:
-                unit._pools[1].give(unit.partial)
-                unit.partial = None
-        honest(self, leave)
-
-    patch.setattr(Reduction, "_finish", finish)
-
-
-def plant_unwaited(patch: pytest.MonkeyPatch) -> None:
-    """A unit of an update is not waited for where the next forward needs it."""
-    honest = Gather.unshard
-
-    def unshard(self: Gather, units: list[Unit]) -> None:
-        if not (len(units) == 1 and units[0].publishes):
-            honest(self, units)
-
-    patch.setattr(Gather, "unshard", unshard)
-
-
-def plant_slot(patch: pytest.MonkeyPatch) -> None:
-    """What a kept input once did: its slot was given back while the copy out of it was queued."""
-    honest = partition._Part.start
-
-    def start(self: Any) -> None:
-        honest(self)
-        if self._slot is not None:
-            self._store.arena.give(self._slot)
-            self._slot = None
-
-    patch.setattr(partition._Part, "start", start)
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_wait_that_is_taken_away_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant = PLANTS[name]
+    plant.take_away(monkeypatch)
+    found = races_of(LAYOUTS[plant.layout])
+    assert any(plant.race in line for line in found), found
 
 
 def races_of_a_store() -> list[str]:
-    """Keep an input while the one before it is on its way back."""
-    races, cpu = Races(0), torch.device("cpu")
+    races = Races(0)
     with pretended(races, 2) as comm:
-        axis = make_grid(comm=comm, device_type="cpu", tensor=2)["tensor"]
-        arena = Arena(3, 4, torch.float32, cpu, comm.ledger)
-        store = partition.PartitionedStore(arena, axis, Pool(torch.float32, cpu, comm.ledger, "pool"), cpu)
+        store = store_of(comm)
         with races.watching(lambda _: False):
-            first, second = (store.keep(torch.ones(8)) for _ in range(2))
-            second.restore()
-            second.free()
-            store.keep(torch.ones(8))
-            first.restore()
+            keep_three(store)
     return races.found
-
-
-def plant_send(patch: pytest.MonkeyPatch) -> None:
-    """A message is sent from memory that is written to at once."""
-    honest = p2p._Nccl.send
-
-    def send(self: Any, channel: Any, number: int, x: Tensor) -> None:
-        honest(self, channel, number, x)
-        x.add_(1.0)
-
-    patch.setattr(p2p._Nccl, "send", send)
-
-
-def plant_receive(patch: pytest.MonkeyPatch) -> None:
-    """A message is used without a wait for it."""
-    honest = p2p._Nccl.post
-
-    def post(self: Any, channel: Any, number: int, into: Tensor) -> Any:
-        _, came = honest(self, channel, number, into)
-        return lambda: into, came
-
-    patch.setattr(p2p._Nccl, "post", post)
-
-
-def plant_queued(patch: pytest.MonkeyPatch) -> None:
-    """The side stream of copies does not wait for what computes the values."""
-
-    def queued(self: SideStream) -> Any:
-        return nullcontext() if self._streams is None else self._streams.use(self._stream)
-
-    patch.setattr(SideStream, "queued", queued)
-
-
-def plant_wait(patch: pytest.MonkeyPatch) -> None:
-    """The host sends gradients while the delayed update still reads those of the step before."""
-    honest = HostGradients.send
-
-    def send(self: HostGradients, reduced: Tensor, at: int = 0) -> None:
-        self.wait = lambda: None
-        honest(self, reduced, at)
-
-    patch.setattr(HostGradients, "send", send)
-
-
-def plant_chunk(patch: pytest.MonkeyPatch) -> None:
-    """The sums of a product's chunks are not waited for."""
-    honest = Region.sum
-
-    def sum_(region: Region, partial: Tensor, direction: str, out: Tensor | None = None) -> Pending:
-        pending = honest(region, partial, direction, out)
-        return pending if out is None else done(out)
-
-    patch.setattr(Region, "sum", sum_)
-
-
-def plant_shared_chunk(patch: pytest.MonkeyPatch) -> None:
-    """A chunk's product is written to where the chunk before it is still being sent from."""
-    honest, buffers = linear._product, dict[tuple[int, ...], Tensor]()
-
-    def product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if x.dim() == 3 and out is None:
-            shape = (*x.shape[:2], matrix_IO.shape[1])
-            out = buffers.setdefault(shape, x.new_empty(shape))
-        return honest(x, matrix_IO, bias_O, out)
-
-    patch.setattr(linear, "_product", product)
-
-
-PLANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
-    (without(Gather, "_stream", "join"), "stage 1", "not behind all_gather"),
-    (without(Gather, "_stream", "join"), "stage 3", "not behind all_gather"),
-    (without(Reduction, "_stream", "join"), "stage 2", "not behind reduce_scatter"),
-    (without(Host, "_stream", "join"), "offload", "not behind aten::copy_ on side"),
-    (without(partition.PartitionedStore, "stream", "join"), "Pa", "not behind all_gather"),
-    (plant_keep, "Pa+cpu", "is freed before aten::copy_"),
-    (plant_open, "offload", "reduce_scatter"),
-    (plant_settle, "offload", "aten::_fused_adamw_ on host is not behind"),
-    (plant_early_drop, "stage 2", "not behind reduce_scatter"),
-    (plant_unwaited, "stage 1", "not behind all_gather"),
-    (plant_send, "1f1b", "not behind send"),
-    (plant_receive, "1f1b", "not behind receive"),
-    (plant_queued, "offload", "aten::copy_ on side 1 is not behind"),
-    (plant_wait, "delayed", "is not behind aten::_fused_adamw_ on thread of updates"),
-    (plant_chunk, "chunks", "not behind all_reduce"),
-    (plant_chunk, "chunks, sequence", "not behind reduce_scatter"),
-    (plant_shared_chunk, "chunks, sequence", "not behind reduce_scatter"),
-]
-
-
-@pytest.mark.parametrize(("plant", "name", "text"), PLANTS)
-def test_a_wait_that_is_taken_away_is_found(
-    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], name: str, text: str
-) -> None:
-    plant(monkeypatch)
-    found = races_of(LAYOUTS[name])
-    assert any(text in line for line in found), found
 
 
 def test_a_kept_input_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,31 +11,24 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm import nccl, streams
 from megazero.comm.context import CommContext, Unseen
-from megazero.comm.fake_group import FakeProcessGroup
 from megazero.comm.grid import make_grid
-from megazero.comm.readback import Readback
-from megazero.comm.transport import p2p
 from megazero.model.transformer import Shape
 from megazero.pipeline.transport import Transport
 from megazero.plan.job import Job
 from megazero.schedules.actions import Action, Kind
 from megazero.train.trainer import Trainer
 from megazero.zero.placement import Precision
+from tests.checkers.pretend import COMPUTE, Communicator, Name, Splits, stand_ins
 from tests.checkers.sync import SyncDetector, Wait
 from tests.checkers.training import STEPS, trainer_of
 from tests.layouts import Rank, planned
 
 FP32 = Precision()
-COMPUTE = "compute"  # the stream that is current in the beginning
-
-Name = tuple[tuple[int, ...], int]  # of a communicator: its ranks; by which of the world's splits it was made
 Point = tuple[str, int]  # of a stream: behind so many of its items
 
 
@@ -210,56 +203,29 @@ class _Work(dist.Work):
         return False  # as late as possible
 
 
-class _Group(FakeProcessGroup):
-    """A communicator. It has a stream of its own, as NCCL's have."""
+def _communicator(trace: Trace, name: Name) -> Communicator:
+    """Return a communicator that writes the trace. It has a stream of its own, as NCCL's have."""
 
-    def __init__(self, trace: Trace, name: Name):
-        super().__init__(name[0].index(trace.rank), len(name[0]))
-        self._trace, self._name = trace, name
-
-    def _launch(self, kind: str, source: Tensor | None, into: Tensor | None, peer: int | None = None) -> dist.Work:
+    def launch(kind: str, source: Tensor | None, into: Tensor | None, peer: int | None = None) -> dist.Work:
         """Queue an operation, and put anything where it writes.
 
         Sums are 0: a step without a valid token ends, whatever else the numbers are.
         """
-        trace, stream = self._trace, f"communicator {self._name}"
+        stream = f"communicator {name}"
         x = source if source is not None and kind != "reduce_scatter" else into
         assert x is not None, "it reads or writes"
         with trace.muted():
             if into is not None:
-                into.zero_() if kind != "all_gather" else into.view(self.size(), -1).copy_(x.reshape(-1).clone())
+                into.zero_() if kind != "all_gather" else into.view(len(name[0]), -1).copy_(x.reshape(-1).clone())
         trace.order(stream, trace.end(trace.current))
-        operation = Operation(self._name, kind, x.dtype, x.numel(), trace.about, peer)
+        operation = Operation(name, kind, x.dtype, x.numel(), trace.about, peer)
         trace.about = ""
         point = trace.queue(stream, operation)
         reads, writes = ([y] if y is not None else [] for y in (source, into))
         trace.access(stream, kind, reads, writes)
         return _Work(trace, point, [*reads, *writes])
 
-    def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> dist.Work:
-        return self._launch("all_reduce", tensors[0], tensors[0])
-
-    def allgather(self, wholes: Sequence[Any], parts: Sequence[Tensor], *options: Any) -> dist.Work:
-        return self._launch("all_gather", parts[0], None)
-
-    def reduce_scatter(self, outs: Sequence[Tensor], parts: Sequence[Any], *options: Any) -> dist.Work:
-        return self._launch("reduce_scatter", None, outs[0])
-
-    def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
-        return self._launch("all_gather", part, whole)
-
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
-        return self._launch("reduce_scatter", x, out)
-
-    # Their names before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-
-    def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
-        return self._launch("send", tensors[0], None, target[0])
-
-    def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
-        return self._launch("receive", None, tensors[0], source[0])
+    return Communicator(name, trace.rank, launch)
 
 
 class _StatusSlot(Unseen):
@@ -299,27 +265,15 @@ class _Waits(SyncDetector):
 @contextmanager
 def pretended(trace: Trace, world: int) -> Iterator[CommContext]:
     """Be a rank of a world of GPUs: its streams, communicators and marks write the trace."""
-    splits = 0
-
-    def split_group(*, split_ranks: Sequence[Sequence[int]], **options: Any) -> dist.ProcessGroup | None:
-        nonlocal splits
-        splits += 1
-        own = next((tuple(ranks) for ranks in split_ranks if trace.rank in ranks), None)
-        return None if own is None else _Group(trace, (own, splits))
-
-    everyone = _Group(trace, (tuple(range(world)), 0))
+    everyone = _communicator(trace, (tuple(range(world)), 0))
+    splits = Splits(trace.rank, lambda name: _communicator(trace, name))
     pretended_streams = _Streams(trace)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_rank", lambda: trace.rank)
-        patch.setattr(dist, "get_world_size", lambda: world)
-        patch.setattr(type(dist.group), "WORLD", property(lambda _: everyone))
-        patch.setattr(streams, "streams_of", lambda device: pretended_streams)
-        patch.setattr(nccl, "synchronize", trace.wait_for_all)
-        patch.setattr(p2p, "synchronize", trace.wait_for_all)
-        patch.setitem(Readback.__init__.__kwdefaults__, "marked", lambda device: _Mark(trace))
+    with stand_ins(
+        lambda: trace.rank, lambda: everyone, lambda: pretended_streams, trace.wait_for_all, lambda: _Mark(trace)
+    ) as patch:
         for name in ("send", "post"):
             patch.setattr(Transport, name, _told(trace, getattr(Transport, name)))
-        yield CommContext("nccl", split_group=split_group, status_slot=_StatusSlot(trace))
+        yield CommContext("nccl", split_group=splits, status_slot=_StatusSlot(trace))
 
 
 def record(
