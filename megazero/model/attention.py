@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region
@@ -83,7 +82,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """The attention layer: softmax(q k^T / sqrt(d), causal) v, projected back to the hidden size.
+    """The attention layer: softmax(q k^T / sqrt(d), causal) v, between two projections that the block runs.
 
     Args:
         rotary: None with learned positions.
@@ -118,9 +117,6 @@ class Attention(nn.Module):
         self.variable_length: VariableLength | None = None
         self.repeats = False
 
-    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        return self.out(self.core(self.qkv(x_SBD), step))
-
     def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
         """Return what the heads have seen, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         documents = step.documents
@@ -128,9 +124,9 @@ class Attention(nn.Module):
             return self._causal(qkv)
         if self.variable_length is None:
             return documents.attend(self._causal, qkv)
-        q, k, v = (rearrange(x, "s b h d -> (b s) h d") for x in self._heads(qkv, step.positions_SB))
+        q, k, v = (x_SBHd.transpose(0, 1).flatten(0, 1) for x_SBHd in self._heads(qkv, step.positions_SB))
         a = self.variable_length(q, k, v, documents.bounds, documents.longest)
-        return rearrange(a, "(b s) h d -> s b (h d)", b=qkv.shape[1])
+        return a.reshape(qkv.shape[1], qkv.shape[0], -1).transpose(0, 1)
 
     def _causal(self, qkv: Tensor) -> Tensor:
         """Return the same where each sample is one document."""
@@ -139,12 +135,12 @@ class Attention(nn.Module):
             k, v = (x_BGSd.repeat_interleave(self.queries_per_group, dim=1) for x_BGSd in (k, v))
         grouped = q.shape[1] != k.shape[1]
         a_BHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return rearrange(a_BHSd, "b h s d -> s b (h d)")
+        return a_BHSd.permute(2, 0, 1, 3).flatten(2)
 
     def _heads(self, qkv: Tensor, positions_SB: Tensor | None) -> tuple[Tensor, ...]:
         """Return q [S, B, H, d], k and v [S, B, G, d] (views into one projection where the layout allows it)."""
         per_group = self.queries_per_group
-        qkv = rearrange(qkv, "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
+        qkv = qkv.view(*qkv.shape[:2], -1, per_group + 2, self.head_dim)
         if per_group == 1:
             # unbind's backward is a single stack; split's would be the same with one more reshape
             q, k, v = qkv.unbind(dim=3)

@@ -152,6 +152,15 @@ class GradientAccumulator:
         """Deliver a gradient of the parameter's shape."""
         self._deliver(self._add, gradient)
 
+    def add_sum(self, rows: Tensor) -> None:
+        """Deliver a gradient that is the sum of rows; where it is the first and of this dtype, without a copy."""
+        deliveries = self._unit.deliveries
+        if deliveries.deferred is not None or rows.dtype != self.view.dtype or not self._first():
+            self.add(rows.sum(0))
+            return
+        torch.sum(rows, 0, out=self.view)
+        deliveries.delivered(self._name)
+
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""
         self._deliver(self._add_product, left, right)
