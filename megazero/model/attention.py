@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region
@@ -124,9 +125,9 @@ class Attention(nn.Module):
             return self._causal(qkv)
         if self.variable_length is None:
             return documents.attend(self._causal, qkv)
-        q, k, v = (x_SBHd.transpose(0, 1).flatten(0, 1) for x_SBHd in self._heads(qkv, step.positions_SB))
+        q, k, v = (rearrange(x, "s b h d -> (b s) h d") for x in self._heads(qkv, step.positions_SB))
         a = self.variable_length(q, k, v, documents.bounds, documents.longest)
-        return a.reshape(qkv.shape[1], qkv.shape[0], -1).transpose(0, 1)
+        return rearrange(a, "(b s) h d -> s b (h d)", b=qkv.shape[1])
 
     def _causal(self, qkv: Tensor) -> Tensor:
         """Return the same where each sample is one document."""

@@ -8,10 +8,11 @@
 
 The backward events are hooks of autograd's nodes: one of the node of each layer's output, which ends the backward of
 the layer after it and begins its own, and one of the node that the first one's input came from, if there is one. So a
-layer with units has to return a tensor of its own, never its input. What a layer saves for its backward of a sharded unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up
-in the unit's current buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the
-embedding's table) is not gathered for its backward. A layer that is recomputed in its backward saves nothing before
-that, and needs all its units.
+layer with units has to return a tensor of its own, never its input. What a layer saves for its backward of a sharded
+unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up in the unit's current
+buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the embedding's table) is
+not gathered for its backward. A layer that is recomputed in its backward saves nothing before that, and needs all its
+units.
 """
 
 from collections.abc import Callable, Container, Sequence
