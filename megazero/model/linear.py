@@ -30,31 +30,31 @@ class ColumnProducts:
     """
 
     def __init__(self, region: Region, *owners: Owner):
-        self._region, self.owners = region, owners
+        self._region, self.owners, self._alone = region, owners, region.axis.size == 1
 
     def run(self, tape: Tape, x_nI: Tensor) -> tuple[Tensor, ...]:
         """Return gather(x) weight^T + bias, [N, O], of each."""
         pairs = [(owner["weight"], owner.get("bias")) for owner in self.owners]
         slots = [(tape.use(weight), tape.use(bias)) for weight, bias in pairs]
         tape.keep((x_nI, slots), *(weight for weight, _ in pairs))
-        x_NI = self._region.gather(x_nI, "forward").wait()
+        x_NI = x_nI if self._alone else self._region.gather(x_nI, "forward").wait()
         return tuple(F.linear(x_NI, weight, bias) for weight, bias in pairs)
 
     def back(self, tape: Tape, *grads_NO: Tensor) -> Tensor:
         """Return the gradient of x."""
         x_nI, slots = tape.take()
         weights = [tape.weights.pop() for _ in grads_NO]
-        gathering = self._region.gather(x_nI, "again")
+        gathering = None if self._alone else self._region.gather(x_nI, "again")
         grad_x = torch.mm(grads_NO[0], weights.pop())
         for grad_NO in grads_NO[1:]:
             grad_x.addmm_(grad_NO, weights.pop())
-        summing = self._region.sum(grad_x, "backward")
-        x_NI = gathering.wait()
+        summing = None if self._alone else self._region.sum(grad_x, "backward")
+        x_NI = x_nI if gathering is None else gathering.wait()
         for grad_NO, (weight_slot, bias_slot) in zip(grads_NO, slots, strict=True):
             weight_slot.add_product(grad_NO.T, x_NI)
             if bias_slot is not None:
                 bias_slot.add_sum(grad_NO)
-        return summing.wait()
+        return grad_x if summing is None else summing.wait()
 
 
 class RowProduct:
@@ -65,7 +65,7 @@ class RowProduct:
     """
 
     def __init__(self, region: Region, owner: Owner):
-        self._region, self.owners = region, (owner,)
+        self._region, self.owners, self._alone = region, (owner,), region.axis.size == 1
 
     def run(self, tape: Tape, x_NI: Tensor, *, skip_output: bool = False) -> Tensor:
         """Return sum(x weight) + bias, [n, O].
@@ -83,15 +83,15 @@ class RowProduct:
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
         with_bias = bias_O is not None and axis.rank == 0
         partial = torch.addmm(bias_O, x_NI, weight_IO) if with_bias else torch.mm(x_NI, weight_IO)
-        return self._region.sum(partial, "forward").wait()
+        return partial if self._alone else self._region.sum(partial, "forward").wait()
 
     def back(self, tape: Tape, grad_nO: Tensor) -> Tensor:
         """Return the gradient of x, for a contiguous one of the result."""
         x_NI, weight_slot, bias_slot = tape.take()
-        gathering = self._region.gather(grad_nO, "backward")
+        gathering = None if self._alone else self._region.gather(grad_nO, "backward")
         if bias_slot is not None:
             bias_slot.add_sum(grad_nO)
-        grad_NO = gathering.wait()
+        grad_NO = grad_nO if gathering is None else gathering.wait()
         grad_x = F.linear(grad_NO, tape.weights.pop())
         weight_slot.add_product(x_NI.T, grad_NO)
         return grad_x

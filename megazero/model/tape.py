@@ -43,15 +43,18 @@ class Tape:
         training: there will be a backward; otherwise nothing is kept, and no use of a parameter is announced.
 
     Attributes:
+        operation: what runs on it as a function of autograd.
+        parameters: those that autograd knows of.
         weights: parameters that backward reads. Between the two they are with autograd, whose hooks may replace them:
             the memory of a sharded one is another by then (`zero/hooks.py`).
         returned: gradients of parameters without an engine, by the parameter's id.
     """
 
-    __slots__ = ("_kept", "returned", "training", "weights")
+    __slots__ = ("_kept", "operation", "parameters", "returned", "training", "weights")
 
-    def __init__(self, training: bool):
-        self.training = training
+    def __init__(self, operation: Operation, training: bool):
+        self.operation, self.training = operation, training
+        self.parameters: tuple[nn.Parameter, ...] = ()
         self.weights: list[Tensor] = []
         self.returned: dict[int, ReturnedGradient] = {}
         self._kept: list[tuple[Any, ...]] = []
@@ -71,7 +74,8 @@ class Tape:
         """Put down what one operation's backward needs; it takes the weights from the end, one by one."""
         if self.training:
             self._kept.append(kept)
-            self.weights += [weight.detach() for weight in weights]  # a leaf would have to be an input of autograd's
+            for weight in weights:
+                self.weights.append(weight.detach())  # autograd would look for a leaf among its inputs
 
     def take(self) -> tuple[Any, ...]:
         """Return what the last operation that is not through yet has put down."""
@@ -103,24 +107,22 @@ class ReturnedGradient:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, operation: Operation, tape: Tape, parameters: tuple[nn.Parameter, ...], count: int, *tensors: Any
-    ) -> Any:
-        result = operation.run(tape, *tensors[:count])
+    def forward(ctx: Any, tape: Tape, *tensors: Any) -> Any:
+        result = tape.operation.run(tape, *tensors[: len(tensors) - len(tape.parameters)])
         ctx.save_for_backward(*tape.weights)
         tape.weights.clear()
-        ctx.operation, ctx.tape, ctx.parameters = operation, tape, parameters
+        ctx.tape = tape
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tape: Tape = ctx.tape
         tape.weights += ctx.saved_tensors
-        gradients = ctx.operation.back(tape, *grads)
+        gradients = tape.operation.back(tape, *grads)
         if not isinstance(gradients, tuple):
             gradients = (gradients,)
-        returned = (tape.returned.get(id(parameter)) for parameter in ctx.parameters)
-        return None, None, None, None, *gradients, *(None if slot is None else slot.gradient for slot in returned)
+        returned = [tape.returned.get(id(parameter)) for parameter in tape.parameters]
+        return None, *gradients, *[None if slot is None else slot.gradient for slot in returned]
 
 
 def apply(operation: Operation, *inputs: Any) -> Any:
@@ -129,12 +131,11 @@ def apply(operation: Operation, *inputs: Any) -> Any:
     Args:
         inputs: the first is a tensor.
     """
-    tape = Tape(torch.is_grad_enabled())
+    tape = Tape(operation, torch.is_grad_enabled())
     if not tape.training:
         return operation.run(tape, *inputs)
-    if inputs[0].requires_grad and hasattr(operation.owners[0]["weight"], "gradient_slot"):
-        parameters = ()  # autograd need not know them: the graph begins elsewhere, and gradients go into slots
-    else:
+    # Where the graph begins elsewhere and gradients go into slots, autograd need not know parameters.
+    if not (inputs[0].requires_grad and hasattr(operation.owners[0]["weight"], "gradient_slot")):
         every = (parameter for owner in operation.owners for parameter in owner.values())
-        parameters = tuple(parameter for parameter in every if parameter is not None)
-    return _Function.apply(operation, tape, parameters, len(inputs), *inputs, *parameters)
+        tape.parameters = tuple(parameter for parameter in every if parameter is not None)
+    return _Function.apply(tape, *inputs, *tape.parameters)

@@ -125,4 +125,4 @@ def test_nothing_is_kept_where_no_backward_comes() -> None:
         assert apply(operation, torch.ones(3)).grad_fn is None
     assert operation.own is not None and operation.own() is None
     for training, uses in ((False, 0), (True, 1)):
-        assert Tape(training).use(parameter) is slot and slot.used == uses
+        assert Tape(operation, training).use(parameter) is slot and slot.used == uses
