@@ -156,8 +156,9 @@ def test_a_sum_of_rows_is_delivered_as_the_sum_would_be(dtype: torch.dtype, defe
         view = GradientAccumulator(owner, "bias", REFERENCE)
         view.view = torch.full((7,), torch.nan)
         later = owner.deliveries.deferred = deque() if deferred else None
-        for rows in each:
+        for _ in each:
             view.expect()
+        for rows in each:
             view.add_sum(rows) if by_rows else view.add(rows.sum(0))
         for delivery in later or ():
             delivery()
