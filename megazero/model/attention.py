@@ -131,7 +131,8 @@ class Attention(nn.Module):
 
     def _causal(self, qkv: Tensor) -> Tensor:
         """Return the same where each sample is one document."""
-        q, k, v = (x_SBHd.permute(1, 2, 0, 3) for x_SBHd in self._heads(qkv, None))
+        q_SBHd, k_SBGd, v_SBGd = self._heads(qkv, None)
+        q, k, v = q_SBHd.permute(1, 2, 0, 3), k_SBGd.permute(1, 2, 0, 3), v_SBGd.permute(1, 2, 0, 3)
         if self.repeats:
             k, v = (x_BGSd.repeat_interleave(self.queries_per_group, dim=1) for x_BGSd in (k, v))
         grouped = q.shape[1] != k.shape[1]

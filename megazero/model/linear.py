@@ -34,11 +34,15 @@ class ColumnProducts:
 
     def run(self, tape: Tape, x_nI: Tensor) -> tuple[Tensor, ...]:
         """Return gather(x) weight^T + bias, [N, O], of each."""
-        pairs = [(owner["weight"], owner.get("bias")) for owner in self.owners]
-        slots = [(tape.use(weight), tape.use(bias)) for weight, bias in pairs]
-        tape.keep((x_nI, slots), *(weight for weight, _ in pairs))
         x_NI = x_nI if self._alone else self._region.gather(x_nI, "forward").wait()
-        return tuple(F.linear(x_NI, weight, bias) for weight, bias in pairs)
+        slots, weights, products = [], [], []
+        for owner in self.owners:
+            weight, bias = owner["weight"], owner.get("bias")
+            slots.append((tape.use(weight), tape.use(bias)))
+            weights.append(weight)
+            products.append(F.linear(x_NI, weight, bias))
+        tape.keep((x_nI, slots), *weights)
+        return tuple(products)
 
     def back(self, tape: Tape, *grads_NO: Tensor) -> Tensor:
         """Return the gradient of x."""

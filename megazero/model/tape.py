@@ -121,8 +121,10 @@ class _Function(torch.autograd.Function):
         gradients = tape.operation.back(tape, *grads)
         if not isinstance(gradients, tuple):
             gradients = (gradients,)
+        if not tape.parameters:
+            return None, *gradients
         returned = [tape.returned.get(id(parameter)) for parameter in tape.parameters]
-        return None, *gradients, *[None if slot is None else slot.gradient for slot in returned]
+        return None, *gradients, *(None if slot is None else slot.gradient for slot in returned)
 
 
 def apply(operation: Operation, *inputs: Any) -> Any:

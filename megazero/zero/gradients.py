@@ -147,7 +147,7 @@ class GradientAccumulator:
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        if self._unit.deliveries.deferred is None:
+        if self._unit.deliveries.deferred is None:  # asked here too: this is called for each parameter
             self._add(gradient)
         else:
             self._deliver(self._add, gradient)
@@ -163,7 +163,10 @@ class GradientAccumulator:
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""
-        self._deliver(self._add_product, left, right)
+        if self._unit.deliveries.deferred is None:
+            self._add_product(left, right)
+        else:
+            self._deliver(self._add_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
