@@ -85,8 +85,7 @@ class RowProduct:
             rows = len(x_NI) // (axis.size if self._region.sequence else 1)
             return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
-        with_bias = bias_O is not None and axis.rank == 0
-        partial = torch.addmm(bias_O, x_NI, weight_IO) if with_bias else torch.mm(x_NI, weight_IO)
+        partial = torch.mm(x_NI, weight_IO) if bias_O is None or axis.rank else torch.addmm(bias_O, x_NI, weight_IO)
         return partial if self._alone else self._region.sum(partial, "forward").wait()
 
     def back(self, tape: Tape, grad_nO: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero.kernels.operations import Operations
 from megazero.model.parameter import declare
-from megazero.model.tape import Tape
+from megazero.model.tape import Owner, Tape
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]  # of operations: the forward and its backward
 
@@ -29,7 +29,7 @@ class Norm(nn.Module):
         self.weight = declare((hidden,), mean=1.0)
         if bias:
             self.bias = declare((hidden,))
-        self.owners = (self._parameters,)
+        self.owners: tuple[Owner, ...] = (self._parameters,)
         self._eps, self._plain, self._of_sum = eps, plain, of_sum
 
     def run(self, tape: Tape, x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Norm(nn.Module):
         return self._delivered(tape, self._of_sum[1], grad, grad_total)
 
     def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:
-        tape.keep((x, statistics, [tape.use(each) for each in self._parameters.values()]), self._parameters["weight"])
+        tape.keep((x, statistics, [tape.use(each) for each in self._parameters.values()]), self.owners[0]["weight"])
 
     def _delivered(self, tape: Tape, operation: Callable[..., Any], *grads: Tensor) -> Tensor:
         x, statistics, slots = tape.take()
