@@ -1,7 +1,7 @@
 """The specification of each fused operation, in plain torch; every kernel is tested against it.
 
 Names, arguments and shapes are those of `schema`. Operations come as pairs, forward and backward, over plain tensors;
-the autograd functions that call them live with their layers in `model/`, because what becomes of a parameter's gradient
+what calls them lives with the layers in `model/`, because what becomes of a parameter's gradient
 is the layer's business. Unlike kernels they work in fp64 too. Shapes: N rows (sequence x batch), D hidden, F
 feed-forward, V vocabulary (this rank's part of it).
 """

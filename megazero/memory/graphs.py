@@ -108,6 +108,9 @@ class _Uncounted:
         self._slot.write(gradient)
         self._deliveries.append(self._slot)
 
+    def add_sum(self, rows: Tensor) -> None:
+        self.add(rows.sum(0))
+
     def add_product(self, left: Tensor, right: Tensor) -> None:
         self._slot.write_product(left, right)
         self._deliveries.append(self._slot)

@@ -83,7 +83,7 @@ class Rotary:
 
 
 class Attention(nn.Module):
-    """The attention layer: softmax(q k^T / sqrt(d), causal) v, projected back to the hidden size.
+    """The attention layer: softmax(q k^T / sqrt(d), causal) v, between two projections that the block runs.
 
     Args:
         rotary: None with learned positions.
@@ -118,9 +118,6 @@ class Attention(nn.Module):
         self.variable_length: VariableLength | None = None
         self.repeats = False
 
-    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        return self.out(self.core(self.qkv(x_SBD), step))
-
     def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
         """Return what the heads have seen, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         documents = step.documents
@@ -134,17 +131,18 @@ class Attention(nn.Module):
 
     def _causal(self, qkv: Tensor) -> Tensor:
         """Return the same where each sample is one document."""
-        q, k, v = (x_SBHd.permute(1, 2, 0, 3) for x_SBHd in self._heads(qkv, None))
+        q_SBHd, k_SBGd, v_SBGd = self._heads(qkv, None)
+        q, k, v = q_SBHd.permute(1, 2, 0, 3), k_SBGd.permute(1, 2, 0, 3), v_SBGd.permute(1, 2, 0, 3)
         if self.repeats:
             k, v = (x_BGSd.repeat_interleave(self.queries_per_group, dim=1) for x_BGSd in (k, v))
         grouped = q.shape[1] != k.shape[1]
         a_BHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return rearrange(a_BHSd, "b h s d -> s b (h d)")
+        return a_BHSd.permute(2, 0, 1, 3).flatten(2)
 
     def _heads(self, qkv: Tensor, positions_SB: Tensor | None) -> tuple[Tensor, ...]:
         """Return q [S, B, H, d], k and v [S, B, G, d] (views into one projection where the layout allows it)."""
         per_group = self.queries_per_group
-        qkv = rearrange(qkv, "s b (g c d) -> s b g c d", c=per_group + 2, d=self.head_dim)
+        qkv = qkv.view(*qkv.shape[:2], -1, per_group + 2, self.head_dim)
         if per_group == 1:
             # unbind's backward is a single stack; split's would be the same with one more reshape
             q, k, v = qkv.unbind(dim=3)

@@ -3,7 +3,10 @@
     x = x + dropout(attention(norm(x)))
     x = x + dropout(mlp(norm(x)))
 
-A block is a `Layer` (`contract.py`) and nothing more: it knows neither its neighbours nor who runs it.
+A block is a `Layer` (`contract.py`) and nothing more: it knows neither its neighbours nor who runs it. What comes
+before the core of attention is one function of autograd, all that comes behind it another (`tape.py`).
+
+Shapes: S sequence, B batch, D hidden; n rows of this rank's part of the residual stream, N of the whole sequence.
 """
 
 from torch import Tensor, nn
@@ -11,16 +14,18 @@ from torch import Tensor, nn
 from megazero.model.attention import Attention
 from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
+from megazero.model.linear import ColumnProducts, RowProduct
 from megazero.model.mlp import GeluMlp, SwigluMlp
-from megazero.model.norm import LayerNorm, RMSNorm
+from megazero.model.norm import Norm
+from megazero.model.tape import Tape, apply
 
 
 class Block(nn.Module):
     def __init__(
         self,
-        attention_norm: LayerNorm | RMSNorm,
+        attention_norm: Norm,
         attention: Attention,
-        mlp_norm: LayerNorm | RMSNorm,
+        mlp_norm: Norm,
         mlp: GeluMlp | SwigluMlp,
         dropouts: tuple[Dropout, Dropout],
     ):
@@ -28,14 +33,70 @@ class Block(nn.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attention_dropout, self.mlp_dropout = dropouts
+        self._before = _BeforeCore(attention_norm, attention.qkv.product)
+        self._behind = _BehindCore(attention.out.product, mlp_norm, mlp, dropouts)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        x_SBD, y_SBD = self._seen(self.attention(self.attention_norm(x_SBD), step), x_SBD, step)
-        return self.mlp_dropout.add(self.mlp(y_SBD, step), x_SBD, step, skip_output=step.recomputing)
+        attended = self.attention.core(apply(self._before, x_SBD), step)
+        return apply(self._behind, attended, x_SBD, step)
 
-    def _seen(self, attended_SBD: Tensor, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return the residual stream after attention, and its norm: in one pass if nothing is dropped between them."""
-        if not self.attention_dropout.acts(step):
-            return self.mlp_norm.of_sum(attended_SBD, x_SBD)
-        x_SBD = self.attention_dropout.add(attended_SBD, x_SBD, step)
-        return x_SBD, self.mlp_norm(x_SBD)
+
+class _BeforeCore:
+    """The projection of the norm: what the core of attention takes."""
+
+    def __init__(self, norm: Norm, qkv: ColumnProducts):
+        self._norm, self._qkv, self.owners = norm, qkv, (*norm.owners, *qkv.owners)
+
+    def run(self, tape: Tape, x_SBD: Tensor) -> Tensor:
+        (qkv_NP,) = self._qkv.run(tape, self._norm.run(tape, _rows(x_SBD)))
+        return _shaped(qkv_NP, x_SBD)
+
+    def back(self, tape: Tape, grad: Tensor) -> Tensor:
+        grad_x = self._norm.back(tape, self._qkv.back(tape, grad.reshape(-1, grad.shape[-1])))
+        return _shaped(grad_x, grad)
+
+
+class _BehindCore:
+    """The block's output, from what attention's heads have seen and the residual stream."""
+
+    def __init__(self, out: RowProduct, norm: Norm, mlp: GeluMlp | SwigluMlp, dropouts: tuple[Dropout, Dropout]):
+        self._out, self._norm, self._mlp = out, norm, mlp
+        self._first, self._second = dropouts
+        self.owners = (*out.owners, *norm.owners, *mlp.owners)
+
+    def run(self, tape: Tape, attended: Tensor, x_SBD: Tensor, step: BatchContext) -> Tensor:
+        y_nD = self._out.run(tape, attended.reshape(-1, attended.shape[-1]))
+        if self._first.acts(step):
+            total_nD = _rows(self._first.added(_shaped(y_nD, x_SBD), x_SBD, step))
+            y_nD = self._norm.run(tape, total_nD)
+        else:  # the sum and its norm in one pass
+            total_nD, y_nD = self._norm.run_of_sum(tape, y_nD, _rows(x_SBD))
+        y_nD = self._mlp.run(tape, y_nD, skip_output=step.recomputing)
+        tape.keep((step,))
+        if step.recomputing:
+            return x_SBD.new_zeros(()).expand(x_SBD.shape)
+        if self._second.acts(step):
+            return self._second.added(_shaped(y_nD, x_SBD), _shaped(total_nD, x_SBD), step)
+        return _shaped(total_nD + y_nD, x_SBD)
+
+    def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor, Tensor, None]:
+        (step,) = tape.take()
+        grad_nD = _rows(grad_SBD)
+        drops = self._second.acts(step)  # what is masked is the MLP's alone, to be freed when that is done with it
+        grad = self._mlp.back(tape, _rows(self._second.masked(grad_SBD, step)) if drops else grad_nD)
+        if self._first.acts(step):
+            grad_x = self._norm.back(tape, grad).add_(grad_nD)
+            grad = _rows(self._first.masked(_shaped(grad_x, grad_SBD), step))
+        else:
+            grad = grad_x = self._norm.back_of_sum(tape, grad, grad_nD)
+        return _shaped(self._out.back(tape, grad), grad_SBD), _shaped(grad_x, grad_SBD), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x as a contiguous matrix of its rows."""
+    return x.contiguous().view(-1, x.shape[-1])
+
+
+def _shaped(rows: Tensor, like_SBD: Tensor) -> Tensor:
+    """Return rows [S B, C] as [S, B, C]; S may be that of a part of the sequence, or of all."""
+    return rows.view(-1, like_SBD.shape[1], rows.shape[-1])

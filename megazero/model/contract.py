@@ -10,9 +10,9 @@ Each parameter has two attributes beside those of torch:
     declaration     what the parameter is (`ParameterDeclaration`); the model sets it, `parameter.declare` does that
     gradient_slot   where its gradient goes (`GradientSlot`); the engine sets it, and without an engine there is none
 
-A layer that uses a parameter must announce the use in forward (`parameter.use`) and deliver one gradient for it in
-backward (`parameter.deliver` and its variants). The engine never reads `.grad`: a gradient that is left there is lost,
-and the parameter trains on zeros.
+A layer that uses a parameter must announce the use in forward (`Tape.use`) and deliver one gradient for it in backward
+(one of the slot's `add`). The engine never reads `.grad`: a gradient that is left there is lost, and the parameter
+trains on zeros.
 
 Shapes: S sequence, B batch.
 """
@@ -42,6 +42,10 @@ class GradientSlot(Protocol):
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
+        ...
+
+    def add_sum(self, rows: Tensor) -> None:
+        """Deliver the gradient that is the sum of rows, each of the parameter's shape."""
         ...
 
     def add_product(self, left: Tensor, right: Tensor) -> None:

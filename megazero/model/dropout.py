@@ -15,37 +15,17 @@ from megazero.kernels.operations import Operations
 from megazero.model.batch_context import BatchContext
 
 
-class _DropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, dropout: "Dropout", step: BatchContext, skip_output: bool
-    ) -> Tensor:
-        ctx.dropout, ctx.step = dropout, step
-        if skip_output:
-            return x.new_zeros(()).expand(x.shape)
-        site = dropout.site(x, step)
-        return dropout.ops.dropout_add(x.contiguous(), residual.contiguous(), *site, dropout.drop)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _dropped(grads[0], ctx.dropout, ctx.step), grads[0], None, None, None
-
-
 class _Dropout(torch.autograd.Function):
     """The product with the mask; its backward is the same product, of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout: "Dropout", step: BatchContext) -> Tensor:
         ctx.dropout, ctx.step = dropout, step
-        return _dropped(x, dropout, step)
+        return dropout.masked(x, step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _dropped(grads[0], ctx.dropout, ctx.step), None, None
-
-
-def _dropped(x: Tensor, dropout: "Dropout", step: BatchContext) -> Tensor:
-    return dropout.ops.dropout_backward(x.contiguous(), *dropout.site(x, step), dropout.drop)
+        return ctx.dropout.masked(grads[0], ctx.step), None, None
 
 
 class Dropout:
@@ -67,21 +47,20 @@ class Dropout:
         """Return True if anything is dropped; otherwise this is the identity."""
         return bool(self.drop and step.training)
 
-    def add(self, x_SBD: Tensor, residual_SBD: Tensor, step: BatchContext, *, skip_output: bool = False) -> Tensor:
-        """Return residual + dropout(x).
-
-        Args:
-            skip_output: nobody looks at the result, only at its graph: it is not computed.
-        """
-        if not self.acts(step):
-            return residual_SBD + x_SBD
-        return _DropoutAdd.apply(x_SBD, residual_SBD, self, step, skip_output)
-
     def __call__(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return dropout(x)."""
         if not self.acts(step):
             return x_SBD
         return _Dropout.apply(x_SBD, self, step)
+
+    def added(self, x_SBD: Tensor, residual_SBD: Tensor, step: BatchContext) -> Tensor:
+        """Return residual + dropout(x), without a graph; the backward of dropout is `masked`."""
+        x, residual = x_SBD.contiguous(), residual_SBD.contiguous()
+        return self.ops.dropout_add(x, residual, *self.site(x, step), self.drop)
+
+    def masked(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
+        """Return the product of x with the mask, without a graph."""
+        return self.ops.dropout_backward(x_SBD.contiguous(), *self.site(x_SBD, step), self.drop)
 
     def site(self, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, int]:
         """Return what the mask depends on beside channels: sample ids, positions, and the key of everything else."""

@@ -22,77 +22,90 @@ in their order. Two ranks, two chunks:
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region
-from megazero.model.contract import GradientSlot
-from megazero.model.parameter import declare, deliver, deliver_product, use
-
-Slots = tuple[tuple[GradientSlot | None, GradientSlot | None], ...]
+from megazero.model.parameter import declare
+from megazero.model.tape import Owner, Tape
 
 
-class _ColumnProducts(torch.autograd.Function):
-    """Several products of one input, which is gathered and whose gradient is summed once for all of them."""
+class ColumnProducts:
+    """Several products of one input, which is gathered and whose gradient is summed once for all of them.
 
-    @staticmethod
-    def forward(ctx: Any, x_nI: Tensor, region: Region, slots: Slots, *matrices: Any) -> tuple[Tensor, ...]:
-        weights, biases = matrices[::2], matrices[1::2]
-        ctx.save_for_backward(x_nI, *weights)
-        ctx.region, ctx.slots, ctx.has_bias = region, slots, [bias is not None for bias in biases]
-        return _gathered_products(x_nI, region, weights, biases)
+    Args:
+        owners: of each weight [O, I] and bias [O].
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        x_nI, *weights = ctx.saved_tensors
-        gathering = ctx.region.gather(x_nI, "again")
-        summing = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grads[0] @ weights[0]
-            for grad_NO, weight_OI in zip(grads[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad_NO, weight_OI)
-            summing = ctx.region.sum(grad_x, "backward")
-        x_NI = gathering.wait()
-        delivered: list[Tensor | None] = []
-        for grad_NO, (weight_slot, bias_slot), has_bias in zip(grads, ctx.slots, ctx.has_bias, strict=True):
-            delivered.append(deliver_product(weight_slot, grad_NO.T, x_NI))
-            delivered.append(deliver(bias_slot, grad_NO.sum(0)) if has_bias else None)
-        return (None if summing is None else summing.wait(), None, None, *delivered)
+    def __init__(self, region: Region, *owners: Owner):
+        self.region, self.owners, self._alone = region, owners, region.axis.size == 1
+
+    def run(self, tape: Tape, x_nI: Tensor) -> tuple[Tensor, ...]:
+        """Return gather(x) weight^T + bias, [N, O], of each."""
+        slots, weights, biases = [], [], []
+        for owner in self.owners:
+            weight, bias = owner["weight"], owner.get("bias")
+            slots.append((tape.use(weight), tape.use(bias)))
+            weights.append(weight)
+            biases.append(bias)
+        tape.keep((x_nI, slots), *weights)
+        return _gathered_products(x_nI, self.region, weights, biases)
+
+    def back(self, tape: Tape, *grads_NO: Tensor) -> Tensor:
+        """Return the gradient of x."""
+        x_nI, slots = tape.take()
+        weights = [tape.weights.pop() for _ in grads_NO]
+        gathering = None if self._alone else self.region.gather(x_nI, "again")
+        grad_x = torch.mm(grads_NO[0], weights.pop())
+        for grad_NO in grads_NO[1:]:
+            grad_x.addmm_(grad_NO, weights.pop())
+        summing = None if self._alone else self.region.sum(grad_x, "backward")
+        x_NI = x_nI if gathering is None else gathering.wait()
+        for grad_NO, (weight_slot, bias_slot) in zip(grads_NO, slots, strict=True):
+            weight_slot.add_product(grad_NO.T, x_NI)
+            if bias_slot is not None:
+                bias_slot.add_sum(grad_NO)
+        return grad_x if summing is None else summing.wait()
 
 
-class _RowProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        region: Region,
-        weight_IO: Tensor,
-        bias_O: Tensor | None,
-        weight_slot: GradientSlot | None,
-        bias_slot: GradientSlot | None,
-        skip_output: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_IO)
-        ctx.region, ctx.slots, ctx.has_bias = region, (weight_slot, bias_slot), bias_O is not None
+class RowProduct:
+    """A product whose input is split over the tensor axis.
+
+    Args:
+        owner: of the weight [I, O] and the bias [O].
+    """
+
+    def __init__(self, region: Region, owner: Owner):
+        self.region, self.owners, self._alone = region, (owner,), region.axis.size == 1
+
+    def run(self, tape: Tape, x_NI: Tensor, *, skip_output: bool = False) -> Tensor:
+        """Return sum(x weight) + bias, [n, O].
+
+        Args:
+            skip_output: nobody looks at the result, only at its backward: it is not computed, and nothing is sent.
+        """
+        (owner,) = self.owners
+        weight_IO, bias_O = owner["weight"], owner.get("bias")
+        tape.keep((x_NI, tape.use(weight_IO), tape.use(bias_O)), weight_IO)
+        axis = self.region.axis
         if skip_output:
-            rows = len(x_NI) // (region.axis.size if region.sequence else 1)
+            rows = len(x_NI) // (axis.size if self.region.sequence else 1)
             return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
-        return _summed_product(x_NI, region, weight_IO, bias_O if region.axis.rank == 0 else None)
+        return _summed_product(x_NI, self.region, weight_IO, None if axis.rank else bias_O)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_nO = grads[0].contiguous()
-        x_NI, weight_IO = ctx.saved_tensors
-        weight_slot, bias_slot = ctx.slots
-        gathering = ctx.region.gather(grad_nO, "backward")
-        grad_bias = deliver(bias_slot, grad_nO.sum(0)) if ctx.has_bias else None
-        grad_NO = gathering.wait()
-        grad_x = grad_NO @ weight_IO.T if ctx.needs_input_grad[0] else None
-        grad_weight = deliver_product(weight_slot, x_NI.T, grad_NO)
-        return grad_x, None, grad_weight, grad_bias, None, None, None
+    def back(self, tape: Tape, grad_nO: Tensor) -> Tensor:
+        """Return the gradient of x, for a contiguous one of the result."""
+        x_NI, weight_slot, bias_slot = tape.take()
+        gathering = None if self._alone else self.region.gather(grad_nO, "backward")
+        if bias_slot is not None:
+            bias_slot.add_sum(grad_nO)
+        grad_NO = grad_nO if gathering is None else gathering.wait()
+        grad_x = F.linear(grad_NO, tape.weights.pop())
+        weight_slot.add_product(x_NI.T, grad_NO)
+        return grad_x
 
 
 def _gathered_products(
@@ -101,8 +114,8 @@ def _gathered_products(
     """Return gather(x) weight^T + bias of each weight, [N, O]."""
     pairs, cuts = list(zip(weights, biases, strict=True)), region.cut(len(x_nI))
     if not region.sequence or len(cuts) == 1:
-        x_NI = region.gather(x_nI, "forward").wait()
-        return tuple(_product(x_NI, weight.T, bias) for weight, bias in pairs)
+        x_NI = x_nI if region.axis.size == 1 else region.gather(x_nI, "forward").wait()
+        return tuple(F.linear(x_NI, weight, bias) for weight, bias in pairs)
     ranks = region.axis.size
     found = tuple(x_nI.new_empty(ranks * len(x_nI), len(weight)) for weight in weights)
     gathering = [region.gather(x_nI[rows], "forward") for rows in cuts]
@@ -118,7 +131,8 @@ def _summed_product(x_NI: Tensor, region: Region, weight_IO: Tensor, bias_O: Ten
     stream = x_NI.view(region.axis.size, -1, x_NI.shape[1]) if region.sequence else x_NI  # [t, n, I] or [n, I]
     cuts = region.cut(stream.shape[-2])
     if len(cuts) == 1:
-        return region.sum(_product(x_NI, weight_IO, bias_O), "forward").wait()
+        partial = _product(x_NI, weight_IO, bias_O)
+        return partial if region.axis.size == 1 else region.sum(partial, "forward").wait()
     y_nO = x_NI.new_empty(stream.shape[-2], weight_IO.shape[1])
     summing = []
     for rows in cuts:
@@ -138,34 +152,6 @@ def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | 
     return torch.bmm(x, matrices, out=out) if bias_O is None else torch.baddbmm(bias_O, x, matrices, out=out)
 
 
-def column_products(
-    x: Tensor, region: Region, *matrices: tuple[nn.Parameter, nn.Parameter | None]
-) -> tuple[Tensor, ...]:
-    """Return gather(x) weight^T + bias, [S, ..., O], for each (weight [O, I], bias [O] or None).
-
-    Args:
-        x: [S or S / t, ..., I].
-    """
-    slots = tuple((use(weight), None if bias is None else use(bias)) for weight, bias in matrices)
-    flat = [tensor for pair in matrices for tensor in pair]
-    products = _ColumnProducts.apply(x.reshape(-1, x.shape[-1]), region, slots, *flat)
-    return tuple(y_NO.view(-1, *x.shape[1:-1], y_NO.shape[-1]) for y_NO in products)
-
-
-def row_product(
-    x: Tensor, region: Region, weight_IO: nn.Parameter, bias_O: nn.Parameter | None, *, skip_output: bool = False
-) -> Tensor:
-    """Return sum(x weight) + bias, [S or S / t, ..., O], for x of shape [S, ..., I].
-
-    Args:
-        skip_output: nobody looks at the result, only at its graph: it is not computed, and nothing is sent.
-    """
-    bias_slot = None if bias_O is None else use(bias_O)
-    flat = x.reshape(-1, x.shape[-1])
-    y_nO = _RowProduct.apply(flat, region, weight_IO, bias_O, use(weight_IO), bias_slot, skip_output)
-    return y_nO.view(-1, *x.shape[1:-1], y_nO.shape[-1])
-
-
 class ColumnLinear(nn.Module):
     """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
 
@@ -173,10 +159,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,), axis=region.axis) if bias else None
-        self.region = region
-
-    def forward(self, x: Tensor) -> Tensor:
-        return column_products(x, self.region, (self.weight, self.bias))[0]
+        self.product = ColumnProducts(region, self._parameters)
 
 
 class RowLinear(nn.Module):
@@ -189,7 +172,4 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,)) if bias else None
-        self.region = region
-
-    def forward(self, x: Tensor, *, skip_output: bool = False) -> Tensor:
-        return row_product(x, self.region, self.weight, self.bias, skip_output=skip_output)
+        self.product = RowProduct(region, self._parameters)

@@ -4,89 +4,71 @@ The norm of a sum makes the sum on its way: its backward adds what reaches the s
 direction has a pass for the addition alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megazero.kernels.operations import Operations
-from megazero.model.contract import GradientSlot
-from megazero.model.parameter import declare, deliver, use
+from megazero.model.parameter import declare
+from megazero.model.tape import Owner, Tape
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]  # of operations: the forward and its backward
-Slots = tuple[GradientSlot | None, ...]  # of the weight, and of the bias where there is one; parameters_D likewise
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, pair: Pair, slots: Slots, *parameters_D: Tensor) -> Tensor:
-        y, *statistics = pair[0](x, *parameters_D, eps)
-        ctx.save_for_backward(x, *statistics, parameters_D[0])
-        ctx.operation, ctx.slots = pair[1], slots
+class Norm(nn.Module):
+    """LayerNorm with weight and bias (Ba et al. 2016), or RMSNorm with a weight alone (Zhang and Sennrich 2019).
+
+    Args:
+        bias: as the operations want it.
+        plain, of_sum: the operations of the norm, and of the norm of a sum.
+    """
+
+    def __init__(self, hidden: int, eps: float, *, bias: bool, plain: Pair, of_sum: Pair):
+        super().__init__()
+        self.weight = declare((hidden,), mean=1.0)
+        if bias:
+            self.bias = declare((hidden,))
+        self.owners: tuple[Owner, ...] = (self._parameters,)
+        self._eps, self._plain, self._of_sum = eps, plain, of_sum
+
+    def run(self, tape: Tape, x: Tensor) -> Tensor:
+        """Return the norm of x."""
+        x = x.contiguous()
+        y, *statistics = self._plain[0](x, *self._parameters.values(), self._eps)
+        self._keep(tape, x, statistics)
         return y
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, *gradients_D = ctx.operation(grads[0].contiguous(), *ctx.saved_tensors)
-        return grad_x, None, None, None, *map(deliver, ctx.slots, gradients_D)
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, eps: float, pair: Pair, slots: Slots, *parameters_D: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        total, y, *statistics = pair[0](x, residual, *parameters_D, eps)
-        ctx.save_for_backward(total, *statistics, parameters_D[0])
-        ctx.operation, ctx.slots = pair[1], slots
+    def run_of_sum(self, tape: Tape, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + residual, and its norm; both are contiguous."""
+        total, y, *statistics = self._of_sum[0](x, residual, *self._parameters.values(), self._eps)
+        self._keep(tape, total, statistics)
         return total, y
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_total, grad = (each.contiguous() for each in grads)
-        grad_x, *gradients_D = ctx.operation(grad, grad_total, *ctx.saved_tensors)
-        return grad_x, grad_x, None, None, None, *map(deliver, ctx.slots, gradients_D)
+    def back(self, tape: Tape, grad: Tensor) -> Tensor:
+        """Return the gradient of x, for that of the norm."""
+        return self._delivered(tape, self._plain[1], grad.contiguous())
+
+    def back_of_sum(self, tape: Tape, grad: Tensor, grad_total: Tensor) -> Tensor:
+        """Return the gradient of x, which the residual has too, for contiguous ones of the norm and of the sum."""
+        return self._delivered(tape, self._of_sum[1], grad, grad_total)
+
+    def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:
+        tape.keep((x, statistics, [tape.use(each) for each in self._parameters.values()]), self.owners[0]["weight"])
+
+    def _delivered(self, tape: Tape, operation: Callable[..., Any], *grads: Tensor) -> Tensor:
+        x, statistics, slots = tape.take()
+        grad_x, *gradients_D = operation(*grads, x, *statistics, tape.weights.pop())
+        for slot, gradient_D in zip(slots, gradients_D, strict=True):
+            slot.add(gradient_D)
+        return grad_x
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm with weight and bias (Ba et al. 2016)."""
-
-    def __init__(self, hidden: int, eps: float, ops: Operations):
-        super().__init__()
-        self.weight = declare((hidden,), mean=1.0)
-        self.bias = declare((hidden,))
-        self.eps, self.ops = eps, ops
-
-    def forward(self, x: Tensor) -> Tensor:
-        pair, slots = (self.ops.layer_norm, self.ops.layer_norm_backward), (use(self.weight), use(self.bias))
-        return _Norm.apply(x.contiguous(), self.eps, pair, slots, self.weight, self.bias)
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + residual, and its norm."""
-        both, slots = (x.contiguous(), residual.contiguous()), (use(self.weight), use(self.bias))
-        pair = self.ops.add_layer_norm, self.ops.add_layer_norm_backward
-        return _AddNorm.apply(*both, self.eps, pair, slots, self.weight, self.bias)
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm with a weight and no bias (Zhang and Sennrich 2019)."""
-
-    def __init__(self, hidden: int, eps: float, ops: Operations):
-        super().__init__()
-        self.weight = declare((hidden,), mean=1.0)
-        self.eps, self.ops = eps, ops
-
-    def forward(self, x: Tensor) -> Tensor:
-        pair = self.ops.rms_norm, self.ops.rms_norm_backward
-        return _Norm.apply(x.contiguous(), self.eps, pair, (use(self.weight),), self.weight)
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + residual, and its norm."""
-        both, pair = (x.contiguous(), residual.contiguous()), (self.ops.add_rms_norm, self.ops.add_rms_norm_backward)
-        return _AddNorm.apply(*both, self.eps, pair, (use(self.weight),), self.weight)
-
-
-def make_norm(kind: str, hidden: int, eps: float, ops: Operations) -> LayerNorm | RMSNorm:
+def make_norm(kind: str, hidden: int, eps: float, ops: Operations) -> Norm:
     """Return the norm of a kind, "layernorm" or "rmsnorm"."""
-    return {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[kind](hidden, eps, ops)
+    if kind == "layernorm":
+        plain, of_sum = "layer_norm", "add_layer_norm"
+    else:
+        plain, of_sum = "rms_norm", "add_rms_norm"
+    pairs = [(getattr(ops, name), getattr(ops, f"{name}_backward")) for name in (plain, of_sum)]
+    return Norm(hidden, eps, bias=kind == "layernorm", plain=pairs[0], of_sum=pairs[1])

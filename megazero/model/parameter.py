@@ -1,4 +1,4 @@
-"""Declarations of parameters, and the delivery of their gradients.
+"""Declarations of parameters.
 
 A parameter is declared on torch's meta device with a `Declaration`: its logical shape, how it is initialised, whether
 it decays. Whoever gives it memory (`zero/`) reads the declaration; the model itself never allocates anything.
@@ -7,7 +7,8 @@ it decays. Whoever gives it memory (`zero/`) reads the declaration; the model it
 layer's backward computes the gradient straight into that slot (a matrix product writes into the flat gradient
 buffer with beta 0 or 1), so nothing is zeroed, no gradient tensor is allocated and no extra pass adds it up. Without
 an engine the gradient goes back to autograd like any other, and `.grad` is filled as users of torch expect. Each use of
-a parameter in forward is announced (`use`), so that the engine knows when the last gradient of a block has arrived.
+a parameter in forward is announced (`Tape.use`), so that the engine knows when the last gradient of a block has
+arrived.
 
 Layout rule: the sharded dimension comes first, so that the part of any rank is one interval of the flat parameter.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
-from megazero.model.contract import GradientSlot, ParameterDeclaration
+from megazero.model.contract import ParameterDeclaration
 
 
 @dataclass(frozen=True)
@@ -101,35 +102,3 @@ def declarations_by_name(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
 def whole_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Return the shape of every parameter over all ranks, as a checkpoint's manifest has it."""
     return {name: list(declaration_of(parameter).shape) for name, parameter in model.named_parameters()}
-
-
-def use(parameter: nn.Parameter) -> GradientSlot | None:
-    """Announce one use of a parameter in forward; return the slot for the one gradient of this use, if there is one."""
-    slot: GradientSlot | None = getattr(parameter, "gradient_slot", None)
-    if slot is not None and torch.is_grad_enabled():
-        slot.expect()
-    return slot
-
-
-def deliver(slot: GradientSlot | None, gradient: Tensor) -> Tensor | None:
-    """Deliver a gradient to its slot; return what the autograd function has to return for the parameter."""
-    if slot is None:
-        return gradient
-    slot.add(gradient)
-    return None
-
-
-def deliver_product(slot: GradientSlot | None, left: Tensor, right: Tensor) -> Tensor | None:
-    """Deliver the gradient left @ right; return as `deliver` does."""
-    if slot is None:
-        return left @ right
-    slot.add_product(left, right)
-    return None
-
-
-def deliver_rows(slot: GradientSlot | None, shape: torch.Size, rows: Tensor, values: Tensor) -> Tensor | None:
-    """Deliver a gradient of this shape that is zero except in some rows; return as `deliver` does."""
-    if slot is None:
-        return values.new_zeros(shape).index_add_(0, rows, values)
-    slot.add_rows(rows, values)
-    return None

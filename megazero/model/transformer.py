@@ -22,11 +22,12 @@ from megazero.model.block import Block
 from megazero.model.contract import TIED, Layer, UnitDeclaration
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
-from megazero.model.linear import column_products
+from megazero.model.linear import ColumnProducts
 from megazero.model.loss import token_losses
 from megazero.model.mlp import make_mlp
-from megazero.model.norm import LayerNorm, RMSNorm, make_norm
+from megazero.model.norm import Norm, make_norm
 from megazero.model.parameter import declaration_of, declare
+from megazero.model.tape import apply
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,16 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The final norm and the output projection; tied, the projection's weight is the token embedding's."""
 
-    def __init__(self, norm: LayerNorm | RMSNorm, weight_VD: nn.Parameter, region: Region):
+    def __init__(self, norm: Norm, weight_VD: nn.Parameter, region: Region):
         super().__init__()
         self.norm = norm
         self.weight = weight_VD
-        self.region = region
+        self._product = ColumnProducts(region, self._parameters)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return logits [S, B, V] of this rank's part of the vocabulary."""
-        return column_products(self.norm(x_SBD), self.region, (self.weight, None))[0]
+        (logits_NV,) = apply(self._product, apply(self.norm, x_SBD).flatten(0, 1))
+        return logits_NV.view(-1, x_SBD.shape[1], logits_NV.shape[-1])
 
 
 class Transformer(nn.Module):

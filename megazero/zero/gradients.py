@@ -10,7 +10,7 @@ The phase of each unit in each micro-batch is kept, so that a gradient that come
 names the parameter, and not a wrong sum.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,7 +42,7 @@ class Deliveries:
     """
 
     phase: Phase = Phase.FORWARD
-    due: dict[str, int] = field(default_factory=dict)
+    due: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     left: int = 0
 
 
@@ -70,13 +70,13 @@ class DeliveryCounter:
         if deliveries is None:
             deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
         assert deliveries.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", deliveries)
-        deliveries.due[parameter] = deliveries.due.get(parameter, 0) + 1
+        deliveries.due[parameter] += 1
         deliveries.left += 1
 
     def delivered(self, parameter: str) -> None:
         """Count a gradient that has been added to the buffer; call `on_complete` behind the last one."""
         deliveries = self._by_micro_batch.get(self.micro_batch)
-        assert deliveries is not None and deliveries.due.get(parameter), self._wrong(
+        assert deliveries is not None and deliveries.due[parameter], self._wrong(
             parameter, "has a gradient", deliveries
         )
         self._delivered.add(parameter)
@@ -143,14 +143,19 @@ class GradientAccumulator:
         self._unit, self._name, self._ops = unit, name, ops
         self.view: Tensor = torch.empty(0)
         self.fresh = True
-
-    def expect(self) -> None:
-        """Announce a use of the parameter in forward."""
-        self._unit.deliveries.expect(self._name)
+        self.expect: Callable[[], None] = partial(unit.deliveries.expect, name)  # announces a use in forward
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
         self._deliver(self.write, gradient)
+
+    def add_sum(self, rows: Tensor) -> None:
+        """Deliver a gradient that is the sum of rows; where it is the first and of this dtype, without a copy."""
+        if self._unit.deliveries.deferred is not None or rows.dtype != self.view.dtype or not self._first():
+            self.add(rows.sum(0))
+            return
+        torch.sum(rows, 0, out=self.view)
+        self.delivered()
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""

@@ -6,12 +6,13 @@
     post_backward  two moments: the last gradient of a unit has been delivered (`gradients.py`), which starts its
                    reduction; and the layer's whole backward has run, after which its parameters are released
 
-The backward events are autograd functions that compute the identity: one behind each layer, whose backward ends that of
-the layer after it and begins its own, and one before the first, if its input has a gradient. What a layer saves for
-its backward of a sharded unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up
-in the unit's current buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the
-embedding's table) is not gathered for its backward. A layer that is recomputed in its backward saves nothing before
-that, and needs all its units.
+The backward events are hooks of autograd's nodes: one of the node of each layer's output, which ends the backward of
+the layer after it and begins its own, and one of the node that the first one's input came from, if there is one. So a
+layer with units has to return a tensor of its own, never its input. What a layer saves for its backward of a sharded
+unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up in the unit's current
+buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the embedding's table) is
+not gathered for its backward. A layer that is recomputed in its backward saves nothing before that, and needs all its
+units.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -73,7 +74,7 @@ class _Call:
             self.needed.append(unit)
         return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
-    def pre_backward(self) -> None:
+    def pre_backward(self, _: object = None) -> None:
         """End the backward of the layer after; wait for what this one's needs, and prefetch for the layer before."""
         if self.after is not None:
             self.after.post_backward()
@@ -82,7 +83,7 @@ class _Call:
         if self.before is not None:
             self.gather.prefetch(self.before.needed)
 
-    def post_backward(self) -> None:
+    def post_backward(self, _: object = None) -> None:
         """Release the layer's units, except those that the layer before needs."""
         next_units = self.before.needed if self.before is not None else []
         self.gather.reshard([unit for unit in self.units if unit not in next_units])
@@ -92,18 +93,10 @@ def _unpack(packed: Tensor | _Saved) -> Tensor:
     return packed.view() if isinstance(packed, _Saved) else packed
 
 
-class _Boundary(torch.autograd.Function):
-    """The identity; its backward calls `event`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, event: Callable[[], None]) -> Tensor:
-        ctx.event = event
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.event()
-        return grads[0], None
+def _before_backward(x: Tensor, event: Callable[[object], None]) -> None:
+    """Let autograd call `event` when the gradient of x has arrived, before it goes on; not if there will be none."""
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(event)
 
 
 class ShardedLayer:
@@ -124,13 +117,16 @@ class ShardedLayer:
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self.keep = False
+        self._rests_whole = all(unit.parameters_rest_whole for unit in units)
         self._call: _Call | None = None
 
     def __call__(self, x: Tensor, *arguments: Any) -> Tensor:
-        next_units = self.after.units if self.after is not None else []
         self._gather.unshard(self.units)
+        if self._rests_whole:  # so do the next layer's
+            return self.layer(x, *arguments)
+        next_units = self.after.units if self.after is not None else []
         self._gather.prefetch(next_units)
-        if torch.is_grad_enabled() and not all(unit.parameters_rest_whole for unit in self.units):
+        if torch.is_grad_enabled():
             return self._with_backward(x, arguments, next_units)
         y = self.layer(x, *arguments)
         self._release(next_units)
@@ -141,13 +137,14 @@ class ShardedLayer:
         self._call = call = _Call(self._gather, self.units, before, list(self.units) if self._recomputed else [])
         if before is not None:
             before.after = call
-        elif x.is_floating_point():
-            x = _Boundary.apply(x, call.post_backward)
+        else:
+            _before_backward(x, call.post_backward)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
             y = self.layer(x, *arguments)
         if not self.keep:
             self._release(next_units)
-        return _Boundary.apply(y, call.pre_backward)
+        _before_backward(y, call.pre_backward)
+        return y
 
     def _release(self, next_units: list[Unit]) -> None:
         self._gather.reshard([unit for unit in self.units if unit not in next_units])

@@ -267,7 +267,8 @@ class Unit:
         """Write zeros for parameters without a delivery: their memory holds anything."""
         self.open_gradients()
         for view in self.views.values():
-            view.close()
+            if view.fresh:
+                view.close()
 
     def require_gradients(self) -> None:
         """Raise an error if a parameter has had no gradient in this step: UserError 305."""

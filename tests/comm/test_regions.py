@@ -12,10 +12,10 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.regions import Region, leave
 from megazero.kernels.operations import REFERENCE
-from megazero.model.batch_context import BatchContext
-from megazero.model.linear import column_products, row_product
+from megazero.model.linear import ColumnProducts, RowProduct
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.parameter import declaration_of
+from megazero.model.tape import apply
 from tests.ranks import run_ranks
 
 S, B, D, F = 8, 2, 6, 12
@@ -52,10 +52,12 @@ def check(grid: Grid, sequence: bool, kind: str, chunks: int) -> tuple[Tensor, T
     weight = torch.nn.Parameter(doubles(F, D, seed=tensor.rank))
 
     def column(x: Tensor) -> Tensor:
-        return (column_products(x, region, (weight, None))[0] * weigh).sum()
+        (y,) = apply(ColumnProducts(region, {"weight": weight}), x.flatten(0, 1))
+        return (y.view_as(weigh) * weigh).sum()
 
     def row(x: Tensor) -> Tensor:
-        return (row_product(x, region, weight, None) * outside).sum()
+        y = apply(RowProduct(region, {"weight": weight}), x.flatten(0, 1))
+        return (y.view_as(outside) * outside).sum()
 
     def left(x: Tensor) -> Tensor:
         return (leave(x * 1.0, region) * outside).sum()
@@ -87,8 +89,8 @@ def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
         mlp = SwigluMlp(D, F, bias=False, out_std=0.02, region=region, ops=REFERENCE)
     for parameter in list(mlp.parameters()):
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
-    x = torch.ones(S // grid["tensor"].size if sequence else S, B, D, requires_grad=True)
-    mlp(x, BatchContext(0, torch.arange(B))).sum().backward()
+    x = torch.ones(B * S // (grid["tensor"].size if sequence else 1), D, requires_grad=True)
+    apply(mlp, x).backward(torch.ones_like(x))
     return {purpose: sent["elements"] for purpose, sent in grid.comm.ledger.traffic_as_dict()["tensor"].items()}
 
 

@@ -15,9 +15,10 @@ from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
 from megazero.model import contract
 from megazero.model.batch_context import BatchContext
-from megazero.model.embedding import lookup
-from megazero.model.linear import column_products
+from megazero.model.embedding import Lookup
+from megazero.model.linear import ColumnProducts
 from megazero.model.parameter import declaration_of, declare
+from megazero.model.tape import apply
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
@@ -33,9 +34,12 @@ class Bigram(nn.Module):
         self.table = declare((VOCAB, 8), std=0.5, decay=True, axis=Axis("tensor"))
         self.out = declare((VOCAB, 8), std=0.5)
         self.layers: list[contract.Layer] = [
-            lambda tokens, step: lookup(self.table, tokens),
-            lambda x, step: column_products(x, Region(Axis("tensor"), False, "out"), (self.out, None))[0],
+            lambda tokens, step: apply(Lookup({"weight": self.table}), tokens, None),
+            lambda x, step: apply(self.product(), x.flatten(0, 1))[0].view(*x.shape[:2], -1),
         ]
+
+    def product(self) -> ColumnProducts:
+        return ColumnProducts(Region(Axis("tensor"), False, "out"), {"weight": self.out})
 
     def units(self) -> list[contract.UnitDeclaration]:
         return [(name, [(name, parameter)]) for name, parameter in self.named_parameters()]

@@ -10,7 +10,8 @@ from megazero.comm.collectives import Pending, done
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.regions import Region
 from megazero.model import linear
-from megazero.model.linear import column_products, row_product
+from megazero.model.linear import ColumnProducts, RowProduct
+from megazero.model.tape import apply
 from megazero.plan.job import Job
 from megazero.tools.certify.tolerances import GRADIENT_FP32, GRADIENT_FP64, difference
 from megazero.zero.placement import Precision
@@ -37,8 +38,8 @@ def products(grid: Grid, sequence: bool, chunks: int, dtype: torch.dtype) -> tup
     first = axis.rank * part if sequence else 0
     x = drawn(S, B, D, seed=91, dtype=dtype)[first : first + part].clone().requires_grad_()
     outside = drawn(S, B, D, seed=92, dtype=dtype)[first : first + part]
-    y, z = column_products(x, region, (up, up_bias), (gate, None))
-    out = row_product(y * z, region, down, bias)
+    y, z = apply(ColumnProducts(region, {"weight": up, "bias": up_bias}, {"weight": gate}), x.view(-1, D))
+    out = apply(RowProduct(region, {"weight": down, "bias": bias}), y * z).view(part, B, D)
     (out * outside).sum().backward()
     found = [y, z, out, *(parameter.grad for parameter in (x, up, up_bias, gate, down, bias))]
     assert all(one is not None for one in found)
@@ -85,13 +86,13 @@ def test_each_chunk_is_under_way_beside_another_s_product(monkeypatch: pytest.Mo
     region = Region(Axis("tensor", 2), sequence, "block", 3)
     weight = nn.Parameter(torch.ones(4, 6))
     with torch.no_grad():
-        row_product(torch.ones(8, 1, 4), region, weight, None)
+        apply(RowProduct(region, {"weight": weight}), torch.ones(8, 4))
     assert noted.events == ["product", "sum"] * 3 + ["wait for sum"] * 3
     noted.events.clear()
     with torch.no_grad():
-        column_products(torch.ones(8, 1, 6), region, (weight, None))
+        apply(ColumnProducts(region, {"weight": weight}), torch.ones(8, 6))
     gathers = ["gather"] * 3 + ["wait for gather", "product"] * 3
-    assert noted.events == (gathers if sequence else ["gather", "wait for gather", "product"])
+    assert noted.events == (gathers if sequence else ["gather", "wait for gather"])
 
 
 def test_cuts_are_as_equal_as_can_be() -> None:

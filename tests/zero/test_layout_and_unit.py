@@ -1,5 +1,7 @@
 """Flat units: intervals that cover the buffer, parameters and gradients that are views of it."""
 
+from collections import deque
+
 import pytest
 import torch
 from hypothesis import given
@@ -141,6 +143,27 @@ def test_first_delivery_overwrites_later_ones_add() -> None:
         view.fresh = True
         first()
         assert torch.equal(memory, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_of_rows_is_delivered_as_the_sum_would_be(dtype: torch.dtype, deferred: bool) -> None:
+    """Bit for bit, the first and a second one, wide and narrow, at once and later."""
+    each = [torch.randn(1000, 7).to(dtype) for _ in range(2)]
+    found = []
+    for by_rows in (True, False):
+        owner = Owner()
+        view = GradientAccumulator(owner, "bias", REFERENCE)
+        view.view = torch.full((7,), torch.nan)
+        later = owner.deliveries.deferred = deque() if deferred else None
+        for _ in each:
+            view.expect()
+        for rows in each:
+            view.add_sum(rows) if by_rows else view.add(rows.sum(0))
+        for delivery in later or ():
+            delivery()
+        found.append(view.view)
+    assert torch.equal(*found) and not found[0].isnan().any()
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])

@@ -246,7 +246,7 @@ def swapped_chunks(rig: Rig) -> None:
     """Let one tensor rank take the chunks of its products in another order: sums then add other rows."""
     block = rig.built.model.blocks[0]
     assert isinstance(block, Block)
-    region = block.mlp.down.region
+    region = block.mlp.down.product.region
     cut = region.cut
     if region.axis.rank == 1:
         object.__setattr__(region, "cut", lambda rows: cut(rows)[::-1])
