@@ -191,8 +191,10 @@ def _be(rank: int, size: int, store: Path, end: Connection, of_parent: list[Conn
                 own = replace(comm, status_slot=StatusBoard.private().status_slot(0), _rounds=_From(len(grids) << 24))
                 grids[axes] = make_grid(comm=own, device_type="cpu", **sizes)
             grid = grids[axes].with_comm(_with_ledger(grids[axes].comm))
-            end.send_bytes(pickle.dumps((True, function(grid, *arguments))))  # send would share tensors' memory
+            result = pickle.dumps((True, function(grid, *arguments)))  # a pipe's `send` would share tensors' memory
+            _take_in(comm)
             dist.barrier()  # nobody leaves while others still talk
+            end.send_bytes(result)
             if only is not None:
                 break
     except EOFError:  # the parent has ended
@@ -212,6 +214,14 @@ class _From(Counter[str]):
 
     def __missing__(self, axis: str) -> int:
         return self._first
+
+
+def _take_in(comm: CommContext) -> None:
+    """Take in what others have sent and nobody has waited for: it fills the room of the next call's messages."""
+    if comm.shared_memory is not None:
+        for under_way in list(comm.shared_memory.rounds):
+            under_way.finish()  # type: ignore[attr-defined]
+        comm.shared_memory.rounds.clear()
 
 
 def _with_ledger(comm: CommContext) -> CommContext:

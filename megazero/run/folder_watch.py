@@ -33,7 +33,7 @@ class FolderWatch:
             return
         self._looked = self._clock()
         try:
-            fault = self._fault()
+            fault = self._vanished() if saving else self._fault() or self._vanished()
         except OSError:  # a disk that does not answer has shown nothing
             return
         if fault is not None and fault not in self._said:
@@ -43,6 +43,10 @@ class FolderWatch:
     def _fault(self) -> str | None:
         if (fault := self._folder.fault()) is not None:
             return f"{fault}; nothing can be saved unless that is mended before the next save"
-        if not self._folder.checkpoints.is_dir():
+        return None
+
+    def _vanished(self) -> str | None:
+        """Return the fault that a save mends, and would not tell; of all others it is a save that fails that tells."""
+        if self._folder.path.is_dir() and not self._folder.checkpoints.is_dir():
             return "checkpoints/ was deleted or moved, with the steps in it; the next save makes it anew"
         return None
