@@ -54,7 +54,8 @@ def run_ranks(
 
     Args:
         shard: data ranks over which ZeRO shards; None: all.
-        fresh: in processes that have done nothing before, as one needs who measures their memory.
+        fresh: in processes of their own, for a function that measures their memory, or leaves them as they should not
+            be left.
     """
     if size == 1:
         return [function(single(), *arguments)]
