@@ -13,7 +13,7 @@ from megazero.comm.grid import Axis, Grid
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.memory.activation_store import Arena, ArenaStore
-from megazero.memory.graphs import CudaGraphs, Exchange, GraphedLayer
+from megazero.memory.graphs import Exchange, GraphedLayer, graphs_of
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import PlainStore, Recomputed
 from megazero.model.block import Block
@@ -60,7 +60,8 @@ def recompute(
     numel = math.prod(shape)
     kept = layers.kept_inputs(job.micro_batches)
     pool = Pool(dtype, device, ledger, "inputs")
-    graphed = (CudaGraphs(), Exchange(shape, dtype, device, ledger)) if job.graphs and host.apart else None
+    exchange = Exchange(shape, dtype, device, ledger) if job.graphs and host.apart else None
+    graphs = None if exchange is None else graphs_of(device)
     recomputed: set[Layer] = set()
     for stage, parts in stages.items():
         own = [i for i in parts if i in blocks]
@@ -68,7 +69,10 @@ def recompute(
         store = ArenaStore(arena) if axis.size == 1 and host_of is None else PartitionedStore(arena, axis, pool, device)
         for i in own:
             block = blocks[i]
-            model.layers[i] = Recomputed(block, store) if graphed is None else GraphedLayer(block, store, *graphed)
+            if exchange is None or graphs is None:
+                model.layers[i] = Recomputed(block, store)
+            else:
+                model.layers[i] = GraphedLayer(block, store, graphs, exchange)
             recomputed.add(model.layers[i])
     return recomputed
 

@@ -12,8 +12,9 @@ Graphs run one at a time, so all of them take their memory from one pool.
 
 A replay does nothing else of what the host does: the uses of parameters and the deliveries of their gradients are
 counted behind it, and a unit's reduction starts behind its layer instead of inside of it. What a layer computes may
-depend on its input and its parameters only: no dropout, no documents. Recording makes the device wait; it happens in
-the first steps, behind `WARM_UP` calls in which the kernels' libraries prepare themselves.
+depend on its input and its parameters only: no dropout, no documents. To record, torch waits for all of the device,
+so no message of another rank may be awaited then: no pipelines. It happens in the first steps, behind `WARM_UP` calls
+in which the kernels' libraries prepare themselves.
 """
 
 from collections.abc import Callable
@@ -54,6 +55,11 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
+
+
+def graphs_of(device: torch.device) -> Graphs | None:
+    """Return a device's way to record; None: it has none, as where a GPU is only pretended."""
+    return CudaGraphs() if device.type == "cuda" else None
 
 
 class Slot(Protocol):

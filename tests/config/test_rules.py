@@ -69,7 +69,8 @@ ALSO = [
     (GRAPHS, "parallel.tensor=2", "parallel.tensor=1"),
     (GRAPHS, "model.dropout=0.1", "model.dropout=0"),
     (GRAPHS, "data.mask_eod=true", "data.mask_eod=false"),
-    ([*GRAPHS, "parallel.pipeline=2"], "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
+    (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
+    (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor"}

@@ -24,6 +24,7 @@ from megazero.comm.ledger import Ledger
 from megazero.kernels.operations import REFERENCE
 from megazero.memory import graphs
 from megazero.memory.graphs import WARM_UP, Exchange, GraphedLayer
+from megazero.memory.graphs import graphs_of as honest_graphs_of
 from megazero.memory.recompute import PlainStore
 from megazero.model.batch_context import BatchContext
 from megazero.plan.job import Job
@@ -70,7 +71,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recordings:
-    """In the place of `CudaGraphs`; counts."""
+    """In the place of `CudaGraphs`; they are counted."""
 
     made, replayed = 0, 0
 
@@ -90,7 +91,7 @@ class Recordings:
 
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "CudaGraphs", Recordings)
+    monkeypatch.setattr(recompute, "graphs_of", lambda device: Recordings())
     monkeypatch.setattr(Recordings, "made", 0)
     monkeypatch.setattr(Recordings, "replayed", 0)
     monkeypatch.setitem(SHAPES, "still", SHAPE)
@@ -117,8 +118,6 @@ LAYOUTS = {
     "stage 1": job_on(1, 2, False, 4, 1),
     "stage 2": job_on(1, 2, False, 4, 2),
     "stage 3": job_on(1, 2, False, 4, 3),
-    "1f1b": job_on(1, 1, False, 4, 1, pipeline=2),
-    "interleaved": job_on(1, 1, False, 4, 3, pipeline=2, schedule="interleaved", chunks=2),
     "hybrid": job_on(1, 4, False, 2, 3, shard_ranks=2),
     "offload": job_on(1, 2, False, 4, 3, offload_optimizer=True, offload_parameters=True),
     "host's update": job_on(1, 1, False, 4, 2, offload_optimizer=True),
@@ -208,3 +207,12 @@ def test_on_a_cpu_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="megazero"):
         build(config_of(job, SHAPE, FP32), grid, CPU, REFERENCE, Host(CPU, grid.comm.ledger))
     assert "memory.cuda_graphs changes nothing: there are none on a CPU" in caplog.text
+
+
+def test_a_pretended_gpu_records_nothing_and_counts_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a dry run."""
+    monkeypatch.setattr(recompute, "graphs_of", honest_graphs_of)
+    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", graphs=True), SHAPE, FP32)
+    rank.step(0)
+    assert not any(isinstance(getattr(part, "layer", None), GraphedLayer) for part in rank.model.layers)
+    assert rank.grid.comm.ledger.bytes["graphs"].now > 0
