@@ -260,6 +260,8 @@ def _trained(
         with explain_out_of_memory(config, grid, device):
             return trainer, trainer.run()
     finally:
+        site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
+        HEART.say("")
         trainer.close()
 
 
