@@ -33,7 +33,7 @@ from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
 from megazero.zero.unit import Unit
 from tests.checkers.machine import Item, Kind, Machine, Order
-from tests.checkers.pretend import COMPUTE, Communicator, Name, Splits, stand_ins
+from tests.checkers.pretend import COMPUTE, Communicator, Name, PretendedStreams, Splits, stand_ins
 from tests.checkers.races import ALLOCATES, UPDATES
 from tests.checkers.sync import WAITS, SyncDetector
 from tests.layouts import DELAYED_STEPS, Rank, Trained, planned, record
@@ -51,7 +51,7 @@ class Gpu:
     def __init__(self, machine: Machine, rank: int, world: int, on_host: Callable[[Tensor], bool]):
         self.machine, self.rank, self.on_host = machine, rank, on_host
         self.everyone = self.communicator((tuple(range(world)), 0))
-        self.streams = _Streams(self)
+        self.streams = PretendedStreams(self, lambda name: _Stream(self, name))
         self._last: dict[str, Item] = {}
         self._stack = [COMPUTE]
 
@@ -64,6 +64,9 @@ class Gpu:
         self._stack.append(stream)
         yield
         self._stack.pop()
+
+    def keep(self, x: Tensor, stream: str) -> None:
+        """Do nothing: what is queued keeps its tensors."""
 
     def last(self, stream: str) -> Item | None:
         """Return what is queued last on a stream, to which nothing is added any more; None: all of it is done."""
@@ -155,26 +158,6 @@ class _Stream:
 
     def synchronize(self) -> None:
         self._gpu.machine.force(self._gpu.last(self.name))
-
-
-class _Streams:
-    """The streams of a GPU (`streams.Streams`)."""
-
-    def __init__(self, gpu: Gpu):
-        self._gpu, self._made = gpu, 0
-
-    def new(self, device: torch.device) -> _Stream:
-        self._made += 1
-        return _Stream(self._gpu, f"side {self._made}")
-
-    def current(self) -> _Stream:
-        return _Stream(self._gpu, self._gpu.current)
-
-    def use(self, stream: _Stream) -> Any:
-        return self._gpu.use(stream.name)
-
-    def keep(self, x: Tensor, stream: _Stream) -> None:
-        """Do nothing: what is queued keeps its tensors."""
 
 
 class _Work(dist.Work):

@@ -28,6 +28,41 @@ class Launch(Protocol):
     ) -> dist.Work: ...
 
 
+class PretendedGpu(Protocol):
+    """A GPU that has streams, by their names."""
+
+    @property
+    def current(self) -> str: ...
+
+    def use(self, stream: str, /) -> Any: ...
+
+    def keep(self, x: Tensor, stream: str, /) -> None: ...
+
+
+class PretendedStreams:
+    """The streams of a pretended GPU (`streams.Streams`).
+
+    Args:
+        stream: gives the one of a name.
+    """
+
+    def __init__(self, gpu: PretendedGpu, stream: Callable[[str], Any]):
+        self._gpu, self._stream, self._made = gpu, stream, 0
+
+    def new(self, device: torch.device) -> Any:
+        self._made += 1
+        return self._stream(f"side {self._made}")
+
+    def current(self) -> Any:
+        return self._stream(self._gpu.current)
+
+    def use(self, stream: Any) -> Any:
+        return self._gpu.use(stream.name)
+
+    def keep(self, x: Tensor, stream: Any) -> None:
+        self._gpu.keep(x, stream.name)
+
+
 class Communicator(FakeProcessGroup):
     """A communicator, all of whose operations go to one function.
 

@@ -23,7 +23,7 @@ from megazero.plan.job import Job
 from megazero.schedules.actions import Action, Kind
 from megazero.train.trainer import Trainer
 from megazero.zero.placement import Precision
-from tests.checkers.pretend import COMPUTE, Communicator, Name, Splits, stand_ins
+from tests.checkers.pretend import COMPUTE, Communicator, Name, PretendedStreams, Splits, stand_ins
 from tests.checkers.sync import SyncDetector, Wait
 from tests.checkers.training import STEPS, trainer_of
 from tests.layouts import Rank, planned
@@ -156,26 +156,6 @@ class _Stream:
         self.trace.wait(f"for {self.name}", self.trace.end(self.name))
 
 
-class _Streams:
-    """The streams of the pretended GPU (`streams.Streams`)."""
-
-    def __init__(self, trace: Trace):
-        self._trace, self._made = trace, 0
-
-    def new(self, device: torch.device) -> _Stream:
-        self._made += 1
-        return _Stream(self._trace, f"side {self._made}")
-
-    def current(self) -> _Stream:
-        return _Stream(self._trace, self._trace.current)
-
-    def use(self, stream: _Stream) -> Any:
-        return self._trace.use(stream.name)
-
-    def keep(self, x: Tensor, stream: _Stream) -> None:
-        self._trace.keep(x, stream.name)
-
-
 class _Mark:
     """A place in the current stream (`readback.Mark`)."""
 
@@ -267,7 +247,7 @@ def pretended(trace: Trace, world: int) -> Iterator[CommContext]:
     """Be a rank of a world of GPUs: its streams, communicators and marks write the trace."""
     everyone = _communicator(trace, (tuple(range(world)), 0))
     splits = Splits(trace.rank, lambda name: _communicator(trace, name))
-    pretended_streams = _Streams(trace)
+    pretended_streams = PretendedStreams(trace, lambda name: _Stream(trace, name))
     with stand_ins(
         lambda: trace.rank, lambda: everyone, lambda: pretended_streams, trace.wait_for_all, lambda: _Mark(trace)
     ) as patch:
