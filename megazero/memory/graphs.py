@@ -17,17 +17,16 @@ so no message of another rank may be awaited then: no pipelines. It happens in t
 in which the kernels' libraries prepare themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from megazero.comm.ledger import Ledger
-from megazero.memory.recompute import ActivationStore, Kept, LayerContext, PlainStore
+from megazero.memory.recompute import ActivationStore, LayerContext, PlainStore, Recomputed
 
 WARM_UP = 2  # calls of a layer's forward, and of its backward, that are not recorded
 
@@ -135,8 +134,8 @@ class Exchange:
         self.input, self.output, self.grad_output, self.grad_input = self.memory.unbind()
 
 
-class GraphedLayer:
-    """A layer whose forward and backward are replayed, and whose backward runs its forward again.
+class GraphedLayer(Recomputed):
+    """A recomputed layer whose forward and backward are replayed.
 
     Args:
         layer: returns a new tensor of its input's shape, and depends on nothing but its input and its parameters.
@@ -145,22 +144,16 @@ class GraphedLayer:
     """
 
     def __init__(self, layer: nn.Module, store: ActivationStore | type[PlainStore], graphs: Graphs, exchange: Exchange):
-        self.layer, self.store = layer, store
-        self._graphs, self._exchange = graphs, exchange
+        super().__init__(layer, store)
+        self._module, self._exchange = layer, exchange
         self._forwards, self._backwards = _Recorded(graphs), _Recorded(graphs)
-
-    def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
-        if not torch.is_grad_enabled():  # a validation's micro-batches may have other shapes
-            return self.layer(x, context)
-        return _Replay.apply(x, self, context)
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:
         """The parameters; not before the first call, because those that have memory come behind the layer's making."""
-        return list(self.layer.parameters())
+        return list(self._module.parameters())
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """Return the output, which keeps no graph."""
         at = self._exchange
         at.input.copy_(x)
 
@@ -171,8 +164,7 @@ class GraphedLayer:
         return at.output.clone()
 
     def backward(self, x: Tensor, grad: Tensor, context: LayerContext) -> Tensor:
-        """Return the gradient of the input; deliver those of the parameters."""
-        at = self._exchange
+        at, recompute = self._exchange, super().backward
         at.input.copy_(x)
         at.grad_output.copy_(grad)
         slots: list[Slot] = [parameter.gradient_slot for parameter in self._parameters]  # type: ignore[attr-defined]
@@ -180,12 +172,10 @@ class GraphedLayer:
             slot.open()
 
         def work(deliveries: list[Slot]) -> None:
-            with _uncounted(self._parameters, deliveries), torch.enable_grad():
-                again = at.input.detach().requires_grad_()
-                root = get_gradient_edge(self.layer(again, context.recomputed()))
-                torch.autograd.backward(root, at.grad_output)
-                assert again.grad is not None, "the output depends on the input"
-                at.grad_input.copy_(again.grad)
+            with _uncounted(self._parameters, deliveries):
+                again = recompute(at.input, at.grad_output, context)
+                assert again is not None, "the output depends on the input"
+                at.grad_input.copy_(again)
 
         key = (*self._places, *((slot.view.data_ptr(), slot.fresh) for slot in slots))
         delivered = self._backwards.do(key, work)
@@ -229,7 +219,7 @@ class _Recorded:
 
 
 @contextmanager
-def _uncounted(parameters: list[nn.Parameter], deliveries: list[Slot]) -> Any:
+def _uncounted(parameters: list[nn.Parameter], deliveries: list[Slot]) -> Iterator[None]:
     """Be a context in which the gradients of some parameters are written and not counted."""
     slots = [parameter.gradient_slot for parameter in parameters]  # type: ignore[attr-defined]
     for parameter, slot in zip(parameters, slots, strict=True):
@@ -239,20 +229,3 @@ def _uncounted(parameters: list[nn.Parameter], deliveries: list[Slot]) -> Any:
     finally:
         for parameter, slot in zip(parameters, slots, strict=True):
             parameter.gradient_slot = slot  # type: ignore[attr-defined]
-
-
-class _Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, graphed: GraphedLayer, context: LayerContext) -> Tensor:
-        ctx.graphed, ctx.context = graphed, context
-        y = graphed.forward(x, context)
-        ctx.kept = graphed.store.keep(x)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept: Kept = ctx.kept
-        grad = ctx.graphed.backward(kept.restore(), grads[0], ctx.context)
-        kept.free()
-        del ctx.kept
-        return grad, None, None

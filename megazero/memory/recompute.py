@@ -77,29 +77,38 @@ class Recomputed:
     """
 
     def __init__(self, layer: Layer, store: ActivationStore | type[PlainStore]):
-        self._layer, self._store = layer, store
+        self.layer, self.store = layer, store
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._layer(x, context)
-        return _Recompute.apply(x, self._layer, self._store, context)
+            return self.layer(x, context)
+        return _Recompute.apply(x, self, context)
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Return the output, which keeps no graph."""
+        return self.layer(x, context)
+
+    def backward(self, x: Tensor, grad: Tensor, context: LayerContext) -> Tensor | None:
+        """Return the gradient of the input; deliver those of the parameters."""
+        again = x.detach().requires_grad_()
+        with torch.enable_grad():  # of the output only the place where backward begins is wanted
+            root = get_gradient_edge(self.layer(again, context.recomputed()))
+        torch.autograd.backward(root, grad)
+        return again.grad
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Layer, store: ActivationStore, context: LayerContext) -> Tensor:
-        ctx.layer, ctx.context = layer, context
-        y = layer(x, context)
-        ctx.kept = store.keep(x)
+    def forward(ctx: Any, x: Tensor, recomputed: Recomputed, context: LayerContext) -> Tensor:
+        ctx.recomputed, ctx.context = recomputed, context
+        y = recomputed.forward(x, context)
+        ctx.kept = recomputed.store.keep(x)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept: Kept = ctx.kept
-        x = kept.restore().detach().requires_grad_()
-        with torch.enable_grad():  # of the output only the place where backward begins is wanted
-            root = get_gradient_edge(ctx.layer(x, ctx.context.recomputed()))
-        torch.autograd.backward(root, grads[0])
+        grad = ctx.recomputed.backward(kept.restore(), grads[0], ctx.context)
         kept.free()
         del ctx.kept
-        return x.grad, None, None, None
+        return grad, None, None

@@ -18,7 +18,7 @@ Owner = Mapping[str, Any]  # the parameters of a module, by their names in it: o
 
 
 class Operation(Protocol):
-    """What is computed from tensors and parameters.
+    """Compute something from tensors and parameters, with a backward of its own.
 
     Attributes:
         run: (tape, *inputs) -> a tensor or several.
@@ -37,7 +37,7 @@ class Operation(Protocol):
 
 
 class Tape:
-    """What operations keep from their forward to their backward, which takes it in the reverse order.
+    """Keep what operations need from their forward to their backward, which takes it in the reverse order.
 
     Args:
         training: there will be a backward; otherwise nothing is kept, and no use of a parameter is announced.

@@ -52,7 +52,7 @@ class Allocation(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What allocations have in common that differ in their place only."""
+    """The common properties of allocations that differ in their place only."""
 
     category: str
     size: int

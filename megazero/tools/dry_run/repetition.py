@@ -44,7 +44,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class _Mark:
-    """How much was counted when an action began."""
+    """Counts at the time when an action began."""
 
     operations: int
     events: int
