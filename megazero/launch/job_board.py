@@ -52,7 +52,8 @@ class JobBoard(StatusBoard):
         """Start to wait for an alarm in a thread, which publishes where this rank is when there is one.
 
         Called when the start is over: until then ranks that are missing are found by other means (`lobby.py`), and the
-        waiting takes a connection to the store of each rank. The thread ends before the interpreter does.
+        waiting takes a connection to the store of each rank. A thread that asks one of torch's stores ends before the
+        interpreter does.
         """
         store: Any = self._store  # torch's description of the class lacks `clone`
         over = threading.Event()
@@ -62,7 +63,8 @@ class JobBoard(StatusBoard):
             over.set()
             waiting.join(_ENDING)
 
-        atexit.register(end)
+        if not isinstance(store, JobStore):  # whose thread waits in Python, where the interpreter may leave it
+            atexit.register(end)
         waiting.start()
         return waiting
 

@@ -106,23 +106,24 @@ class ShardedLayer:
         layer: takes the output of the layer before, and any further arguments.
         units: whose parameters it uses.
         recomputed: its forward runs again in its backward, which then needs all its units.
+        rests_whole: so do the units of all layers around it; nothing is gathered or released.
 
     Attributes:
         before, after: the neighbours in forward order.
         keep: its units stay gathered after a forward that has a backward.
     """
 
-    def __init__(self, layer: Layer, units: list[Unit], gather: Gather, *, recomputed: bool):
-        self.layer, self.units, self._gather, self._recomputed = layer, units, gather, recomputed
+    def __init__(self, layer: Layer, units: list[Unit], gather: Gather, *, recomputed: bool, rests_whole: bool):
+        self.layer, self.units, self._gather = layer, units, gather
+        self._recomputed, self._rests_whole = recomputed, rests_whole
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
         self.keep = False
-        self._rests_whole = all(unit.parameters_rest_whole for unit in units)
         self._call: _Call | None = None
 
     def __call__(self, x: Tensor, *arguments: Any) -> Tensor:
         self._gather.unshard(self.units)
-        if self._rests_whole:  # so do the next layer's
+        if self._rests_whole:
             return self.layer(x, *arguments)
         next_units = self.after.units if self.after is not None else []
         self._gather.prefetch(next_units)
@@ -166,8 +167,9 @@ def shard_layers(
         keep_last: the last layer's units stay gathered after a forward that has a backward.
         recomputed: the layers whose forward runs again in their backward.
     """
+    rests_whole = all(unit.parameters_rest_whole for used in units for unit in used)
     sharded = [
-        ShardedLayer(layer, used, gather, recomputed=layer in recomputed)
+        ShardedLayer(layer, used, gather, recomputed=layer in recomputed, rests_whole=rests_whole)
         for layer, used in zip(layers, units, strict=True)
     ]
     for first, second in pairwise(sharded):
