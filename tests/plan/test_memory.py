@@ -9,6 +9,7 @@ import pytest
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
+from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.zero.placement import Precision
@@ -75,7 +76,9 @@ def test_what_a_rank_holds(case: tuple) -> None:
         for category in EXACT:
             assert predicted.held.get(category, 0) == measured.get(category, 0), (rank, category)
         on_device = sum(size for category, size in measured.items() if not category.startswith("host_"))
-        assert predicted.peak == pytest.approx(on_device, rel=0.03)
+        # A neighbour that takes a message at once frees its memory before the peak; a slow one does not.
+        on_its_way = kept_by_block(size.shape, size.micro, "full") if pipeline > 1 else 0
+        assert 0.97 * on_device <= predicted.peak <= 1.03 * on_device + on_its_way
 
 
 OFFLOADS = [
