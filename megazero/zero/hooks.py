@@ -114,11 +114,10 @@ class ShardedLayer:
     """
 
     def __init__(self, layer: Layer, units: list[Unit], gather: Gather, *, recomputed: bool, rests_whole: bool):
-        self.layer, self.units, self._gather = layer, units, gather
-        self._recomputed, self._rests_whole = recomputed, rests_whole
+        self.layer, self.units, self._gather, self._recomputed = layer, units, gather, recomputed
         self.before: ShardedLayer | None = None
         self.after: ShardedLayer | None = None
-        self.keep = False
+        self.keep, self._rests_whole = False, rests_whole
         self._call: _Call | None = None
 
     def __call__(self, x: Tensor, *arguments: Any) -> Tensor:
