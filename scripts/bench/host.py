@@ -300,8 +300,8 @@ def _fsdp2(model: nn.Module, *, reshard: bool) -> nn.Module:
 
 def deepspeed_phases(stage: int, config: Config, place: Place, rank: int, size: int, store: str) -> Phases:
     """Yield between the phases of a step of DeepSpeed, set up as `data_parallel.deepspeed_rank` has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        deepspeed = peers.join_deepspeed(rank, size, store or f"{folder}/store")
+    folder = tempfile.TemporaryDirectory()  # as long as this generator: DeepSpeed makes more groups there
+    deepspeed = peers.join_deepspeed(rank, size, store or f"{folder.name}/store")
     model = peers.peer(config)
     settings = {
         "train_micro_batch_size_per_gpu": config.batch.micro,
