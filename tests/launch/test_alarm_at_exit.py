@@ -12,7 +12,7 @@ from megazero.store.server import StoreServer
 ROOT = Path(__file__).parents[2]
 KEY = b"0" * 32
 OF_TORCH = 'dist.TCPStore("127.0.0.1", {port}, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))'
-OF_OURS = 'JobStore("127.0.0.1", {port}, b"0" * 32, timedelta(seconds=10), None)'
+OF_OURS = 'JobStore("127.0.0.1", {port}, {key}, timedelta(seconds=10), None)'
 PROGRAM = """
 import time, torch.distributed as dist
 from datetime import timedelta
@@ -36,10 +36,11 @@ slow = Slow()
 def ran(seconds: float) -> subprocess.CompletedProcess[str]:
     """What comes of a rank of torchrun, whose store is another process', and whose waits take a second."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run(OF_TORCH.format(port=server.port), seconds)
+    return ran_with(OF_TORCH.format(port=server.port), seconds)
 
 
-def run(store: str, seconds: float) -> subprocess.CompletedProcess[str]:
+def ran_with(store: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """The same for a rank that reaches a store by this expression."""
     program = PROGRAM.format(store=store, seconds=seconds)
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
@@ -56,6 +57,6 @@ def test_no_alarm_is_no_news():
 def test_a_wait_at_our_own_store_does_no_harm_either():
     listener = socket.create_server(("127.0.0.1", 0))
     server = StoreServer(listener, KEY)
-    done = run(OF_OURS.format(port=listener.getsockname()[1]), 0.1)
+    done = ran_with(OF_OURS.format(port=listener.getsockname()[1], key=KEY), 0.1)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-300:]
     server.close()
