@@ -6,7 +6,7 @@
 A table stands between two lines of a document:
 
     <!-- figures zero: small (1 of 4) -->
-    <!-- figures zero: small (1 of 4); rows ours-stage0, ddp -->       of these systems alone, without the command
+    <!-- figures zero: small (1 of 4); rows ours-stage0 | ddp -->      of these systems alone, without the command
     <!-- figures zero: small (1 of 4); old: no machine of that kind is here any more -->
     <!-- end -->
 
@@ -51,7 +51,7 @@ class Marker:
         found = _BEGIN.fullmatch(line.strip())
         if found is None:
             return None
-        rows = tuple(name.strip() for name in (found["rows"] or "").split(",") if name.strip())
+        rows = tuple(name.strip() for name in (found["rows"] or "").split("|") if name.strip())
         return cls(found["script"], found["title"], rows, found["old"])
 
 

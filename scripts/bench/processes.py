@@ -196,9 +196,15 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
         if order == _MEMORY:
             end.send((most, _peak_mb()))
             continue
-        processor, began = time.process_time(), time.perf_counter()
+        processor, began = _processor_seconds(), time.perf_counter()
         result = calls[order]()
-        end.send((time.perf_counter() - began, time.process_time() - processor, result))
+        end.send((time.perf_counter() - began, _processor_seconds() - processor, result))
+
+
+def _processor_seconds() -> float:
+    """Return the processor seconds of this process and of those that it started and that have ended."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _peak_mb() -> float:

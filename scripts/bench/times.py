@@ -55,8 +55,13 @@ def interval(values: Sequence[float]) -> Ratio:
 
 
 def spread(launches: Sequence[Rounds], name: str) -> float:
-    """Return how far single steps lie apart: the interquartile range of their seconds over the median, all launches."""
+    """Return how far single steps lie apart: the interquartile range of their seconds over the median, all launches.
+
+    Of a single step: 0.
+    """
     seconds = [second for rounds in launches for second in rounds[name]]
+    if len(seconds) < 2:
+        return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / middle
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import figures, harness
+from scripts.bench import agree, figures, harness
 from scripts.bench.harness import WARM_UP, Group, Measured, Pair, loss_difference, measure, rows_of, run
 from scripts.bench.processes import Memory, System
 from scripts.bench.times import interval, ratio, seconds, spread
@@ -100,6 +100,7 @@ def test_ratios_are_of_the_same_round_and_the_launch_is_the_unit():
 
 def test_spread_is_the_middle_half_of_the_steps():
     assert spread([{"a": [1.0, 2.0, 3.0]}, {"a": [4.0, 5.0, 6.0, 7.0]}], "a") == pytest.approx(4.0 / 4.0)
+    assert spread([{"a": [2.0]}], "a") == 0.0
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says():
@@ -156,3 +157,23 @@ def test_reports_are_kept_and_read_again(
     assert {"machine", "versions", "floor_s", "rows"} <= set(found)
     assert [(row["group"], row["system"]) for row in found["rows"]][3:] == [("two", "plain"), ("two", "plain, again")]
     assert {"system", "ratio", "ci95", "peak_mb", "seconds"} <= set(found["rows"][0])
+
+
+def kept(folder: Path, name: str, **rows: tuple[float, float, float]) -> Path:
+    """Write the figures of a run: the ratio and the interval of each row."""
+    cells = [{"system": row, "ratio": ratio, "ci95": [low, high]} for row, (ratio, low, high) in rows.items()]
+    (folder / name).write_text(json.dumps([{"title": "small", "rows": cells}]))
+    return folder / name
+
+
+def test_two_runs_agree_where_their_intervals_allow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    one = kept(tmp_path, "one", plain=(1.0, 1.0, 1.0), ours=(0.9, 0.8, 1.0125), ddp=(1.2, 1.19, 1.21))
+    for ddp, code in (((1.21, 1.2, 1.22), 0), ((1.23, 1.22, 1.24), 1)):
+        other = kept(tmp_path, "other", plain=(1.0, 1.0, 1.0), ours=(0.8, 0.7, 0.914), ddp=ddp)
+        monkeypatch.setattr("sys.argv", ["agree.py", str(one), str(other)])
+        assert agree.main() == code
+        said = capsys.readouterr().out
+        assert ("small: ddp: 1.200 and 1.230" in said) == bool(code) and f"{2 - code} of 2 rows agree" in said
+    monkeypatch.setattr("sys.argv", ["agree.py", str(one), str(kept(tmp_path, "none", plain=(1.0, 1.0, 1.0)))])
+    with pytest.raises(SystemExit):
+        agree.main()

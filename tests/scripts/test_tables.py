@@ -23,7 +23,7 @@ REPORT = {
     "floor_s": 0.5,
     "loss_difference": 1e-7,
     "foreign": {"median": 0.01, "most": 0.02},
-    "rows": [{"system": "ours-stage1", **ROW}, {"system": "ddp", **ROW, "ratio": 1.25}],
+    "rows": [{"system": "ours-stage1, small", **ROW}, {"system": "ddp", **ROW, "ratio": 1.25}],
 }
 BEGIN = "<!-- figures zero: small (1 of 2)"
 
@@ -80,6 +80,8 @@ def test_a_table_may_have_columns_of_its_own():
 def test_rows_can_be_chosen(figures: Path):
     text, _ = written(f"{BEGIN}; rows ddp -->\n<!-- end -->", figures)
     assert "| ddp |" in text and "ours-stage1" not in text and "launches" not in text
+    text, _ = written(f"{BEGIN}; rows ddp | ours-stage1, small -->\n<!-- end -->", figures)
+    assert text.index("| ddp |") < text.index("| ours-stage1, small |")
 
 
 @pytest.mark.parametrize(
