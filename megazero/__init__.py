@@ -1,3 +1,24 @@
-"""megazero: ZeRO-100B and Megatron-style 3D parallelism for GPT training. Importing it imports nothing else."""
+"""megazero: ZeRO-100B and Megatron-style 3D parallelism for GPT training, and ZeRO for modules of others.
 
-__version__ = "0.1.0"
+`shard`, `Sharded` and `launch` are the library (docs/library.md). Importing the package imports nothing else, torch
+neither: what is asked for is imported then.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megazero.base.version import __version__
+
+if TYPE_CHECKING:
+    from megazero.library.meeting import launch
+    from megazero.library.shard import shard
+    from megazero.library.sharded import Sharded
+
+__all__ = ["Sharded", "__version__", "launch", "shard"]
+_FOUND_IN = {"Sharded": "sharded", "launch": "meeting", "shard": "shard"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module 'megazero' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megazero.library.{_FOUND_IN[name]}"), name)

@@ -35,7 +35,7 @@ from megazero.base.packages import missing
 from megazero.base.picture import check_name
 from megazero.base.terminal import width
 from megazero.config import rules
-from megazero.launch.interruption import Interrupted, Interruption, ended_at_once
+from megazero.launcher.interruption import Interrupted, Interruption, ended_at_once
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(options: argparse.Namespace) -> int:
     from megazero.base.stop_signals import NOTED
     from megazero.config.file import load, name_of, refuse_unbuilt
-    from megazero.launch.environment import set_for_gpus, world_from_environment
+    from megazero.launcher.environment import set_for_gpus, world_from_environment
     from megazero.run.early_look import look
 
     world = world_from_environment()

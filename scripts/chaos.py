@@ -38,7 +38,7 @@ from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.launch.scratch import scratch_folder
+from megazero.launcher.scratch import scratch_folder
 from megazero.observe.jsonl import read_rows
 from megazero.run.session import launch
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import settings
 
 from data_tools import preprocess, train_tokenizer
-from megazero.launch.environment import MEETING, SLURM, TORCHRUN
+from megazero.launcher.environment import MEETING, SLURM, TORCHRUN
 from megazero.run.folder import RunFolder
 from tests.ranks import PATCHES
 from tests.tiny_run import CONFIG, VOCAB, TinyData, plain_picture

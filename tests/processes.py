@@ -11,7 +11,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
-from megazero.launch.signals import TWICE
+from megazero.launcher.signals import TWICE
 from tests.warm import Process
 
 T = TypeVar("T")

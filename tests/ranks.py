@@ -33,8 +33,8 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid, single
 from megazero.comm.ledger import Ledger
 from megazero.comm.status_board import StatusBoard
-from megazero.launch.environment import RankContext, World
-from megazero.launch.rendezvous import connect
+from megazero.launcher.environment import RankContext, World
+from megazero.launcher.rendezvous import connect
 
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
 Axes = tuple[int, int, int | None]  # tensor, pipeline, shard ranks

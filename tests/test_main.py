@@ -18,7 +18,7 @@ from megazero.comm.transport.host_staging import staging_pool
 from megazero.config import rules
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.launch.environment import MEETING, TORCHRUN, World
+from megazero.launcher.environment import MEETING, TORCHRUN, World
 from megazero.run import session as run
 from megazero.run.words import sharing
 from tests.quiet import without_heartbeat

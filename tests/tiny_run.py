@@ -22,7 +22,7 @@ from megazero.comm.grid import single
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.launch.signals import Signals
+from megazero.launcher.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.observe.metrics import TIMING_KEYS
 from megazero.run.build import build_trainer

@@ -9,6 +9,7 @@ The hundreds digit is the kind of fault and decides the exit code (docs/operatio
     2xx  data and tokens           exit 1
     3xx  a failure while training  exit 1
     4xx  files of a run            exit 1
+    5xx  use of the library        exit 1
 
 Our own broken invariants are `assert`, never a `UserError`.
 """

@@ -43,7 +43,7 @@ from megazero.zero.unit import Unit
 if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
     from megazero.data.loader import MicroBatch
-    from megazero.launch.environment import World
+    from megazero.launcher.environment import World
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from megazero.checkpoint.shard import ShardReader, key_of
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A copy of `numel` elements from byte `at` of file `shard` to `into`."""
+    """A copy of values of a dtype from byte `at` of file `shard` to `into`."""
 
     shard: int
     at: int
     into: Tensor
+    dtype: torch.dtype
 
 
 def load_tensors(
@@ -66,7 +67,7 @@ def load_tensors(
             try:
                 reader.check_header(header)
                 for copy in sorted(copies[index], key=lambda copy: copy.at):
-                    if not _fill(reader, copy, DTYPES[manifest.dtype], stop):
+                    if not _fill(reader, copy, stop):
                         return read
                     progress.advance()
             finally:
@@ -76,16 +77,16 @@ def load_tensors(
 
 
 def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Sequence[ShardState]) -> Iterator[_Copy]:
-    size = DTYPES[manifest.dtype].itemsize
     for holding in holdings:
         for wanted in holding.pieces:
+            dtype, kinds = DTYPES[manifest.dtype_of(wanted.name)], manifest.kinds_of(wanted.name)
             for shard, start, stop, *places in _overlapping(manifest.tensors[wanted.name], starts[wanted.name], wanted):
                 common = wanted.within(start, stop)
                 assert common is not None
-                for kind, place in zip(manifest.kinds, places, strict=True):
+                for kind, place in zip(kinds, places, strict=True):
                     if kind in holding.tensors:
                         into = holding.tensors[kind][common.at : common.at + common.stop - common.start]
-                        yield _Copy(shard, place + (common.start - start) * size, into)
+                        yield _Copy(shard, place + (common.start - start) * dtype.itemsize, into, dtype)
 
 
 def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator[list[int]]:
@@ -95,9 +96,9 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
         yield logical.pieces[index]
 
 
-def _fill(reader: ShardReader, copy: _Copy, dtype: torch.dtype, stop: Callable[[], bool]) -> bool:
+def _fill(reader: ShardReader, copy: _Copy, stop: Callable[[], bool]) -> bool:
     """Read the elements of a copy into its tensor; return False if stopped on the way."""
-    values = copy.into if copy.into.dtype == dtype else torch.empty(copy.into.shape, dtype=dtype)
+    values = copy.into if copy.into.dtype == copy.dtype else torch.empty(copy.into.shape, dtype=copy.dtype)
     target = values.view(torch.uint8)
     for at, data in reader.read(copy.at, copy.at + len(target)):
         if stop():
@@ -115,6 +116,6 @@ def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, 
     for name, logical in manifest.tensors.items():
         for shard, start, stop, *places in logical.pieces:
             if shard in found:
-                for kind, at in zip(manifest.kinds, places, strict=True):
-                    found[shard][key_of(kind, name, start, stop)] = (manifest.dtype, at, stop - start)
+                for kind, at in zip(manifest.kinds_of(name), places, strict=True):
+                    found[shard][key_of(kind, name, start, stop)] = (manifest.dtype_of(name), at, stop - start)
     return found

@@ -20,7 +20,7 @@ from pydantic import StringConstraints, ValidationError
 from megazero.base.errors import UserError
 from megazero.base.reading import MIB, UnexpectedFileError, parse_object, read_file
 from megazero.checkpoint.progress import Count, Part, Progress, StepCount
-from megazero.checkpoint.shard import BLOCK, DTYPES, Shard
+from megazero.checkpoint.shard import BLOCK, DTYPES, FLOATS, Shard
 
 FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
@@ -47,11 +47,16 @@ class Logical(Part):
     Attributes:
         shape: of the whole parameter.
         pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order are in file number
-            `shard`, where the bytes of each of the manifest's kinds begin at `at`.
+            `shard`, where the bytes of each of its kinds begin at `at`.
+        dtype: where it is not the manifest's. Left out of the file where it is.
+        trained: it has all of the manifest's kinds; False: its weight alone, of a frozen parameter or a buffer. Left
+            out of the file where it has.
     """
 
     shape: list[Count]
     pieces: list[list[Count]]
+    dtype: str | None = None
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -72,8 +77,8 @@ class Manifest(Part):
         run: id of the run that wrote it; a resumed run keeps it.
         step: steps consumed.
         grid: ranks by axis, and the ZeRO stage, that wrote it; reading needs none of it.
-        dtype: of all tensors.
-        kinds: the tensors that are saved of every parameter.
+        dtype: of the tensors that do not say another.
+        kinds: the tensors that are saved of every parameter that is trained.
         tensors: by name.
         block: bytes that are hashed together.
         files: the shards.
@@ -105,6 +110,14 @@ class Manifest(Part):
     def shapes(self) -> dict[str, list[int]]:
         return {name: logical.shape for name, logical in self.tensors.items()}
 
+    def dtype_of(self, name: str) -> str:
+        """Return the dtype of a tensor."""
+        return self.tensors[name].dtype or self.dtype
+
+    def kinds_of(self, name: str) -> list[str]:
+        """Return the kinds of values that are saved of a tensor."""
+        return self.kinds if self.tensors[name].trained else self.kinds[:1]
+
     def other_shape(self, shapes: Mapping[str, list[int]]) -> str | None:
         """Return the first name that has another shape here, or is not in both; None: there is none."""
         own = self.shapes
@@ -117,6 +130,10 @@ class Manifest(Part):
             for name, default in (("row", None), ("carried", 0)):
                 if getattr(self.progress, name) == default:
                     del content["progress"][name]
+        for logical in content["tensors"].values():
+            for name, default in (("dtype", None), ("trained", True)):
+                if logical[name] == default:
+                    del logical[name]
         return _canonical({**content, "digest": _digest(content)}) + b"\n"
 
     def shard(self, index: int) -> Shard:
@@ -196,20 +213,21 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
 
 def _contradiction(manifest: Manifest) -> str | None:
     """Return a fault that would make a reader look outside a file, or leave an element unread; None: there is none."""
-    if manifest.dtype not in DTYPES or manifest.block != BLOCK or not _are_kinds(manifest):
+    if manifest.dtype not in FLOATS or manifest.block != BLOCK or not _are_kinds(manifest):
         return f"dtype {manifest.dtype}, block {manifest.block}, kinds {manifest.kinds}"
     for index, file in enumerate(manifest.files):
         if len(file.blocks) != -(-file.size // BLOCK):
             return f"{file.name} of {file.size:,} bytes has {len(file.blocks)} hashes"
         if file.name != shard_name(index):
             return f"file {index} is called {file.name}"
-    size = DTYPES[manifest.dtype].itemsize
     for name, logical in manifest.tensors.items():
         if len(logical.shape) > _MOST_DIMS:
             return f"{name} has {len(logical.shape)} dimensions"
-        end = 0
+        if (dtype := manifest.dtype_of(name)) not in DTYPES or (logical.trained and dtype not in FLOATS):
+            return f"{name} has dtype {dtype}"
+        size, end = DTYPES[dtype].itemsize, 0
         for piece in logical.pieces:
-            if len(piece) != 3 + len(manifest.kinds) or piece[0] >= len(manifest.files):
+            if len(piece) != 3 + len(manifest.kinds_of(name)) or piece[0] >= len(manifest.files):
                 return f"{name} has a piece {piece}"
             shard, start, stop, *places = piece
             if start != end or stop <= start:
@@ -227,7 +245,7 @@ def _are_kinds(manifest: Manifest) -> bool:
     weight, state = manifest.kinds[:1], manifest.kinds[1:]
     named = len(state) <= _MOST_STATE and all(_STATE.fullmatch(kind) for kind in state)
     distinct = len({*manifest.kinds}) == len(manifest.kinds)
-    return weight == [WEIGHT] and named and distinct and bool(state) == (manifest.progress is not None)
+    return weight == [WEIGHT] and named and distinct and (manifest.progress is not None or not state)
 
 
 def step_of(path: Path) -> int | None:

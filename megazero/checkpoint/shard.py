@@ -25,7 +25,10 @@ from megazero.base.reading import parse_object
 # Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
 BLOCK = 1 << 20
 NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}  # of buffers
+NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+FLOATS = frozenset(name for name, dtype in DTYPES.items() if dtype.is_floating_point)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A hung run is silent: the ranks that wait know what they wait for, not for which
 report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory shared with the
 parent that started it or with the ranks of its host (never a file on a disk), and writes there its step, its phase and
 the last operation it began on each axis. That costs about a microsecond per operation and needs no thread, no network
-and no cooperation: any process that is left reads the slots of all (`launch/diagnosis.py`).
+and no cooperation: any process that is left reads the slots of all (`launcher/diagnosis.py`).
 """
 
 import hashlib

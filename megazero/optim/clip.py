@@ -30,10 +30,10 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
         pipeline: the axis whose ranks have the other units.
     """
     found = []
-    axes_of = [(unit.axes.shard, unit.axes.replica, unit.axes.tensor) for unit in units]
-    for axes in dict.fromkeys(axes_of):
-        members = [i for i, own in enumerate(axes_of) if own == axes]
-        squares = _group_squares([units[i] for i in members], *axes, ops)
+    alike = [(unit.reduced_gradients.dtype, unit.axes.shard, unit.axes.replica, unit.axes.tensor) for unit in units]
+    for group in dict.fromkeys(alike):
+        members = [i for i, own in enumerate(alike) if own == group]
+        squares = _group_squares([units[i] for i in members], *group[1:], ops)
         found.append((places if len(members) == len(units) else places[members], squares))
     everywhere = torch.zeros(num_units, dtype=torch.float64, device=places.device)
     for at, squares in found:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megazero.build.assemble import DTYPES
 from megazero.config.schema import Config
-from megazero.launch.environment import fix_cublas_workspace
+from megazero.launcher.environment import fix_cublas_workspace
 from megazero.model.attention import Attention, VariableLength
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn

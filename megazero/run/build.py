@@ -126,7 +126,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built, grid), ops)
+    return Ready(trainer, about, holdings_to_load(built), ops)
 
 
 def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.device) -> BatchLoader:

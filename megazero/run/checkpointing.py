@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from megazero import __version__
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file
+from megazero.base.version import __version__
 from megazero.build.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.holdings import holding_to_load, holding_to_save
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest
-from megazero.checkpoint.pieces import pieces_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Saver, ShardState, WrittenShard
@@ -33,14 +33,12 @@ from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.data.loader import WindowDataset
 from megazero.data.tokenizer import Tokenizer
-from megazero.launch.signals import Signals
+from megazero.launcher.signals import Signals
 from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
-from megazero.plan.placements import aligned
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
-from megazero.zero.unit import Unit
 
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
@@ -48,43 +46,22 @@ def shapes_of(built: Built) -> dict[str, list[int]]:
     return whole_shapes(built.model)
 
 
-def holdings_to_save(built: Built, grid: Grid) -> list[ShardState]:
+def holdings_to_save(built: Built) -> list[ShardState]:
     """Return what only this rank saves: its share of every unit, on the device or the host."""
-    numel = _numel(built)
     return [
-        _holding(built, grid, unit, _share(unit), numel, once=True)
+        holding_to_save(unit, built.engine.optimizer.state[unit], _numel(built))
         for unit in built.engine.units
         if unit.axes.copies.rank == 0  # the first rank of the pipeline has it too
     ]
 
 
-def holdings_to_load(built: Built, grid: Grid) -> list[ShardState]:
+def holdings_to_load(built: Built) -> list[ShardState]:
     """Return what this rank updates: the tensors to load, from which the rest follows."""
-    numel = _numel(built)
-    return [_holding(built, grid, unit, unit.shard, numel, once=False) for unit in built.engine.units]
-
-
-def _share(unit: Unit) -> slice:
-    """Return the elements of a unit that this rank saves: those that it updates, shared out among ranks that do too."""
-    shard, replica = unit.axes.shard, unit.axes.replica
-    if len(unit.masters) == unit.numel:
-        rank, size = replica.rank * shard.size + shard.rank, replica.size * shard.size
-    else:
-        rank, size = replica.rank, replica.size
-    each = aligned(len(unit.masters), size) // size
-    first, last = (min(unit.shard.start + place * each, unit.shard.stop) for place in (rank, rank + 1))
-    return slice(first, last)
+    return [holding_to_load(u, built.engine.optimizer.state[u], _numel(built)) for u in built.engine.units]
 
 
 def _numel(built: Built) -> dict[str, int]:
     return {name: math.prod(shape) for name, shape in shapes_of(built).items()}
-
-
-def _holding(built: Built, grid: Grid, unit: Unit, share: slice, numel: Mapping[str, int], *, once: bool) -> ShardState:
-    pieces = tuple(pieces_of(unit.layout, share, numel, grid["tensor"], once=once))
-    flats = {WEIGHT: unit.masters, **built.engine.optimizer.state[unit]}
-    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
-    return ShardState(pieces, {kind: flat[within] for kind, flat in flats.items()})
 
 
 @dataclass(frozen=True)
@@ -191,7 +168,7 @@ def checkpoints_of(
     first = grid["world"].rank == 0
     saver = Saver(
         store,
-        holdings_to_save(built, grid),
+        holdings_to_save(built),
         rank=grid["world"].rank,
         size=grid["world"].size,
         snapshot=options.async_,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megazero.base.errors import UserError
 from megazero.base.reading import open_regular
-from megazero.launch.environment import RankContext
+from megazero.launcher.environment import RankContext
 from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import xxhash
 
-from megazero import __version__
 from megazero.base.doing import doing
 from megazero.base.errors import UserError, is_refusal
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
+from megazero.base.version import __version__
 from megazero.build.assemble import bucket_of, grid_of
 from megazero.build.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
@@ -29,7 +29,7 @@ from megazero.comm.grid import Grid
 from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, RankStatus
 from megazero.config.file import dump, flatten, run_dir
 from megazero.config.schema import Config
-from megazero.launch.environment import (
+from megazero.launcher.environment import (
     RankContext,
     World,
     check_gpus,
@@ -38,11 +38,11 @@ from megazero.launch.environment import (
     local_size,
     world_from_environment,
 )
-from megazero.launch.exit_status import outcome, say_why
-from megazero.launch.job_board import JobBoard
-from megazero.launch.rendezvous import connect, disconnect, leave_at_once
-from megazero.launch.signals import StoppedEarly
-from megazero.launch.spawn import run_local
+from megazero.launcher.exit_status import outcome, say_why
+from megazero.launcher.job_board import JobBoard
+from megazero.launcher.rendezvous import connect, disconnect, leave_at_once
+from megazero.launcher.signals import StoppedEarly
+from megazero.launcher.spawn import run_local
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn

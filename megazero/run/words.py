@@ -9,7 +9,7 @@ from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
 from megazero.config.schema import Config
-from megazero.launch.environment import World, gpu_settings
+from megazero.launcher.environment import World, gpu_settings
 from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready

@@ -22,7 +22,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 
 if TYPE_CHECKING:
-    from megazero.launch.signals import Signals
+    from megazero.launcher.signals import Signals
 
 
 @dataclass(frozen=True)

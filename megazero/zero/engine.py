@@ -101,6 +101,7 @@ class Engine:
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use, where the update is.
         offload: what rests on the host, and is updated there; None: nothing.
+        halts: no step updates after one that was not finite; False: each is skipped by itself.
 
     Attributes:
         stages: the gradients of each stage of this rank, in forward order.
@@ -119,7 +120,9 @@ class Engine:
         scaling: bool,
         ops: Operations,
         offload: Offload | None = None,
+        halts: bool = True,
     ):
+        self._halts = halts
         self._host = None if offload is None else offload.updater
         self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
@@ -201,7 +204,7 @@ class Engine:
         loss = loss_sum / valid
         empty = valid == 0
         finite = (torch.isfinite(norm) & torch.isfinite(loss)) | empty
-        if not self.loss_scale.dynamic:
+        if self._halts and not self.loss_scale.dynamic:
             self._halted |= ~finite
         skipped = self._halted | empty | ~finite
         self.loss_scale.update(finite, counts=~empty)

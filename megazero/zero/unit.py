@@ -12,7 +12,7 @@ Values that do not rest whole are whole for a while in a buffer of the pool: gat
 `install` and `release`, the gradients of one micro-batch (`partial`) from the first delivery until they are reduced.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class Unit:
         reduction: for gradients that are summed over ranks in another dtype; None: they are summed as they are.
         offload: the values that rest on the host; None: none.
         ops: the kernels to use where gradients are wider than parameters.
+        trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
 
     Attributes:
         numel: elements of the whole flat buffer with its padding, which is zero and stays so.
@@ -66,7 +67,9 @@ class Unit:
         *,
         ops: Operations = REFERENCE,
         reduction: Pool | None = None,
+        trainable: bool = True,
     ):
+        self.trainable = trainable
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload(None)
         stage, updater = axes.stage, offload.updater
@@ -75,14 +78,16 @@ class Unit:
         resting = shard_slice(self.numel, stage.parameters, axes.shard)
         self.parameters = self._rest(resting, precision.parameters, "parameters", offload.parameters_home)
         # A delayed update may not touch what the step beside it sees.
-        apart = updater is not offload.parameters_home or offload.delayed
+        apart = trainable and (updater is not offload.parameters_home or offload.delayed)
         masters = self.own_parameters
-        if precision.masters != precision.parameters or apart:
+        if apart or (trainable and precision.masters != precision.parameters):
             masters = self._rest(self.shard, precision.masters, "optimizer", updater)
         self.masters = masters.values
-        self.host_gradients = None if updater is None else HostGradients(updater, self.shard, precision.gradients)
-        on_host = updater is not None and stage.gradients is Placement.SHARD
-        elements = slice(0, 0) if on_host else shard_slice(self.numel, stage.gradients, axes.shard)
+        self.host_gradients: HostGradients | None = None
+        if updater is not None and trainable:
+            self.host_gradients = HostGradients(updater, self.shard, precision.gradients)
+        elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
+        elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
         self.gradients = self._rest(elements, precision.gradients, "gradients", None)
         self.updated = masters if apart else self.own_parameters
         if updater is not None and apart and precision.masters != precision.parameters:
@@ -153,7 +158,8 @@ class Unit:
     def make_parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters: views of this unit's memory, which `install` and `release` move."""
         for interval in self.layout.intervals:
-            parameter = nn.Parameter(self._nothing if self.whole is None else _view(self.whole, interval))
+            values = self._nothing if self.whole is None else _view(self.whole, interval)
+            parameter = nn.Parameter(values, requires_grad=self.trainable)
             parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
             self._members.append(parameter)
         names = (interval.name for interval in self.layout.intervals)
@@ -297,6 +303,42 @@ class Unit:
         """Return the values of one parameter of a unit that is whole here, as a view."""
         assert self.whole is not None, f"unit {self.layout.name} is not there"
         return _view(self.whole, next(i for i in self.layout.intervals if i.name == name))
+
+    def keep_own_gradients(self) -> None:
+        """Let another sum over the ranks count gradients that rest whole and have been reduced once.
+
+        Each keeps what it updates; where all update everything, the first does.
+        """
+        if not self.gradients_rest_whole:
+            return
+        keeps = self.shard if len(self.masters) < self.numel or self.axes.shard.rank == 0 else slice(0, 0)
+        self.gradients.values[: keeps.start].zero_()
+        self.gradients.values[keeps.stop :].zero_()
+
+    def whole_gradients(self) -> Tensor:
+        """Return the reduced gradients of the whole unit, in new memory. Every rank calls it."""
+        shard = self.axes.shard
+        own = FlatBuffer(self.reduced_gradients, {shard: self.axes.stage.optimizer}, self.shard.start)
+        whole = torch.empty(self.numel, dtype=own.values.dtype, device=self.device)
+        found = redistribute(own, FlatBuffer(whole, {}), "gradients").wait()
+        partial = FlatBuffer(found, {self.axes.replica: Placement.PARTIAL})
+        return redistribute(partial, FlatBuffer(found, {}), "gradients").wait()
+
+    def take_whole(self, names: Collection[str]) -> None:
+        """Let parameters rest as they are in a unit that is whole here, where somebody has changed them."""
+        assert self.whole is not None, f"unit {self.layout.name} is not there"
+        for interval in self.layout.intervals:
+            if interval.name not in names:
+                continue
+            values = self.whole[interval.start : interval.stop]
+            _write(values, interval.start, self.parameters.values, self.parameters.first)
+            _write(values, interval.start, self.masters, self.shard.start)
+        self.round_masters()
+
+    def whole_views(self) -> list[Tensor]:
+        """Return the values of all parameters of a unit that is whole here, in buffer order, as views."""
+        assert self.whole is not None, f"unit {self.layout.name} is not there"
+        return self._views_of(self.whole)
 
     def _join_host(self) -> None:
         """Queue later work behind copies to the host, which may still read the buffer."""

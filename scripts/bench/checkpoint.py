@@ -51,7 +51,7 @@ from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resolved
 from megazero.kernels.select import choose
-from megazero.launch.signals import Signals
+from megazero.launcher.signals import Signals
 from megazero.run.checkpointing import Identity, RunContext, about_run, checkpoints_of, holdings_to_load
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
@@ -176,7 +176,7 @@ def _ours(
     site = RunContext(run, lock, job, Signals())
     about = about_run(config, built, grid, site, Identity("none", None))
     checkpoints = checkpoints_of(config, built, grid, CPU, about, site)
-    holdings, store = holdings_to_load(built, grid), Store(run.checkpoints)
+    holdings, store = holdings_to_load(built), Store(run.checkpoints)
     steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> None:

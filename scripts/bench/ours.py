@@ -15,8 +15,8 @@ from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
 from megazero.data.loader import MicroBatch
 from megazero.kernels.operations import Operations
-from megazero.launch.environment import RankContext, World, stay_on
-from megazero.launch.rendezvous import connect
+from megazero.launcher.environment import RankContext, World, stay_on
+from megazero.launcher.rendezvous import connect
 from megazero.model.parameter import declarations_by_name
 
 CPU = torch.device("cpu")

@@ -31,10 +31,10 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import lay_out
 from megazero.comm.processes import Process
 from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
-from megazero.launch import roll_call
-from megazero.launch.attendance import NOWHERE, Presence, unpack_roll
-from megazero.launch.job_board import JobBoard, job_board
-from megazero.launch.lobby import Lobby
+from megazero.launcher import roll_call
+from megazero.launcher.attendance import NOWHERE, Presence, unpack_roll
+from megazero.launcher.job_board import JobBoard, job_board
+from megazero.launcher.lobby import Lobby
 from megazero.store.client import JobStore
 from megazero.store.server import StoreServer
 from scripts.bench.figures import machine, versions

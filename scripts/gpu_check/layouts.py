@@ -18,7 +18,7 @@ from megazero.comm.host import Host
 from megazero.data.loader import MicroBatch
 from megazero.data.sampler import index_of, sample_id
 from megazero.kernels.operations import REFERENCE
-from megazero.launch.environment import fix_cublas_workspace
+from megazero.launcher.environment import fix_cublas_workspace
 from megazero.plan.job import Job
 from megazero.plan.states import Bytes
 from megazero.tools.certify.rank import Results, record

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from megazero.launch.environment import set_for_gpus
-from megazero.launch.scratch import scratch_folder
+from megazero.launcher.environment import set_for_gpus
+from megazero.launcher.scratch import scratch_folder
 from scripts.gpu_check.findings import Asked, Row, finite, line, told
 
 _FORK = multiprocessing.get_context("fork")

@@ -25,8 +25,8 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid, single
 from megazero.comm.status_board import StatusBoard
 from megazero.comm.transport.host_staging import staging_pool
-from megazero.launch.environment import RankContext, World
-from megazero.launch.rendezvous import connect, disconnect
+from megazero.launcher.environment import RankContext, World
+from megazero.launcher.rendezvous import connect, disconnect
 from megazero.tools.certify.rank import write_results
 from scripts.gpu_check import exchange
 from scripts.gpu_check.findings import Asked

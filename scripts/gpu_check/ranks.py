@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megazero.comm.grid import single
-from megazero.launch.scratch import scratch_folder
+from megazero.launcher.scratch import scratch_folder
 from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.tolerances import tolerance_of

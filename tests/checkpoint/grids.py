@@ -17,7 +17,7 @@ from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
-from megazero.launch.signals import Signals
+from megazero.launcher.signals import Signals
 from megazero.plan.job import Job
 from megazero.run.checkpointing import (
     CheckpointMetadata,
@@ -108,7 +108,7 @@ def load_all(
     for name, folder in folders.items():
         saving = Saving(rank, again / name, precision, background=False)
         store = Store(RunFolder(folder).checkpoints)
-        holdings = holdings_to_load(rank.built, rank.grid)
+        holdings = holdings_to_load(rank.built)
         step = store.steps()[0]
         manifest = load_newest(
             store,

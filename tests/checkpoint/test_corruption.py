@@ -92,7 +92,7 @@ def test_a_hundred_random_corruptions(written, tmp_path: Path, monkeypatch: pyte
     small_blocks(monkeypatch)
     chance, (one, other) = random.Random(seed), written
     rank = Rank(single_grid(), job_on(accumulation=4), SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built, rank.grid)
+    holdings = holdings_to_load(rank.built)
     load_tensors(one, read_manifest(one), holdings, rank=0, size=1)
     for number in range(100):
         folder = Path(shutil.copytree(one, tmp_path / f"copy_{number}"))
@@ -114,7 +114,7 @@ def single_grid() -> Grid:
 def try_all(grid: Grid, layout: Job, folders: list[Path]) -> list[str]:
     """What every rank is told of each folder; "" where it was loaded."""
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built, rank.grid)
+    holdings = holdings_to_load(rank.built)
     found = []
     for folder in folders:
         said: list[str] = [""]
@@ -163,7 +163,7 @@ def test_together_the_ranks_see_every_byte(
 
 def bytes_read(grid: Grid, layout: Job, folder: Path) -> int:
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built, rank.grid)
+    holdings = holdings_to_load(rank.built)
     return load_tensors(folder, read_manifest(folder), holdings, rank=grid["world"].rank, size=grid["world"].size)
 
 

@@ -27,9 +27,9 @@ from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.comm.transport.host_staging import HostStaging, staging_pool
 from megazero.config.schema import Config, Zero, resolved
-from megazero.launch import rendezvous
-from megazero.launch.environment import RankContext
-from megazero.launch.spawn import run_local
+from megazero.launcher import rendezvous
+from megazero.launcher.environment import RankContext
+from megazero.launcher.spawn import run_local
 from megazero.zero.placement import Precision
 from tests.comm.test_collectives import LENGTHS, values
 from tests.comm.test_p2p import MANY, around, both_ways, large

@@ -113,8 +113,8 @@ ROWS: dict[str, Works | Refused] = {
     # parallel.pipeline, pipeline.schedule, pipeline.chunks: test_pipeline
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
     # parallel.tensor_chunks: test_tensor
-    # parallel.timeout: tests/launch/test_faults.py
-    # parallel.start_timeout: tests/launch/test_roll_call.py
+    # parallel.timeout: tests/launcher/test_faults.py
+    # parallel.start_timeout: tests/launcher/test_roll_call.py
     # zero.stage: test_stages
     "zero.grad_dtype": Works("param", held, ("precision.dtype=bf16",)),
     "zero.bucket_mb": Works(

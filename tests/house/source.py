@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("megazero", "data_tools", "scripts")
+FOLDERS = ("megazero", "data_tools", "scripts", "examples")
 
 
 @dataclass(frozen=True)

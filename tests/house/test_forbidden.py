@@ -1,6 +1,6 @@
 """Calls that belong in one place, or nowhere.
 
-Collectives in comm/ and launch/ only, so that what a run sends can be counted. The process environment in two files
+Collectives in comm/ and launcher/ only, so that what a run sends can be counted. The process environment in two files
 only (and where a peer is set up), so that a run is its config. No host wait in the step path. No global random state:
 random numbers belong to names, or to a private generator. Nothing anywhere that can turn a data file into running code.
 """
@@ -21,9 +21,10 @@ COLLECTIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distri
 OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"}
 OBJECT_COLLECTIVES |= {"send_object_list", "recv_object_list"}
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
-ENVIRONMENT_FILES = {"megazero/launch/environment.py", "megazero/kernels/build.py"}
+ENVIRONMENT_FILES = {"megazero/launcher/environment.py", "megazero/kernels/build.py"}
 ENVIRONMENT_FILES |= {"scripts/bench/data_parallel.py"}  # DeepSpeed takes its settings from nowhere else
 PEERS = ("scripts/bench/torch_pipeline.py",)  # another system, whose own way it is
+LESSONS = ("examples/zero_from_scratch.py",)  # shows what ranks send with torch alone, and counts it itself
 STEP_PATH = ("megazero/zero/", "megazero/optim/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
 DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
@@ -33,7 +34,7 @@ CODE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.uns
 
 
 def collectives(source: Source) -> Iterator[str]:
-    if source.path.startswith(("megazero/comm/", "megazero/launch/", *PEERS)):
+    if source.path.startswith(("megazero/comm/", "megazero/launcher/", *PEERS, *LESSONS)):
         return
     for node, name in uses(source):
         module, _, last = name.rpartition(".")
@@ -140,7 +141,7 @@ GOOD: list[tuple[Callable[[Source], Iterator[str]], str, str]] = [
         "import torch\nx = torch.gather(y, 0, z); g: torch.distributed.ProcessGroup",
         "megazero/zero/unit.py",
     ),
-    (environment, "import os\nos.environ['A']", "megazero/launch/environment.py"),
+    (environment, "import os\nos.environ['A']", "megazero/launcher/environment.py"),
     (environment, "import os\nos.path.join(environ)", "megazero/zero/unit.py"),
     (host_waits, "x = loss.item()", "megazero/train/trainer.py"),
     (host_waits, "x = cpu(items)", "megazero/observe/metrics.py"),

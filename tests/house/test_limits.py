@@ -19,7 +19,7 @@ FOREIGN = [
     re.compile(r"\bshared/(?:design|contracts|style|numerics|faults|recipes|published)\b"),
 ]
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".sbatch", ".cpp", ".cu", ".cuh", ".h", ""}
-TEXT_FOLDERS = ("megazero", "data_tools", "scripts", "tests", "docs", "configs", "locks", ".ci")
+TEXT_FOLDERS = ("megazero", "data_tools", "scripts", "examples", "tests", "docs", "configs", "locks", ".ci")
 
 
 def long_files(source: Source) -> Iterator[str]:

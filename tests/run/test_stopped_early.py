@@ -29,7 +29,7 @@ DRIVER = """
 import ctypes, fcntl, os, sys, time
 from megazero.run import build as build_run
 from megazero.run import session as run
-from megazero.launch import rendezvous
+from megazero.launcher import rendezvous
 from megazero.__main__ import main
 
 def here():

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.launch.environment import World, meeting_of_step, world_from_environment
-from megazero.launch.rendezvous import _step_store
+from megazero.launcher.environment import World, meeting_of_step, world_from_environment
+from megazero.launcher.rendezvous import _step_store
 from megazero.store import addresses
-from tests.launch.test_environment import srun, torchrun
-from tests.launch.test_rendezvous import ROOT
+from tests.launcher.test_environment import srun, torchrun
+from tests.launcher.test_rendezvous import ROOT
 
 HOSTS = [
     "",

@@ -12,7 +12,7 @@ from megazero.base.stop_signals import NOTED
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import single
-from megazero.launch.signals import Signals
+from megazero.launcher.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.plan.traffic import TOTALS
 from megazero.train.stopping import BY_SIGNAL, FAILED, FILE, REASONS, TIME, Reason, Stopping

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.comm.grid import single
-from megazero.launch.signals import Signals
+from megazero.launcher.signals import Signals
 from megazero.train.stopping import REASONS, Reason, Stopping
 
 SAVING = 1.0

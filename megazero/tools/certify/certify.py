@@ -23,9 +23,9 @@ from megazero.build.pipeline import check_world
 from megazero.config.file import flatten
 from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config
-from megazero.launch.interruption import Interruption
-from megazero.launch.scratch import scratch_folder
-from megazero.launch.spawn import run_local
+from megazero.launcher.interruption import Interruption
+from megazero.launcher.scratch import scratch_folder
+from megazero.launcher.spawn import run_local
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES
 from megazero.plan.search import OFFLOAD, RECOMPUTE

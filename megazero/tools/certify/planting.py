@@ -13,7 +13,7 @@ from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.config.schema import Config
-from megazero.launch.interruption import Interruption
+from megazero.launcher.interruption import Interruption
 from megazero.plan.job import Job
 from megazero.tools.certify.certify import Certificate, admits, alone_of
 from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault, scaled

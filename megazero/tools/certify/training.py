@@ -27,8 +27,8 @@ from megazero.comm.host import Host
 from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch, open_datasets
 from megazero.kernels.select import choose
-from megazero.launch.environment import RankContext
-from megazero.launch.rendezvous import connect, disconnect
+from megazero.launcher.environment import RankContext
+from megazero.launcher.rendezvous import connect, disconnect
 from megazero.model.parameter import declaration_of
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
@@ -84,7 +84,7 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
     loader = loader_of(config, train, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
-    rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built, grid))
+    rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
     plant(rig)
     write_results(_trained(rig, config, steps), folder, grid["world"].rank)
     loader.close()

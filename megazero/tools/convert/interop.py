@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megazero import __version__
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file, new_folder, replace_file
 from megazero.base.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
+from megazero.base.version import __version__
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, shard_name
-from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES, key_of, plan_shard, write_shard
+from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.tools.convert.hugging_face import (
@@ -135,7 +135,7 @@ class Theirs:
         for link in self.links:
             for name in link.theirs:
                 slot = self._slot(name)
-                if slot.dtype not in DTYPES:
+                if slot.dtype not in FLOATS:
                     what, do = f"{name} is {slot.dtype}: quantised weights", "give the model before that"
                     raise UserError(415, what, do, where=slot.path)
             ours = torch.empty(tuple(shapes[link.ours]), device="meta")

@@ -76,7 +76,7 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     hardware: Hardware | str = "torch does not work here"
     devices: list[Finding] = []
     if works:
-        from megazero.launch.environment import local_size
+        from megazero.launcher.environment import local_size
 
         with warnings.catch_warnings():  # of a driver that is not there; the line about GPUs says it
             warnings.simplefilter("ignore")

@@ -20,10 +20,10 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.comm.collectives import CollectiveError, all_reduce, start_all_gather_in_place
 from megazero.comm.grid import Axis, make_grid, single
-from megazero.launch.environment import RankContext, World
-from megazero.launch.rendezvous import connect, disconnect
-from megazero.launch.scratch import scratch_folder
-from megazero.launch.spawn import run_local
+from megazero.launcher.environment import RankContext, World
+from megazero.launcher.rendezvous import connect, disconnect
+from megazero.launcher.scratch import scratch_folder
+from megazero.launcher.spawn import run_local
 from megazero.tools.doctor.finding import reason
 from megazero.tools.doctor.speed import (
     DTYPES,

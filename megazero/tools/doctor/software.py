@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.base.packages import PACKAGES, Package
-from megazero.launch.scratch import scratch_folder
+from megazero.launcher.scratch import scratch_folder
 from megazero.tools.doctor.finding import Finding
 
 _INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.launch.interruption import Interrupted, Interruption
+from megazero.launcher.interruption import Interrupted, Interruption
 from megazero.tools.certify.certify import Certificate
 from tests import warm
 from tests.tiny_run import ROOT, TinyData

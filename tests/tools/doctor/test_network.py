@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.launch.environment import interfaces_named
+from megazero.launcher.environment import interfaces_named
 from megazero.tools.doctor import network
 from megazero.tools.doctor.network import interface_rate, interfaces, network_rate, rdma, rdma_ports
 

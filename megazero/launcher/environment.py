@@ -1,0 +1,301 @@
+"""Find a process' place in the world: the only file that reads the environment, before torch is imported.
+
+A run is started in one of three ways, distinguished by their environment variables:
+
+    torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    srun          SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, the step's nodes, the job's id
+    train.py      nothing: it starts the local ranks itself (`spawn.py`)
+"""
+
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megazero.base.errors import UserError
+from megazero.comm.status_board import StatusBoard, StatusSlot
+from megazero.launcher.signals import Signals
+from megazero.launcher.stacks import Stacks
+from megazero.store import addresses
+from megazero.store.token import Secret
+
+if TYPE_CHECKING:
+    import torch
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
+DO = "unset them or start through torchrun"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+# Of a run on GPUs, read when CUDA starts; what the user has set stays.
+GPU_SETTINGS = {
+    # Queues of the device. Streams that share one wait for each other, and a receive holds it until the other rank
+    # sends: a rank has more streams (a communicator's each, copies) than the 8 queues of the default.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Kernels are loaded at the start. One that is loaded at its first use waits for all that the device runs: for a
+    # receive too, whose sender may wait for this rank.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # Operations that NCCL's flight recorder keeps, for a rank that hangs to show (`monitor.py`).
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, as one of them sees it.
+
+    Attributes:
+        rank, size: of this process, and of the run.
+        local_rank: of this process on its host.
+        launcher: "torchrun", "srun", "local" (a parent of ours), or "" for a single process.
+        shares_gpus: ranks of a host take its GPUs in turn, and again from the first where there are more ranks. They
+            talk through the host's memory, for NCCL refuses two ranks on one device.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str = ""
+    shares_gpus: bool = False
+
+    @property
+    def device(self) -> "torch.device":
+        """Return this rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        gpus = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % gpus if gpus == 1 or self.shares_gpus else self.local_rank)
+
+
+@dataclass(frozen=True, eq=False)
+class RankContext:
+    """The context of a rank: its world, its status slot, and the file to meet at if a local parent gave one."""
+
+    world: World
+    status_slot: StatusSlot
+    store: Path | None = None
+    signals: Signals = field(default_factory=Signals)
+    stacks: Stacks = field(default_factory=Stacks)
+
+    @classmethod
+    def of(cls, world: World) -> "RankContext":
+        """Return the context of a process that no parent of ours started, with a private status slot for now."""
+        status_slot = StatusBoard.private().status_slot(0)
+        status_slot.take(host_name())
+        return cls(world, status_slot)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The address at which the ranks of an srun step meet.
+
+    Attributes:
+        host, port: rank 0's address.
+        interface: network interface that it listens on, if one is named.
+        nodes: hosts of the step.
+    """
+
+    host: str
+    port: int
+    interface: str | None
+    nodes: int = 1
+
+
+def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
+    """Return the world that torchrun (RANK, WORLD_SIZE, LOCAL_RANK) or srun (SLURM_PROCID, SLURM_NTASKS, ...) set.
+
+    One process where neither did. Values that are no rank of a world, or only some of torchrun's three, are a
+    UserError 111: ranks that each took themselves for the whole run would write into one folder.
+    """
+    for launcher, names in (("torchrun", TORCHRUN), ("srun", SLURM)):
+        if all(name in environment for name in names):
+            world = _world(names, environment, launcher)
+            lacking = [n for n in MEETING if n not in environment]
+            if launcher == "srun" and world.size == 1:  # a shell in a job of one task: local ranks may be started
+                continue
+            if launcher == "torchrun" and world.size > 1 and lacking:
+                raise UserError(111, f"WORLD_SIZE={world.size}, but {' and '.join(lacking)} not set", DO)
+            if world.size > 1:
+                _check_meeting(environment)
+            return world
+    given = [name for name in TORCHRUN if name in environment]
+    if "WORLD_SIZE" in given or "RANK" in given:
+        missing = [name for name in TORCHRUN if name not in environment]
+        raise UserError(111, f"{' and '.join(given)} set, {' and '.join(missing)} not", DO)
+    return World(rank=0, size=1, local_rank=0)
+
+
+def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bool = False) -> int:
+    """Return how many ranks to start on this machine: as requested, else one per GPU, else tensor x pipeline.
+
+    Args:
+        shares_gpus: there may be more ranks than GPUs; by default as many are started as give each GPU one, and
+            the model whole copies.
+
+    Raises:
+        UserError: 106, more ranks than GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked and gpus and asked > gpus and not shares_gpus:
+        what = f"expected --nproc <= {gpus} GPUs, got {asked}"
+        raise UserError(106, what, "give fewer ranks, or train with --share-gpus", where="train")
+    split = tensor * pipeline
+    return asked or (max(1, -(-gpus // split)) * split if shares_gpus else gpus or split)
+
+
+def check_gpus(world: World) -> None:
+    """Refuse a rank that has no GPU of its own, where a launcher started it and its host shows several GPUs.
+
+    Raises:
+        UserError: 106, more ranks than GPUs.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if world.shares_gpus or not gpus:
+        return
+    # A task of srun may see one GPU, its own; torchrun shows all of them to every rank.
+    if world.local_rank >= gpus and (gpus > 1 or world.launcher == "torchrun"):
+        what = f"expected at most {gpus} ranks on a host of {gpus} GPUs, got local rank {world.local_rank}"
+        raise UserError(106, what, "start fewer ranks, or train with --share-gpus", rank=world.rank)
+
+
+def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:
+    """Return where the ranks of an srun step meet; the same on every rank, whatever the job is.
+
+    MASTER_ADDR and MASTER_PORT where the batch script sets them. Else the step's first node, and a port made of the
+    job's id (an array's task has one of its own), the number of times it was requeued, and the step: an earlier
+    attempt that still holds its port is not in the way, nor is another step of the same job.
+
+    Args:
+        known: network interfaces of this host; None: those that the system lists.
+
+    Raises:
+        UserError: 111, no node list or job id, or a value that makes no sense.
+    """
+    host = environment.get("MASTER_ADDR")
+    if host is None:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+        if not nodes:
+            raise UserError(111, "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set", "set MASTER_ADDR to a host name")
+        host = first_host(nodes)
+    port = addresses.port("MASTER_PORT", environment["MASTER_PORT"]) if "MASTER_PORT" in environment else None
+    if port is None:
+        job, restart, step = (
+            _number(environment, name, default)
+            for name, default in (("SLURM_JOB_ID", None), ("SLURM_RESTART_COUNT", 0), ("SLURM_STEP_ID", 0))
+        )
+        port = _FIRST_PORT + (job + 101 * restart + 1009 * step) % _NUM_PORTS
+    known = known if known is not None else [name for _, name in socket.if_nameindex()]
+    named = [environment[name] for name in INTERFACES if environment.get(name) in known]
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES", _number(environment, "SLURM_JOB_NUM_NODES", 1))
+    # NCCL takes prefixes, lists and exclusions ("^docker") too: those name none.
+    return Meeting(host, port, named[0] if named else None, nodes)
+
+
+def stay_on(interface: str, environment=os.environ) -> None:
+    """Make backends listen on `interface`, unless the user has named another for them."""
+    for name in INTERFACES:
+        environment.setdefault(name, interface)
+
+
+def set_for_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what a run on GPUs needs of CUDA and NCCL, unless the user has set it; to be called before CUDA starts."""
+    for name, value in GPU_SETTINGS.items():
+        environment.setdefault(name, value)
+
+
+def gpu_settings(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what CUDA and NCCL were started with, and where the user has set another value than we do."""
+    given = [(name, environment.get(name, "not set"), ours) for name, ours in GPU_SETTINGS.items()]
+    return ", ".join(f"{name}={value}" + (f" (not {ours})" if value != ours else "") for name, value, ours in given)
+
+
+def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the network interface that each backend was set to use, by the variable that sets it."""
+    return {name: environment[name] for name in INTERFACES if environment.get(name)}
+
+
+def attempt(environment: Mapping[str, str] = os.environ) -> str:
+    """Return how often torchrun has started its workers again, whose store stays the same."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def job_id(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the scheduler's id of this job, "" if there is no scheduler."""
+    return environment.get("SLURM_JOB_ID", "")
+
+
+def job_output(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file of the batch script's output, as the script gives it; None: it does not."""
+    return Path(given) if (given := environment.get("MEGAZERO_OUTPUT")) else None
+
+
+def host_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return this host's name, as SLURM calls it where SLURM started this process: its commands know no other."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def threads_for(size: int) -> int | None:
+    """Return the threads for each of `size` ranks that share this machine's cores; None if OMP_NUM_THREADS decides."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's node list: node[003-007,9],gpu1 -> node003, a[1-2]b[3-4] -> a1b3."""
+    host = re.split(r",(?![^\[]*\])", nodes)[0]  # at the first comma outside brackets
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", host)
+
+
+def secret_of_step(environment: Mapping[str, str] = os.environ) -> Secret:
+    """Return the secret that only the ranks of an srun step share, with the step's name."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    step = " ".join(environment.get(name) or "0" for name in names)
+    home = Path(environment.get("XDG_CONFIG_HOME") or "", "megazero")
+    if not home.is_absolute():  # the standard says to ignore it then
+        home = Path(os.path.expanduser("~"), ".config", "megazero")
+    return Secret(environment.get("MEGAZERO_TOKEN"), home, step)
+
+
+def _check_meeting(environment: Mapping[str, str]) -> None:
+    """Refuse values of MASTER_ADDR and MASTER_PORT that no rank can meet at."""
+    if "MASTER_ADDR" in environment:
+        addresses.host("MASTER_ADDR", environment["MASTER_ADDR"])
+    if "MASTER_PORT" in environment:
+        addresses.port("MASTER_PORT", environment["MASTER_PORT"])
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    do = "set MASTER_ADDR and MASTER_PORT"
+    if text is None:
+        raise UserError(111, f"{name} is not set, expected a number", do)
+    return addresses.number(name, text, do)
+
+
+def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher: str) -> World:
+    texts = [environment[name] for name in names]
+    if all(re.fullmatch(r"[0-9]{1,9}", text) for text in texts):
+        rank, size, local_rank = map(int, texts)
+        if rank < size:
+            return World(rank, size, local_rank, launcher)
+    got = ", ".join(f"{name}={addresses.shown(text)}" for name, text in zip(names, texts, strict=True))
+    raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)
+
+
+def fix_cublas_workspace() -> None:
+    """Let cuBLAS take memory of a fixed size for each stream, without which its products may differ between runs.
+
+    It is read when the first product is computed. What the user has set is left.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,1 @@
+"""ZeRO for modules of others: `shard` a module, call it, `backward`, `step`."""

@@ -1,0 +1,118 @@
+"""Give a module's parameters the memory of units, and initial values: those of rank 0.
+
+A module may come with values, on any device, or without, on torch's meta device. Part by part: rank 0 makes the values
+of parameters without any, by `initial` or by the modules' own `reset_parameters`; what it has is sent to all (as a sum
+to which the others add zeros), each rank keeps what rests there, and the whole is freed. So no rank ever has more than
+one part beside what it keeps, and ranks need not draw the same random numbers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megazero.base.errors import UserError
+from megazero.comm.collectives import all_reduce
+from megazero.comm.grid import Axis
+from megazero.library.parts import Member, Part
+from megazero.zero.unit import Unit
+
+Initial = Callable[[str, Tensor], object]
+
+
+def make_values(part: Part, world: Axis, device: torch.device, initial: Initial | None) -> None:
+    """Give the parameters of a part that are on the meta device values, on rank 0; buffers beside them too.
+
+    Args:
+        initial: (name, tensor), writes the values of a parameter; None: the modules' own `reset_parameters` do.
+
+    Raises:
+        UserError: 509, a module has none.
+    """
+    without = [member for member in part.members if member.parameter.is_meta]
+    if not without:
+        return
+    owners = dict.fromkeys(place.owner for member in without for place in member.places)
+    if initial is None and (odd := next((one for one in owners if not hasattr(one, "reset_parameters")), None)):
+        name = next(member.name for member in without if any(place.owner is odd for place in member.places))
+        what = f"{name} is on the meta device, and {type(odd).__name__} has no reset_parameters"
+        raise UserError(509, what, "give shard(initial=...), which fills a tensor by its name")
+    if world.rank > 0:
+        return
+    for member in without:
+        values = torch.empty_like(member.parameter, device=device)
+        made = nn.Parameter(values, requires_grad=member.parameter.requires_grad)
+        for place in member.places:
+            place.owner._parameters[place.attribute] = made
+        if initial is not None:
+            with torch.no_grad():
+                initial(member.name, values)
+    for owner in owners:
+        _make_buffers(owner, device)
+        if initial is None:
+            owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
+
+
+def _make_buffers(owner: nn.Module, device: torch.device) -> None:
+    for name, buffer in owner._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            owner._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
+    """Take the values of rank 0 into a unit, and give the module parameters that are views of it."""
+    take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
+    made = unit.make_parameters()
+    for member in members:
+        for place in member.places:
+            place.owner._parameters[place.attribute] = made[member.name]
+
+
+def take(unit: Unit, values: dict[str, Tensor | nn.Parameter | None], world: Axis) -> None:
+    """Let a unit have the values that rank 0 has; the others' are not read."""
+    dtype = unit.masters.dtype if unit.trainable else unit.parameters.values.dtype
+    whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)
+    if world.rank == 0:
+        with torch.no_grad():
+            for interval in unit.layout.intervals:
+                value = values[interval.name]
+                assert value is not None, "rank 0 has it"
+                whole[interval.start : interval.stop].copy_(value.reshape(-1))
+    whole = from_first(whole, world)
+    starts = {interval.name: interval.start for interval in unit.layout.intervals}
+    unit.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])
+
+
+def adopt_buffers(module: nn.Module, world: Axis, device: torch.device) -> None:
+    """Move a module's buffers to the device; every rank gets the values of rank 0.
+
+    Raises:
+        UserError: 509, one is on the meta device, and nobody has made its values.
+    """
+    moved: dict[int, Tensor] = {}
+    for name, owner, attribute, buffer in _buffers(module):
+        if id(buffer) not in moved:
+            if buffer.is_meta and world.rank == 0:
+                what = f"{name} is a buffer on the meta device, and nothing gives it values"
+                raise UserError(509, what, "make it in the module's reset_parameters, or build the module on a device")
+            here = torch.zeros_like(buffer, device=device) if world.rank else buffer.to(device)
+            moved[id(buffer)] = from_first(here.contiguous(), world)
+        owner._buffers[attribute] = moved[id(buffer)]
+
+
+def from_first(x: Tensor, world: Axis) -> Tensor:
+    """Return rank 0's x on all ranks; those of the others are overwritten. x is contiguous."""
+    if world.size == 1 or not x.numel():
+        return x
+    if world.rank > 0:
+        x.zero_()
+    flat = x.view(-1)
+    all_reduce(flat.view(torch.uint8) if x.dtype == torch.bool else flat, world, "initial")
+    return x
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    for owner_name, owner in module.named_modules():
+        for attribute, buffer in list(owner._buffers.items()):
+            if buffer is not None:
+                yield f"{owner_name}.{attribute}".lstrip("."), owner, attribute, buffer

@@ -1,0 +1,148 @@
+"""The parts of a module once their parameters have memory, and how a module is made to see them.
+
+A module looks for a parameter as an attribute of its owner. What an object has itself hides what its class looks up: so
+a tensor in the owner's own dictionary is found in the place of the parameter, and when it is taken out again, the
+parameter is.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from megazero.library.parts import Part, Place
+from megazero.zero.unit import Unit
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A parameter as its part shows it.
+
+    Attributes:
+        unit: that it is in.
+        index: its place among the unit's parameters.
+        name: its full name.
+        places: where the module looks for it.
+    """
+
+    unit: Unit
+    index: int
+    name: str
+    places: tuple[Place, ...]
+
+    def named_places(self) -> Iterator[tuple[tuple[nn.Module, str], str]]:
+        """Yield (owner, attribute) of each place with the parameter's name."""
+        for place in self.places:
+            yield (place.owner, place.attribute), self.name
+
+    @property
+    def numel(self) -> int:
+        """Return the number of the parameter's elements."""
+        interval = self.unit.layout.intervals[self.index]
+        return interval.stop - interval.start
+
+    @property
+    def values(self) -> Tensor:
+        """Return the parameter's values in a unit that is whole here."""
+        return self.unit.whole_views()[self.index].detach()
+
+
+@dataclass(eq=False)
+class BuiltPart:
+    """A part whose parameters have memory.
+
+    Attributes:
+        part: what it was made of.
+        trained, frozen: its parameters.
+        root: it stays gathered until the backward is over.
+        depth: calls of it that run now, one inside the other.
+        open: calls whose backward is still to come.
+        looks_up: it is an embedding, whose backward reads nothing of it.
+        after: the part that was called after it in the last forward: it is prefetched.
+    """
+
+    part: Part
+    trained: list[Shown]
+    frozen: list[Shown]
+    root: bool
+    depth: int = 0
+    open: int = 0
+    after: "BuiltPart | None" = None
+    shown: list[Shown] = field(init=False)
+    units: list[Unit] = field(init=False)
+    looks_up: bool = field(init=False)
+    sharded: bool = field(init=False)
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown = [*self.trained, *self.frozen]
+        self.units = list(dict.fromkeys(shown.unit for shown in self.shown))
+        self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
+        self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
+        self.number = zlib.crc32(self.part.name.encode())
+
+
+def put(shown: Shown, value: Tensor) -> None:
+    """Let a parameter's owners find `value` in its place: what an object has itself hides what its class looks up."""
+    for place in shown.places:
+        place.owner.__dict__[place.attribute] = value
+    _tell_recurrent(dict.fromkeys(place.owner for place in shown.places))
+
+
+def hide(part: BuiltPart) -> None:
+    """Let a part's module find its own parameters again."""
+    owners: dict[nn.Module, None] = {}
+    for shown in part.shown:
+        for place in shown.places:
+            if place.owner.__dict__.pop(place.attribute, None) is not None:
+                owners[place.owner] = None
+    _tell_recurrent(owners)
+
+
+def _tell_recurrent(owners: Iterable[nn.Module]) -> None:
+    """Let recurrent modules find their parameters: they keep a list of them."""
+    for owner in owners:
+        if isinstance(owner, nn.RNNBase):
+            owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
+
+
+def before_backward(outputs: Any, event: Callable[[object], None]) -> None:
+    """Let autograd call `event` when the gradient of a tensor among some outputs has arrived, before it goes on."""
+    for x in _tensors(outputs):
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(event)
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, tuples, dictionaries and dataclasses, one inside of the other."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, list | tuple):
+        for one in outputs:
+            yield from _tensors(one)
+    elif isinstance(outputs, Mapping):
+        for one in outputs.values():
+            yield from _tensors(one)
+    elif is_dataclass(outputs):
+        yield from _tensors(list(vars(outputs).values()))
+
+
+def wrap(part: BuiltPart, run: Callable[..., Any]) -> None:
+    """Let every call of a part's module run between its events; a module that is compiled stays so inside of them."""
+    module = part.part.module
+    compiled: Forward | None = module._compiled_call_impl
+    forward: Forward = compiled or module.forward
+
+    @wraps(forward)
+    def call(*arguments: Any, **named: Any) -> Any:
+        return run(part, forward, arguments, named)
+
+    if compiled is None:
+        module.forward = call
+    else:
+        module._compiled_call_impl = call

@@ -1,0 +1,331 @@
+"""Run the parts of a module: gather their parameters, show them to the module, take their gradients, release.
+
+A call of a part runs its module's own forward between two events:
+
+    before    its units are gathered, and the parameters take the places where the module looks for them
+    after     the places are given back, and sharded units are released (the root's stay until the backward is over)
+
+Where gradients are wanted, the parameters of a call are the outputs of one function of autograd (`_Parameters`). Its
+backward runs once, when the gradients of all uses of all of them in that call have been summed by autograd: of
+parameters used once, several times or not at all, whatever the module does inside. They are written into the units'
+buffers then, and a unit whose calls have all had their gradients can be reduced. `.grad` stays empty.
+
+What autograd saves of a sharded unit's parameters is replaced by (unit, place), with torch's saved_tensors_hooks, and
+looked up again in backward. torch asks only the innermost hooks; so whatever is no parameter of ours goes to those
+around (of `torch.utils.checkpoint`, say). A part is gathered when the gradient of one of its outputs arrives: what is
+checkpointed inside of it runs again then, and finds the parameters themselves, which have the gathered values. Only an
+embedding needs nothing of itself in backward.
+
+Every rank has to gather the same units in the same order. Each keeps a number made of its own order (`order`), which
+`Sharded.backward` compares.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+
+from megazero.base.errors import UserError
+from megazero.library.built import BuiltPart, Forward, Shown, before_backward, hide, put, wrap
+from megazero.zero.gather import Gather
+from megazero.zero.unit import Unit
+
+
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """A place in a unit's parameters, which stands for a saved tensor."""
+
+    call: "_Call"
+    unit: Unit
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One call of a part whose backward is still to come.
+
+    Attributes:
+        before: the call of a part that ended last before this one began: its backward comes next.
+        step: the number of the step it belongs to.
+        counted: it is one of its part's open calls. One that a checkpoint repeats in backward is not: the first one,
+            whose backward that is, stands for it.
+    """
+
+    calls: "Calls"
+    part: BuiltPart
+    before: "_Call | None"
+    step: int
+    counted: bool
+
+    def begin_backward(self, _: object = None) -> None:
+        """Gather the part, whose backward begins; prefetch the one whose backward comes next."""
+        self.calls.require_step(self)
+        if self.calls.in_backward and any(unit.whole is None for unit in self.part.units):
+            self.calls.gather_for_backward(self.part)
+            if self.before is not None:
+                self.calls.prefetch(self.before.part)
+
+    def need(self, unit: Unit) -> Tensor:
+        """Return the whole values of a unit that backward needs."""
+        self.begin_backward()
+        if unit.whole is None:  # of another part, of which this one has saved something
+            self.calls.gather.unshard([unit])
+        assert unit.whole is not None, "it has been gathered"
+        return unit.whole
+
+    def deliver(self, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients of the part's trained parameters into its units; None: there was no use of one."""
+        self.calls.require_backward(self)
+        part = self.part
+        if part in self.calls.reduced:
+            do = "checkpoint what calls it several times with use_reentrant=False"
+            raise UserError(506, f"{part.part.name} got gradients after they had been reduced", do)
+        for shown, gradient in zip(part.trained, gradients, strict=True):
+            if gradient is None:
+                continue
+            slot = shown.unit.views[shown.name]
+            if gradient.layout == torch.sparse_coo:  # of an embedding with sparse=True
+                slot.write_rows(gradient._indices()[0], gradient._values())
+            else:
+                slot.write(gradient)
+        self.before = None  # the chain of calls would grow with every micro-batch
+        part.open -= self.counted
+        if part.open == 0:
+            self.calls.complete(part)
+
+
+class _Parameters(torch.autograd.Function):
+    """Show a call's parameters to autograd; their gradients come back together, each summed over all its uses."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(shown.values for shown in call.part.trained)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        if torch.is_grad_enabled():
+            do = "leave create_graph out: gradients of gradients are not sharded"
+            raise UserError(505, "a second backward through the parameters was asked for", do)
+        ctx.call.deliver(gradients)
+        return None, None
+
+
+class Calls:
+    """The calls of all parts of a module.
+
+    Args:
+        parts: of the module; the root, if it has parameters of its own, is among them.
+        gather: of their units.
+
+    Attributes:
+        step: the number of steps done; the graph of an earlier one has parameters that are gone.
+        order: a number made of the units gathered in this step, in their order.
+        in_backward: `Sharded.backward` runs.
+        reduced: the parts whose reduction has begun in this backward.
+    """
+
+    def __init__(self, parts: list[BuiltPart], gather: Gather):
+        self.parts, self.gather = parts, gather
+        self.step = self.order = 0
+        self.in_backward = False
+        self._last: _Call | None = None
+        self._running: BuiltPart | None = None  # the part that was called last
+        self._anchor: Tensor | None = None
+        self._storages: dict[int, Unit] = {}  # of sharded units that are whole now
+        self._held: BuiltPart | None = None  # a part without gradients that backward has gathered
+        self.reduced: set[BuiltPart] = set()
+        self._sharded = any(part.sharded for part in parts)
+        for part in parts:
+            wrap(part, self.run)
+            for shown in part.trained:
+                self._watch(part, shown)
+
+    def _watch(self, part: BuiltPart, shown: Shown) -> None:
+        place = shown.places[0]
+        parameter = place.owner._parameters[place.attribute]
+        assert parameter is not None, "it has been adopted"
+        parameter.register_post_accumulate_grad_hook(lambda found: self.stray(part, shown, found))
+
+    def run(self, part: BuiltPart, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Run the forward of a part between its two events."""
+        if part.depth:  # called by itself: its parameters are there
+            return forward(*arguments, **named)
+        wants = torch.is_grad_enabled()
+        self._begin(part)
+        call: _Call | None = None
+        if wants:
+            counted = bool(part.trained) and not (self.in_backward and part.open)
+            call = _Call(self, part, None if self.in_backward else self._last, self.step, counted)
+        part.depth = 1
+        try:
+            self._show(part, call)
+            with self._saving(call) if self._sharded and call is not None else nullcontext():
+                outputs = forward(*arguments, **named)
+            if call is not None and part.sharded and not part.root and not part.looks_up:
+                before_backward(outputs, call.begin_backward)
+            return outputs
+        finally:
+            part.depth = 0
+            hide(part)
+            if call is not None and not part.root and not self.in_backward:
+                self._last = call
+            self._end(part, wants=wants)
+
+    def _begin(self, part: BuiltPart) -> None:
+        """Gather a part that is about to run, and prefetch the one that ran after it last time."""
+        if not part.sharded:
+            self.gather.unshard(part.units)  # what an update has changed may be on its way
+            return
+        if any(unit.whole is None for unit in part.units):
+            self.gathered(part)
+            self.gather.unshard(part.units)
+        if self._running is not None and not self.in_backward:
+            self._running.after = part
+        self._running = part
+        for unit in part.units:
+            if unit.whole is not None:
+                self._storages[unit.whole.untyped_storage()._cdata] = unit
+        if part.after is not None and part.after is not part and not self.in_backward:
+            self.prefetch(part.after)
+
+    def prefetch(self, part: BuiltPart) -> None:
+        """Start to gather a part that will be needed soon."""
+        if part.sharded and any(unit.whole is None for unit in part.units):
+            self.gather.prefetch(part.units)
+
+    def gather_for_backward(self, part: BuiltPart) -> None:
+        """Gather a part whose backward begins."""
+        if self._held is not None and self._held is not part:
+            self.release([self._held])
+        self._held = None if part.trained else part  # else its gradients tell when its backward is over
+        self.gathered(part)
+        self.gather.unshard(part.units)
+
+    def gathered(self, part: BuiltPart) -> None:
+        """Note that a part is gathered now."""
+        self.order = zlib.crc32(part.number.to_bytes(4, "little"), self.order)
+
+    def _show(self, part: BuiltPart, call: _Call | None) -> None:
+        """Put a part's parameters where its module looks for them."""
+        if call is not None and part.trained:
+            if self._anchor is None:
+                self._anchor = torch.zeros((), requires_grad=True, device=part.units[0].device)
+            part.open += call.counted
+            values = _Parameters.apply(call, self._anchor)
+        else:
+            values = tuple(shown.values for shown in part.trained)
+        for shown, value in zip(part.trained, values, strict=True):
+            put(shown, value)
+        for shown in part.frozen:
+            put(shown, shown.values)
+
+    def _end(self, part: BuiltPart, *, wants: bool) -> None:
+        """Release a part that has run, unless its backward is under way or comes next."""
+        if part.sharded and not self.in_backward and not (part.root and wants):
+            self.release([part])
+        if part.root and not wants and not self.in_backward:
+            self.release(self.parts)
+        if part.root:
+            self._running = None
+
+    def release(self, parts: Sequence[BuiltPart]) -> None:
+        """Free the gathered parameters of some parts, except those that are running."""
+        for part in parts:
+            if not part.sharded or part.depth:
+                continue
+            for unit in part.units:
+                if unit.whole is not None and not unit.parameters_rest_whole:
+                    self._storages.pop(unit.whole.untyped_storage()._cdata, None)
+            self.gather.reshard(part.units)
+
+    def release_all(self) -> None:
+        """Free all gathered parameters, and end what is on its way: an update will make them others."""
+        self.gather.reshard_all([unit for part in self.parts for unit in part.units])
+        self._storages.clear()
+        self._running = self._last = None
+
+    def complete(self, part: BuiltPart) -> None:
+        """Let a part's gradients be reduced: no backward of it is to come."""
+        self.reduced.add(part)
+        if not part.root:
+            self.release([part])
+        for unit in part.units:
+            if unit.trainable:
+                unit.deliveries.on_complete()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Be around a backward of the whole module."""
+        self.in_backward = True
+        self.reduced.clear()
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            self._last = self._running = self._held = None
+            self.release(self.parts)
+            self._storages.clear()
+
+    def stray(self, part: BuiltPart, shown: Shown, parameter: nn.Parameter) -> None:
+        """Take a gradient that came to a parameter itself, which was used while it was not shown.
+
+        A checkpoint that runs backward inside of a part's backward does that, and so does a penalty on weights that
+        rest whole.
+
+        Raises:
+            UserError: 506, the part's gradients have been reduced, or its values were not there.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        view = shown.unit.views[shown.name]
+        if gradient is None or not self.in_backward or part in self.reduced or gradient.numel() != shown.numel:
+            what = f"{shown.name} was used outside of the forward of its submodule"
+            raise UserError(506, what, "use it within the module's forward; its values are in sharded.gathered()")
+        view.write(gradient)
+
+    def next_step(self) -> None:
+        """Begin the next step: graphs of this one are void."""
+        self.step += 1
+        self.order = 0
+        for part in self.parts:
+            part.open = 0
+
+    def require_step(self, call: _Call) -> None:
+        """Refuse the graph of an earlier step. Raises UserError 506."""
+        if call.step != self.step:
+            what = f"{call.part.part.name}: backward of a forward that ran before the last step"
+            raise UserError(506, what, "run forward and backward between two steps")
+
+    def require_backward(self, call: _Call) -> None:
+        """Refuse a backward that nobody reduces. Raises UserError 506."""
+        self.require_step(call)
+        if not self.in_backward:
+            raise UserError(
+                506, "loss.backward() was called", "call sharded.backward(loss), which reduces gradients too"
+            )
+
+    def _saving(self, call: _Call | None) -> AbstractContextManager[object]:
+        """Return the hooks that keep places of sharded parameters instead of the parameters."""
+        outer = _top_saved_tensors_default_hooks(False)
+        pack_outer, unpack_outer = outer or (lambda x: x, lambda x: x)
+
+        def pack(x: Tensor) -> Any:
+            unit = self._storages.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+            if unit is None or call is None:
+                return pack_outer(x) if outer else x.detach()  # the tensor itself would hold the graph that holds it
+            return _Saved(call, unit, int(x.storage_offset()), x.shape, x.stride())
+
+        def unpack(kept: Any) -> Tensor:
+            if not isinstance(kept, _Saved):
+                return unpack_outer(kept)
+            return kept.call.need(kept.unit).as_strided(kept.shape, kept.stride, kept.offset)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,42 @@
+"""Write tables of what a sharded module holds: by part, before and while it trains."""
+
+from collections.abc import Sequence
+
+from megazero.library.built import BuiltPart
+from megazero.zero.unit import Unit
+
+
+def parts_table(parts: Sequence[BuiltPart], state_names: Sequence[str], stage: int) -> str:
+    """Return a table: of each part its parameters, and the bytes of them that rest on this rank, by kind."""
+    heads = ("part", "parameters", "frozen", "parameters here", "gradients here", "optimizer here")
+    rows = [heads, *(_row(part, len(state_names)) for part in parts if part.units)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = ["  ".join(_cell(c, text, w) for c, (text, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    axes = parts[0].units[0].axes if parts[0].units else parts[1].units[0].axes
+    groups = f", {axes.replica.size} times" if axes.replica.size > 1 else ""
+    return "\n".join([f"ZeRO stage {stage} over {axes.shard.size} ranks{groups}; bytes of one rank", *lines])
+
+
+def _cell(column: int, text: str, width: int) -> str:
+    return text.ljust(width) if column == 0 else text.rjust(width)
+
+
+def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
+    trained = [unit for unit in part.units if unit.trainable]
+    frozen = [unit for unit in part.units if not unit.trainable]
+    held = [
+        sum(unit.parameters.values.nbytes for unit in part.units),
+        sum(unit.gradients.values.nbytes for unit in trained),
+        sum(_optimizer_bytes(unit, states) for unit in trained),
+    ]
+    counts = [_elements(trained), _elements(frozen), *held]
+    return (part.part.name, *(f"{count:,}" for count in counts))
+
+
+def _elements(units: Sequence[Unit]) -> int:
+    return sum(interval.stop - interval.start for unit in units for interval in unit.layout.intervals)
+
+
+def _optimizer_bytes(unit: Unit, states: int) -> int:
+    own = unit.masters.untyped_storage()._cdata != unit.parameters.values.untyped_storage()._cdata
+    return (states + own) * unit.masters.nbytes

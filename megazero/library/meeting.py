@@ -1,0 +1,122 @@
+"""Meet the other ranks: those that torchrun or srun started, or those that `launch` forks; alone without either."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.base.version import __version__
+from megazero.comm.context import CommContext
+from megazero.comm.ledger import Ledger
+from megazero.launcher.environment import RankContext, World, world_from_environment
+from megazero.launcher.rendezvous import connect, disconnect
+from megazero.launcher.spawn import run_local
+
+T = TypeVar("T")
+_BYTES = "bytes of a tensor"  # the key that tells an encoded tensor from a dictionary
+
+
+@dataclass
+class _Here:
+    """The place of this process among the ranks, and its communication once it has met them."""
+
+    place: RankContext
+    comm: CommContext | None = None
+
+
+# Of a process, or of a thread that acts as a rank of its own: whoever shards a second module has met the others.
+_HERE: ContextVar[_Here | None] = ContextVar("here", default=None)
+
+
+def meet(timeout: timedelta) -> tuple[World, CommContext]:
+    """Return this process' place in the world, and a communication context with a ledger of its own.
+
+    Raises:
+        UserError: 111, 3xx, the ranks do not come together; 510, torch.distributed was initialised by somebody else.
+    """
+    here = _HERE.get()
+    if here is None:
+        here = _Here(RankContext.of(world_from_environment()))
+        _HERE.set(here)
+    world = here.place.world
+    if here.comm is None:
+        if world.size > 1 and dist.is_initialized():
+            do = "leave init_process_group out: megazero.shard meets the other ranks itself"
+            raise UserError(510, "torch.distributed is initialised already", do)
+        here.comm = connect(
+            here.place, timeout=timeout, fingerprint=f"megazero {__version__}, torch {torch.__version__}"
+        )
+    held = here.comm.ledger.bytes.get("staging")
+    comm = replace(here.comm, ledger=Ledger())
+    if held is not None:
+        comm.ledger.hold("staging", held.now)
+    return world, comm
+
+
+def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
+    """Run a function on `nproc` ranks that are forked from this process; return what rank 0's returned.
+
+    torch must not have computed with several threads in this process before: a fork does not have its threads.
+
+    Args:
+        function: called with `arguments` in each rank; what it returns consists of numbers, text, None, tensors, lists,
+            tuples and dictionaries with text for keys.
+
+    Raises:
+        UserError: 510, a rank failed, and has said why; or what rank 0 returned is none of these.
+    """
+    lines: list[str] = []
+    with tempfile.TemporaryFile() as answer:
+
+        def main(place: RankContext) -> int:
+            _HERE.set(_Here(place))
+            found = function(*arguments)
+            if place.world.rank == 0:
+                answer.write(json.dumps(_encoded(found)).encode())
+                answer.flush()
+            disconnect()
+            return 0
+
+        code = run_local(nproc, main, lambda _, line: lines.append(line))
+        if code:
+            why = lines[0] if lines else f"exit code {code}"
+            raise UserError(510, f"a rank failed: {why}", where=getattr(function, "__name__", "launch"))
+        answer.seek(0)
+        return cast(T, _decoded(json.loads(answer.read())))
+
+
+def _encoded(value: Any) -> Any:
+    """Return a value in JSON's types."""
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous()
+        data = flat.view(-1).view(torch.uint8).numpy().tobytes().hex()
+        return {_BYTES: data, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encoded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(one) for one in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    do = "return numbers, text, tensors, lists and dictionaries with text for keys"
+    raise UserError(510, f"rank 0 returned a {type(value).__name__}", do, where="launch")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if _BYTES not in value:
+        return {key: _decoded(one) for key, one in value.items()}
+    dtype = getattr(torch, value["dtype"])
+    if not (data := bytearray.fromhex(value[_BYTES])):
+        return torch.empty(value["shape"], dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(value["shape"])

@@ -1,0 +1,171 @@
+"""Divide a module into parts, whose parameters are gathered together, and find the place of every parameter.
+
+A part is a submodule with all parameters below it that belong to no part inside it; what is left is the part `ROOT`,
+the module itself. A parameter that submodules of several parts share belongs to the root, which is there during the
+whole forward and backward.
+
+A part has a unit for each dtype of its parameters, and units of their own for frozen ones: a unit is one flat buffer.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from megazero.base.errors import UserError
+
+ROOT = "(root)"
+Units = Iterable["str | type[nn.Module] | nn.Module"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where a module keeps a parameter: `owner.attribute`. A shared parameter has several."""
+
+    owner: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter of a module.
+
+    Attributes:
+        name: its first full name in the module.
+        parameter: as the module came with it.
+        places: all that it has.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A submodule whose parameters are gathered together.
+
+    Attributes:
+        name: of the submodule, or ROOT.
+        module: the submodule.
+        members: the parameters that belong to it.
+    """
+
+    name: str
+    module: nn.Module
+    members: list[Member] = field(default_factory=list)
+
+    def groups(self, dtype: torch.dtype | None) -> dict[tuple[torch.dtype, bool], list[Member]]:
+        """Return the members by dtype and by whether they are trained; each group is a unit.
+
+        Args:
+            dtype: of all that have floating point; None: each keeps its own.
+        """
+        found: dict[tuple[torch.dtype, bool], list[Member]] = {}
+        for member in self.members:
+            of = member.parameter
+            own = dtype if dtype is not None and of.is_floating_point() else of.dtype
+            found.setdefault((own, of.requires_grad), []).append(member)
+        return found
+
+
+def parts_of(module: nn.Module, units: Units | None) -> list[Part]:
+    """Return the root and the parts of a module that have parameters, in the order of the module.
+
+    Args:
+        units: submodules that are parts: names, patterns of names, classes, or the submodules; None: repeated blocks.
+
+    Raises:
+        UserError: 500, one of `units` is no submodule.
+    """
+    names = _repeated(module) if units is None else _asked(module, units)
+    modules = dict(module.named_modules())
+    parts = {"": Part(ROOT, module)} | {name: Part(name, modules[name]) for name in modules if name in names}
+    members: dict[nn.Parameter, tuple[str, list[Place], set[str]]] = {}
+    for owner_name, owner in modules.items():
+        home = _home(owner_name, parts)
+        for attribute, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{owner_name}.{attribute}".lstrip(".")
+            _, places, homes = members.setdefault(parameter, (name, [], set()))
+            places.append(Place(owner, attribute))
+            homes.add(home)
+    for parameter, (name, places, homes) in members.items():
+        home = homes.pop() if len(homes) == 1 else ""
+        parts[home].members.append(Member(name, parameter, tuple(places)))
+    return [part for name, part in parts.items() if part.members or not name]
+
+
+def _home(name: str, parts: dict[str, Part]) -> str:
+    """Return the name of the innermost part that a submodule is in."""
+    while name and name not in parts:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _repeated(module: nn.Module) -> set[str]:
+    """Return the names of repeated blocks: children of one class, of the outermost containers that have several."""
+    found: set[str] = set()
+
+    def visit(name: str, here: nn.Module) -> None:
+        children = [(f"{name}.{child}".lstrip("."), below) for child, below in here.named_children()]
+        container = isinstance(here, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        classes = [type(below) for _, below in children if _has_parameters(below)]
+        for child, below in children:
+            if container and _has_parameters(below) and classes.count(type(below)) > 1:
+                found.add(child)
+            else:
+                visit(child, below)
+
+    visit("", module)
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _asked(module: nn.Module, units: Units) -> set[str]:
+    modules = {name: one for name, one in module.named_modules() if name}
+    found: set[str] = set()
+    for unit in [units] if isinstance(units, str) else units:
+        if isinstance(unit, str):
+            names = [name for name in modules if fnmatchcase(name, unit)]
+        elif isinstance(unit, type):
+            names = [name for name, one in modules.items() if isinstance(one, unit)]
+        else:
+            names = [name for name, one in modules.items() if one is unit]
+        if not names:
+            said = unit if isinstance(unit, str) else getattr(unit, "__name__", type(unit).__name__)
+            raise UserError(500, f"units: {said!r} is no submodule", _known(modules), where=type(module).__name__)
+        found |= set(names)
+    return found
+
+
+def _known(names: Iterable[str]) -> str:
+    """Return in words which names there are."""
+    some = list(names)
+    more = f" and {len(some) - 6} more" if len(some) > 6 else ""
+    return f"it has {', '.join(some[:6])}{more}" if some else "it has none"
+
+
+def buffers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield (name, owner, attribute, buffer) of every buffer that a state_dict has, a shared one once."""
+    seen: set[int] = set()
+    for owner_name, owner in module.named_modules():
+        for attribute, buffer in owner._buffers.items():
+            if buffer is None or attribute in owner._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{owner_name}.{attribute}".lstrip("."), owner, attribute, buffer
+
+
+def require_names(patterns: Sequence[str], names: Iterable[str], what: str) -> None:
+    """Refuse patterns that fit no name. Raises UserError 500."""
+    known = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise UserError(500, f"{what}: {pattern!r} fits no parameter", _known(known))

@@ -1,0 +1,235 @@
+"""Shard a module: meet the other ranks, divide it into units, give these memory and an optimizer."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.base.errors import UserError
+from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Axis, Grid, make_grid, single
+from megazero.comm.host import Host
+from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Pool
+from megazero.kernels.operations import Operations
+from megazero.kernels.select import choose
+from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
+from megazero.library.built import BuiltPart, Shown
+from megazero.library.calls import Calls
+from megazero.library.meeting import meet
+from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
+from megazero.library.parts import ROOT, Member, Part, Units, parts_of, require_names
+from megazero.library.sharded import Sharded
+from megazero.zero.engine import Engine
+from megazero.zero.layout import Entry, lay_out
+from megazero.zero.offload import Offload
+from megazero.zero.placement import STAGES, Precision, UnitAxes
+from megazero.zero.unit import Unit
+
+_LOG = logging.getLogger("megazero")
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OFFLOAD = ("optimizer", "parameters")
+
+
+def shard(
+    module: nn.Module,
+    optimizer: Asked,
+    *,
+    stage: int,
+    units: Units | None = None,
+    precision: str | None = None,
+    clip: float = 0.0,
+    offload: str | Mapping[str, str] | None = None,
+    shard_ranks: int | None = None,
+    groups: Groups = (),
+    initial: Initial | None = None,
+    kernels: str = "auto",
+    timeout: float = 120.0,
+) -> Sharded:
+    """Shard a module's parameters, gradients and optimizer state over all ranks. Every rank calls it.
+
+    Args:
+        module: on any device, or on meta; every rank gets the values of rank 0.
+        optimizer: see `optimizers.py`.
+        stage: of ZeRO, 0 to 3.
+        units: the submodules whose parameters are gathered together: names, patterns of names, classes, or the
+            submodules; None: its repeated blocks. What is in none of them is one more unit.
+        precision: "fp32", "fp64", "bf16" or "fp16" of parameters and inputs; 16-bit ones have masters and gradients in
+            fp32. None: parameters keep their dtypes.
+        clip: the largest global gradient norm let through; 0: no clipping.
+        offload: "cpu", or {"optimizer": "cpu", "parameters": "cpu"}: what rests in the host's memory.
+        shard_ranks: neighbouring ranks over which is sharded, replicated over the rest; None: all.
+        groups: (pattern of parameters' names, options of the optimizer) where these differ; the first that fits counts.
+        initial: (name, tensor), writes the initial values of a parameter on meta, on rank 0; None: the modules'
+            `reset_parameters` do.
+        kernels: as of the option precision.kernels.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks do not come together; 106, shard_ranks.
+    """
+    if stage not in STAGES:
+        raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
+    if precision is not None and precision not in _DTYPES:
+        raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
+    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
+        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+    recipe, parts = recipe_of(optimizer, groups), parts_of(module, units)
+    require_names([pattern for pattern, _ in groups], (name for name, _ in module.named_parameters()), "groups")
+    if not any(member.parameter.requires_grad for part in parts for member in part.members):
+        raise UserError(510, "the module has no parameter that requires a gradient", where="shard")
+    world, comm = meet(timedelta(seconds=timeout))
+    device = world.device
+    grid = single(comm)
+    if world.size > 1:
+        grid = make_grid(
+            comm=comm, device_type=device.type if comm.backend == "nccl" else "cpu", shard_ranks=shard_ranks
+        )
+    _require_one_module(parts, grid["world"], device)
+    dtype = None if precision is None else _DTYPES[precision]
+    memory = _Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
+    axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
+    built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial) for part in parts]
+    adopt_buffers(module, grid["world"], device)
+    engine = _engine(built, recipe, grid, memory, clip)
+    calls = Calls(built, engine.gather)
+    cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
+    return Sharded(module, built, engine, calls, grid, recipe.lr, cast)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Where units rest, and what computes on them."""
+
+    device: torch.device
+    ledger: Ledger
+    offload: Offload | None
+    kernels: str
+    _pools: dict[tuple[str, torch.dtype], Pool] = field(default_factory=dict)
+
+    def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
+        """Return the kernels beside parameters of a dtype; those of an update are where the update is."""
+        there = updates and self.offload is not None and self.offload.optimizer
+        return choose(self.kernels, torch.device("cpu") if there else self.device, dtype)
+
+    def pool(self, kind: str, dtype: torch.dtype) -> Pool:
+        """Return the buffers of all units for whole parameters, or whole gradients, of a dtype."""
+        return self._pools.setdefault((kind, dtype), Pool(dtype, self.device, self.ledger, "pool"))
+
+
+def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload | None:
+    """Return what rests on the host; None: nothing. Raises UserError 510."""
+    options: dict[str, str] = dict.fromkeys(_OFFLOAD, asked) if isinstance(asked, str) else dict(asked or {})
+    odd = [key for key, value in options.items() if key not in _OFFLOAD or value not in ("cpu", "none")]
+    if odd:
+        do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
+        raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r}", do, where="shard")
+    offload = Offload(Host(device, ledger), *(options.get(key) == "cpu" for key in _OFFLOAD))
+    if not (offload.optimizer or offload.parameters):
+        return None
+    if offload.host is None or not offload.host.apart:
+        _LOG.info("offload changes nothing: on a CPU the host's memory is the device's")
+        return None
+    return offload
+
+
+def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device) -> None:
+    """Refuse ranks with different modules. Raises UserError 504, with the first difference."""
+    lines = [
+        f"{m.name} {tuple(m.parameter.shape)} {m.parameter.dtype} {m.parameter.requires_grad} in {part.name}"
+        for part in parts
+        for m in part.members
+    ]
+    everybody = [said.decode().split("\n") for said in gather_bytes("\n".join(lines).encode(), world, "agree", device)]
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            pairs = zip([*everybody[0], "nothing"], [*theirs, "nothing"], strict=False)
+            first, other = next((a, b) for a, b in pairs if a != b)
+            what = f"has another module than rank 0: {other} instead of {first}"
+            raise UserError(504, what, "build the same module on every rank", rank=rank)
+
+
+def _built(
+    part: Part,
+    dtype: torch.dtype | None,
+    recipe: Recipe,
+    memory: _Memory,
+    axes: UnitAxes,
+    world: Axis,
+    initial: Initial | None,
+) -> BuiltPart:
+    """Give the parameters of a part memory and initial values."""
+    kinds = part.groups(dtype)
+    make_values(part, world, memory.device, initial)
+    shown: list[tuple[bool, Shown]] = []
+    for (own, trained), members in kinds.items():
+        unit = _unit(_unit_name(part, own, kinds, trained=trained), own, members, recipe, memory, axes, trained=trained)
+        adopt(unit, members, world)
+        index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
+        shown += [(trained, Shown(unit, index[m.name], m.name, m.places)) for m in members]
+    return BuiltPart(
+        part,
+        [one for trained, one in shown if trained],
+        [one for trained, one in shown if not trained],
+        part.name == ROOT,
+    )
+
+
+def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype, bool], Any], *, trained: bool) -> str:
+    """Return a unit's name: the part's, with what tells it from the part's other units."""
+    words = [str(dtype).removeprefix("torch.")] * (len({one for one, _ in kinds}) > 1) + ["frozen"] * (not trained)
+    return f"{part.name} ({', '.join(words)})" if words else part.name
+
+
+def _unit(
+    name: str,
+    dtype: torch.dtype,
+    members: Sequence[Member],
+    recipe: Recipe,
+    memory: _Memory,
+    axes: UnitAxes,
+    *,
+    trained: bool,
+) -> Unit:
+    entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    precision = Precision(dtype, torch.float32 if narrow else dtype)
+    return Unit(
+        lay_out(name, entries),
+        axes,
+        precision,
+        memory.device,
+        (memory.pool("parameters", dtype), memory.pool("gradients", precision.gradients)),
+        memory.offload,
+        ops=memory.ops(dtype if dtype.is_floating_point else torch.float32),
+        trainable=trained,
+    )
+
+
+def _engine(built: Sequence[BuiltPart], recipe: Recipe, grid: Grid, memory: _Memory, clip: float) -> Engine:
+    """Return the engine over the units that are trained, in the order of the module."""
+    units = [unit for part in built for unit in part.units if unit.trainable]
+    names = [unit.layout.name for unit in units]
+    there = "host_" if memory.offload is not None and memory.offload.optimizer else ""
+    memory.ledger.hold(f"{there}optimizer", len(recipe.state) * sum(unit.masters.nbytes for unit in units))
+    ops = memory.ops(units[0].updated.values.dtype, updates=True)
+    optimizer = recipe.make(units, grid.comm.bucket, ops)
+    memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
+    scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)
+    told = {"clip": clip, "tokens_per_step": 1, "grid": grid, "scaling": scaling, "ops": ops, "offload": memory.offload}
+    return Engine([names], units, names, optimizer, **told, halts=False)
+
+
+def _cast(inputs: Any, dtype: torch.dtype) -> Any:
+    """Return inputs with every tensor of floating point in this dtype."""
+    if isinstance(inputs, Tensor):
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
+    if isinstance(inputs, dict):
+        return {key: _cast(value, dtype) for key, value in inputs.items()}
+    if type(inputs) in (list, tuple):
+        return type(inputs)(_cast(value, dtype) for value in inputs)
+    return inputs

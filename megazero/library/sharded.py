@@ -1,0 +1,307 @@
+"""Train a sharded module: call it, `backward`, `step`; look at whole values; save and load.
+
+    sharded = megazero.shard(module, "adamw", stage=3)
+    for batch, target in data:
+        loss = loss_of(sharded(batch), target)
+        sharded.backward(loss)
+        sharded.step(lr)
+
+The gradient of a step is the mean over the ranks of the sum over their backwards: with several micro-batches a step
+divide each loss by their number, as with torch. Every backward reduces gradients; `last=False` says that another one
+follows, so that stages 0 and 1 reduce once a step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.base.errors import UserError
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Grid
+from megazero.library.built import BuiltPart
+from megazero.library.calls import Calls
+from megazero.library.describe import parts_table
+from megazero.library.parts import buffers_of
+from megazero.library.state import SavedStep, State
+from megazero.library.whole import Names, WholeValues
+from megazero.plan.placements import STAGES
+from megazero.zero.engine import Engine, StepNumbers, StepResult
+from megazero.zero.reduce import sum_replicas
+
+
+@dataclass(frozen=True)
+class Step:
+    """The results of a step; reading one waits for the device.
+
+    Attributes:
+        result: as the engine has it, on the device.
+    """
+
+    result: StepResult
+
+    @property
+    def numbers(self) -> StepNumbers:
+        """Return all of them on the host."""
+        return StepNumbers.of(self.result.packed.tolist())
+
+    @property
+    def grad_norm(self) -> float:
+        """Return the norm of the step's gradient over all ranks, before clipping."""
+        return self.numbers.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Return whether nothing was updated, because the gradient was not finite."""
+        return self.numbers.skipped
+
+    @property
+    def loss(self) -> float:
+        """Return the mean over the ranks of the sum of the step's losses."""
+        return self.numbers.loss
+
+
+class Sharded:
+    """A module whose parameters, gradients and optimizer state are sharded over ranks; made by `megazero.shard`.
+
+    Args:
+        module: its parameters are those of the units by now.
+        parts: of the module, the root first.
+        engine: over the units that are trained.
+        calls: the runs of the parts.
+        lr: of a step that does not say one.
+        cast: what happens to the inputs: to the parameters' precision, if one was asked for.
+
+    Attributes:
+        module: the module.
+        steps: done so far, skipped ones too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Sequence[BuiltPart],
+        engine: Engine,
+        calls: Calls,
+        grid: Grid,
+        lr: float,
+        cast: Callable[[Any], Any],
+    ):
+        self.module, self._parts, self._engine, self._calls, self._grid = module, parts, engine, calls, grid
+        self._lr, self._cast = lr, cast
+        self._units = [unit for part in parts for unit in part.units]
+        self._whole = WholeValues(module, parts, engine, calls, grid["world"])
+        self._known = _places(module)
+        self._one = torch.ones((), device=self._units[0].device)
+        self._backwards = 0  # of this step
+        self._shards_gradients = not engine.units[0].gradients_rest_whole
+        self._skipped = torch.zeros((), dtype=torch.int64, device=self._one.device)
+        self._checked, self._reduced = 0, False
+        self.steps = 0
+        engine.begin_step()
+
+    @property
+    def rank(self) -> int:
+        return self._grid["world"].rank
+
+    @property
+    def ranks(self) -> int:
+        return self._grid["world"].size
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the module's forward.
+
+        Raises:
+            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded.
+        """
+        if self._checked <= self.steps:  # once a step
+            self._require_unchanged()
+            self._checked = self.steps + 1
+        return self.module(*self._cast(arguments), **self._cast(named))
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Compute the gradients of a loss, and reduce them over the ranks.
+
+        Args:
+            loss: one number: of this rank, the mean over its samples.
+            last: no other backward follows in this step. True does no harm if one does: it costs another reduction.
+
+        Raises:
+            UserError: 505, the loss is no single number, or gradients of gradients are asked for; 506, its graph is of
+                an earlier step; 507, ranks have run other parts of the module, or in another order.
+        """
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = f"expected one number that depends on parameters, got shape {tuple(loss.shape)}"
+            what += "" if loss.requires_grad else " without a graph"
+            raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
+        self._require_one_order()
+        (stage,) = self._engine.stages
+        if self._backwards:
+            stage.finish_reduction()
+            if self._reduced and not self._shards_gradients:
+                for unit in self._engine.units:
+                    unit.keep_own_gradients()
+                stage.clear()  # what is reduced next holds what was reduced before
+        self._reduced = last
+        scaled = self._engine.loss(loss, self._one if self._backwards == 0 else self._one - 1)
+        self._backwards += 1
+        with self._calls.backward():
+            stage.backward(0, scaled.backward, reduce=last or self._shards_gradients, last=False)
+
+    def step(self, lr: float | None = None) -> Step:
+        """Clip the gradients and update the parameters; the next call sees the new ones.
+
+        Args:
+            lr: None: that of the optimizer.
+
+        Raises:
+            UserError: 503, there was no backward, or the last one had last=False.
+        """
+        if not self._backwards:
+            raise UserError(503, "a step without a backward", "call sharded.backward(loss) before", where="step")
+        (stage,) = self._engine.stages
+        if not self._reduced:
+            raise UserError(
+                503, "the last backward of the step had last=False", "give the last one last=True", where="step"
+            )
+        stage.finish_reduction()
+        sum_replicas(self._engine.units)
+        self._calls.release_all()
+        result = self._engine.finish_step(self._lr if lr is None else lr)
+        self._skipped += result.skipped
+        self._engine.begin_step()
+        self._calls.next_step()
+        self._backwards = 0
+        self.steps += 1
+        return Step(result)
+
+    def gathered(self, names: Names = "*") -> AbstractContextManager[dict[str, Tensor]]:
+        """Return a context with the whole values of parameters by name; what is changed in place counts from then on.
+
+        Every rank enters it, and makes the same changes.
+
+        Args:
+            names: of parameters, or patterns of names.
+
+        Raises:
+            UserError: 500, a name fits no parameter; 502, the ranks have changed values differently.
+        """
+        return self._whole.gathered(names)
+
+    def gradients(self, names: Names = "*") -> dict[str, Tensor]:
+        """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds elsewhere.
+
+        Every rank calls it and gets copies: of the mean over the ranks, before clipping, in the dtype of accumulation.
+
+        Args:
+            names: of parameters, or patterns of names.
+
+        Raises:
+            UserError: 500, a name fits no parameter that is trained; 503, there was no backward.
+        """
+        if not self._backwards:
+            raise UserError(503, "gradients without a backward", "call sharded.backward(loss) before")
+        return self._whole.gradients(names)
+
+    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
+
+        Every rank calls it. Parameters come in the precision of forward and backward.
+
+        Args:
+            everywhere: every rank gets it.
+        """
+        return self._whole.state_dict(everywhere=everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a state_dict of the whole module: of rank 0's, those of the others are not read.
+
+        The optimizer's state stays. Every rank calls it.
+
+        Raises:
+            UserError: 508, a name is missing, or not the module's, or has another shape.
+        """
+        self._whole.load_state_dict(state)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write parameters, optimizer state and buffers as a step of a folder; return the step's folder.
+
+        Every rank calls it, with the same folder, which all ranks see.
+
+        Raises:
+            UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
+        """
+        return self._state().save(Path(folder), SavedStep(self.steps, int(self._skipped)))
+
+    def load(self, folder: str | Path, step: int | None = None) -> int:
+        """Take all of a checkpoint of any number of ranks and any stage; return its step. Every rank calls it.
+
+        Args:
+            step: None: the newest.
+
+        Raises:
+            UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
+        """
+        self._calls.release_all()
+        found = self._state().load(Path(folder), step)
+        self.steps = found.steps
+        self._skipped.fill_(found.skipped)
+        return self.steps
+
+    def _state(self) -> State:
+        buffers = {name: buffer for name, _, _, buffer in buffers_of(self.module)}
+        return State(self._units, self._engine, buffers, self._grid, self._stage)
+
+    @property
+    def _stage(self) -> int:
+        return next(number for number, one in STAGES.items() if one is self._units[0].axes.stage)
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that this rank holds, now and at most, by category: the ledger."""
+        return self._grid.comm.ledger.bytes_as_dict()
+
+    def traffic(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return what this rank has sent: operations, elements and bytes by axis and purpose: the ledger."""
+        return self._grid.comm.ledger.traffic_as_dict()
+
+    def describe(self) -> str:
+        """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
+        return parts_table(self._parts, self._engine.optimizer.STATE, self._stage)
+
+    def _require_unchanged(self) -> None:
+        """Refuse a module whose parameters are not those that were sharded. Raises UserError 502."""
+        now = _places(self.module)
+        if now.keys() == self._known.keys() and all(now[place] is self._known[place] for place in now):
+            return
+        changed = [p for p in {**self._known, **now} if now.get(p) is not self._known.get(p)]
+        owner, attribute = changed[0]
+        what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after the module was sharded"
+        raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
+
+    def _require_one_order(self) -> None:
+        """Refuse a backward if ranks have gathered other units, or in another order. Raises UserError 507.
+
+        Their messages have been taken for each other's. Where parameters are sharded over several ranks, the host waits
+        for the device here.
+        """
+        if self.ranks == 1 or all(unit.parameters_rest_whole for unit in self._units):
+            return
+        mine = torch.tensor([self._calls.order], dtype=torch.int64, device=self._one.device)
+        orders = all_gather(mine, self._grid["world"], "agree").tolist()
+        if odd := [rank for rank, order in enumerate(orders) if order != orders[0]]:
+            do = "let every rank call the same parts; make one unit of what only some call"
+            raise UserError(507, "it has run other parts of the module than rank 0", do, rank=odd[0])
+
+
+def _places(module: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """Return every parameter of a module by its owner and attribute."""
+    return {
+        (owner, attribute): parameter
+        for owner in module.modules()
+        for attribute, parameter in owner._parameters.items()
+        if parameter is not None
+    }

@@ -1,0 +1,179 @@
+"""Look at whole values of a sharded module, and change them: parameters, gradients, state_dicts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_64_digest
+
+from megazero.base.errors import UserError
+from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Axis
+from megazero.library.adopt import from_first, take
+from megazero.library.built import BuiltPart
+from megazero.library.calls import Calls
+from megazero.library.parts import buffers_of, require_names
+from megazero.zero.engine import Engine
+from megazero.zero.unit import Unit
+
+Names = str | Sequence[str]
+
+
+class WholeValues:
+    """The whole values of a sharded module. Every rank has to call each of its methods.
+
+    Args:
+        parts: of the module.
+        world: all ranks.
+    """
+
+    def __init__(self, module: nn.Module, parts: Sequence[BuiltPart], engine: Engine, calls: Calls, world: Axis):
+        self._module, self._parts, self._engine, self._calls, self._world = module, parts, engine, calls, world
+        self._units = [unit for part in parts for unit in part.units]
+
+    @contextmanager
+    def gathered(self, names: str | Sequence[str] = "*") -> Iterator[dict[str, Tensor]]:
+        """Yield the whole values of parameters by name, on every rank; what is changed in place counts from then on.
+
+        Args:
+            names: of parameters, or patterns of names.
+
+        Raises:
+            UserError: 500, a name fits no parameter; 502, the ranks have changed values differently.
+        """
+        patterns = [names] if isinstance(names, str) else list(names)
+        all_names = [interval.name for unit in self._units for interval in unit.layout.intervals]
+        require_names(patterns, all_names, "gathered")
+        chosen = {name for name in all_names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        units = [unit for unit in self._units if any(i.name in chosen for i in unit.layout.intervals)]
+        self._calls.release_all()
+        self._engine.gather.unshard(units)
+        found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
+        before = {unit: _version(unit) for unit in units}
+        with torch.no_grad():
+            yield found
+        changed = [unit for unit in units if _version(unit) != before[unit]]
+        self._require_same({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
+        for unit in changed:
+            unit.take_whole([name for name in _names(unit) if name in chosen])
+        self._calls.release_all()
+
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
+
+        Every rank calls it. Parameters come in the precision of forward and backward.
+
+        Args:
+            everywhere: every rank gets it.
+        """
+        wanted = everywhere or self._world.rank == 0
+        found: dict[str, Tensor] = {}
+        self._calls.release_all()
+        for unit in self._units:
+            self._engine.gather.unshard([unit])
+            if wanted:
+                found |= {name: unit.parameter(name).to("cpu", copy=True) for name in _names(unit)}
+            self._engine.gather.reshard([unit])
+        if not wanted:
+            return {}
+        for name, _, _, buffer in buffers_of(self._module):
+            found[name] = buffer.detach().to("cpu", copy=True)
+        return {key: found[name] for key, name in self._keys().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a state_dict of the whole module: of rank 0's, those of the others are not read.
+
+        The optimizer's state stays. Every rank calls it.
+
+        Raises:
+            UserError: 508, a name is missing, or not the module's, or has another shape.
+        """
+        keys = self._keys()
+        if self._world.rank == 0:
+            shapes = {i.name: i.shape for unit in self._units for i in unit.layout.intervals}
+            shapes |= {name: tuple(buffer.shape) for name, _, _, buffer in buffers_of(self._module)}
+            _require_fitting(state, {key: shapes[name] for key, name in keys.items()})
+        by_name = {name: state.get(key) for key, name in reversed(keys.items())}
+        self._calls.release_all()
+        for unit in self._units:
+            take(unit, dict(by_name), self._world)
+        for name, _, _, buffer in buffers_of(self._module):
+            if (value := by_name.get(name)) is not None and self._world.rank == 0:
+                buffer.copy_(value)
+            from_first(buffer, self._world)
+
+    def gradients(self, names: str | Sequence[str] = "*") -> dict[str, Tensor]:
+        """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds elsewhere.
+
+        Every rank calls it and gets copies: of the mean over the ranks, before clipping, in the dtype of accumulation.
+
+        Args:
+            names: of parameters, or patterns of names.
+
+        Raises:
+            UserError: 500, a name fits no parameter that is trained.
+        """
+        patterns = [names] if isinstance(names, str) else list(names)
+        trained = self._engine.units
+        require_names(patterns, [name for unit in trained for name in _names(unit)], "gradients")
+        self._engine.stages[0].finish_reduction()
+        factor = 1.0 / (self._world.size * self._engine.loss_scale.scale)
+        found: dict[str, Tensor] = {}
+        for unit in trained:
+            if not any(fnmatchcase(name, pattern) for name in _names(unit) for pattern in patterns):
+                continue
+            whole = unit.whole_gradients()
+            for interval in unit.layout.intervals:
+                if any(fnmatchcase(interval.name, pattern) for pattern in patterns):
+                    values = whole[interval.start : interval.stop].view(interval.shape)
+                    found[interval.name] = values * factor.to(values.dtype)
+        return found
+
+    def _keys(self) -> dict[str, str]:
+        """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
+        names = {place: name for part in self._parts for shown in part.shown for place, name in shown.named_places()}
+        names |= {(owner, attribute): name for name, owner, attribute, _ in buffers_of(self._module)}
+        same = {id(buffer): name for name, _, _, buffer in buffers_of(self._module)}
+        keys: dict[str, str] = {}
+        for prefix, owner in self._module.named_modules(remove_duplicate=False):
+            for attribute, value in (*owner._parameters.items(), *owner._buffers.items()):
+                name = names.get((owner, attribute)) or same.get(id(value))
+                if value is not None and name is not None and attribute not in owner._non_persistent_buffers_set:
+                    keys[f"{prefix}.{attribute}".lstrip(".")] = name
+        return keys
+
+    def _require_same(self, values: Mapping[str, Tensor]) -> None:
+        """Refuse values that ranks have changed differently. Raises UserError 502."""
+        if self._world.size == 1:
+            return
+        mine = b"".join(xxh3_64_digest(_raw(value)) for value in values.values())
+        everybody = gather_bytes(mine, self._world, "agree", self._units[0].device)
+        for rank, theirs in enumerate(everybody):
+            if theirs != everybody[0]:
+                odd = next((n for i, n in enumerate(values) if theirs[8 * i :][:8] != everybody[0][8 * i :][:8]), "?")
+                what = f"{odd}: rank {rank} has changed it to other values than rank 0"
+                raise UserError(502, what, "make the same change on every rank", where="gathered")
+
+
+def _names(unit: Unit) -> list[str]:
+    return [interval.name for interval in unit.layout.intervals]
+
+
+def _version(unit: Unit) -> int:
+    assert unit.whole is not None, "it is gathered"
+    return unit.whole._version
+
+
+def _raw(x: Tensor) -> bytes:
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a state_dict that is not the module's. Raises UserError 508."""
+    for key in (*shapes, *state):
+        got = tuple(state[key].shape) if key in state else None
+        if shapes.get(key) != got:
+            what = f"{key}: expected {shapes.get(key, 'no such name')}, got {'nothing' if got is None else got}"
+            raise UserError(508, what, "give the state_dict of this module", where="load_state_dict")

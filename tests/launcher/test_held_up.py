@@ -1,0 +1,130 @@
+"""A rank that is stopped before the first step is named, with its process, host and phase, whichever it is."""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.test_faults import TIMEOUT, pids_of
+from tests.launcher.test_rendezvous import STEP, free_port
+from tests.processes import is_stopped, until, until_gone
+from tests.warm import Process
+
+
+def start(case: str, rank: int, *more: object, **environment: str) -> Process:
+    line = ["-m", "tests.launcher.held_up", case, rank, TIMEOUT, 2, *more]
+    return Process(line, env=os.environ | environment, stdin=True)
+
+
+def start_step(case: str, rank: int, *more: object) -> tuple[list[Process], list[int]]:
+    """Start two tasks as srun does, rank 0 first, and let them meet when both are there; with their process ids."""
+    step = STEP | {"MASTER_PORT": free_port()}
+    tasks = [start(case, rank, *more, **step, SLURM_PROCID=str(k), SLURM_LOCALID=str(k)) for k in (0, 1)]
+    pids = [pids_of(task, 1)[0] for task in tasks]
+    for task in tasks:
+        task.stdin.write("\n")
+        task.stdin.flush()
+    return tasks, pids
+
+
+PHASES = {"start": "start", "memory": "start", "group": "start", "axes": "start", "build": "build", "inside": "build"}
+SLOW = {("memory", 1), ("group", 0), ("axes", 1), ("start", 0)}
+LOCAL = [(case, rank) for case in PHASES for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [[case for case in LOCAL if case not in SLOW], pytest.param(sorted(SLOW), marks=pytest.mark.full)],
+    ids=["most", "rest"],
+)
+def test_a_local_rank_that_is_stopped_is_named(tmp_path: Path, cases: list[tuple[str, int]]):
+    """One job after the other is started, and all wait at the same time. Who is stopped has no stacks to show."""
+    jobs = []
+    for case, rank in cases:
+        folder = tmp_path / f"{case}-{rank}"
+        folder.mkdir()
+        process = start(case, rank, folder)
+        pids = pids_of(process, 2)
+        until(lambda process=process, pids=pids: any(map(is_stopped, pids)) or process.poll() is not None)
+        jobs.append((case, rank, folder, process, pids))
+    for case, rank, folder, process, pids in jobs:
+        _, err = process.communicate()
+        until_gone(pids)
+        where = rf"MZ-311 rank={rank}: did not .* in {PHASES[case]} on \S+ \(pid (\d+)\).* waited .*\n"
+        named = re.fullmatch(where, err)
+        named = named or re.fullmatch(rf"MZ-311 rank={rank}: did not .*on \S+ \(pid (\d+)\).* waited.*\n", err)
+        assert named is not None and int(named[1]) in pids and f" in {PHASES[case]} " in err, (case, rank, err)
+        assert "it is stopped (SIGSTOP" in err and process.returncode == 1, (case, rank, err)
+        if case == "build":
+            assert (folder / f"rank_{rank:02d}.log").read_text() == ""
+            assert "in agree" in (folder / f"rank_{1 - rank:02d}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [[("memory", 0), ("axes", 1)], pytest.param([("group", 0), ("group", 1)], marks=pytest.mark.full)],
+    ids=["most", "rest"],
+)
+def test_a_task_of_srun_that_is_stopped_is_named(cases: list[tuple[str, int]]):
+    """By the others, which have no parent to look; rank 0 takes the store with it."""
+    steps = []
+    for case, rank in cases:
+        tasks, pids = start_step(case, rank)
+        until(lambda rank=rank, pids=pids, tasks=tasks: is_stopped(pids[rank]) or tasks[rank].poll() is not None)
+        steps.append((rank, tasks, pids))
+    try:
+        for rank, tasks, pids in steps:
+            _, err = tasks[1 - rank].communicate()
+            line = rf"MZ-311 rank={rank}: did not answer in the meeting \(.*\) in start on \S+ \(pid {pids[rank]}\); "
+            assert re.search(line + rf"rank {1 - rank} waited[^;]*; it is stopped \(SIGSTOP", err), err
+            assert tasks[1 - rank].returncode == 1 and err.count("MZ-") == 1 and "Traceback" not in err
+    finally:
+        for rank, tasks, _ in steps:
+            tasks[rank].kill()
+            tasks[rank].communicate()
+
+
+@pytest.mark.parametrize(("case", "where"), [("spin", "in spin"), ("lock", "in hold_the_lock")])
+def test_on_a_hang_every_live_rank_writes_its_stacks(tmp_path: Path, case: str, where: str):
+    """Also one that holds the interpreter's lock; the one that gave up says where."""
+    process = start(case, 1, tmp_path)
+    pids = pids_of(process, 2)
+    _, err = process.communicate()
+    until_gone(pids)
+    assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
+    assert where in (tmp_path / "rank_01.log").read_text()
+    gave_up = (tmp_path / "rank_00.log").read_text()
+    assert "gave up here:" in gave_up and "in agree" in gave_up and "most recent call first" in gave_up
+
+
+def test_tasks_of_srun_ask_each_other_for_their_stacks(tmp_path: Path):
+    """The first one that gave up asks those of its host that go on."""
+    tasks, _ = start_step("lock", 1, tmp_path)
+    try:
+        _, err = tasks[0].communicate()
+        assert err.startswith("MZ-311 rank=1: did not answer in world #"), err
+        assert "in hold_the_lock" in (tmp_path / "rank_01.log").read_text()
+    finally:
+        for task in tasks:
+            task.kill()
+            task.communicate()
+
+
+def test_nobody_is_signalled_who_has_no_handler_for_it():
+    """A process whose number was told, and that is not what it was told to be, goes on unharmed."""
+    from megazero.comm import processes
+    from megazero.launcher.stacks import ASK
+
+    assert ASK is not None
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        started = int(processes._stat(bystander.pid)[19])
+        assert not processes.Process(bystander.pid, started).send(ASK)
+        assert not processes.Process(bystander.pid, started + 1).send(signal.SIGTERM)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()

@@ -1,0 +1,119 @@
+"""How ranks meet: who is missing is named, who runs something else is refused, one address is listened on."""
+
+import os
+import socket
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.test_faults import listening
+from tests.processes import until_gone
+from tests.warm import Process
+
+ROOT = Path(__file__).parents[2]
+STEP = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "MASTER_ADDR": "127.0.0.1", "MEGAZERO_TOKEN": "t" * 64}
+MEET = textwrap.dedent(
+    """
+    import sys, os
+    from datetime import timedelta
+    import torch
+    from megazero.comm.agreement import agree
+    from megazero.comm.collectives import all_reduce
+    from megazero.comm.grid import make_grid
+    from megazero.launcher.environment import RankContext, world_from_environment
+    from megazero.launcher.exit_status import outcome, say_why
+    from megazero.launcher.rendezvous import connect, disconnect
+
+    place = RankContext.of(world_from_environment())
+
+    def main():
+        comm = connect(place, timeout=timedelta(seconds=float(sys.argv[1])), fingerprint=sys.argv[2])
+        grid = make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
+        print("sum", all_reduce(torch.ones(3), grid["tensor"], "test").tolist(), flush=True)
+        if len(sys.argv) > 3:
+            sys.stdin.read()
+        disconnect()
+
+    code = outcome(main, place)
+    if code:
+        say_why(place)
+    sys.exit(code)
+    """
+)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+SLOW = """
+import time
+from megazero.launcher.attendance import Presence
+heard = Presence.from_json
+Presence.from_json = lambda raw: time.sleep(0.8) or heard(raw)
+"""
+
+
+def task(rank: int, port: str, timeout: float, fingerprint: str, *more: str, before: str = "", **other: str) -> Process:
+    """One task of a step of two, as srun would start it."""
+    env = os.environ | STEP | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "MASTER_PORT": port} | other
+    return Process(["-c", before + MEET, timeout, fingerprint, *more], env=env, stdin=True)
+
+
+def test_tasks_of_a_step_meet_on_one_address_only():
+    port = free_port()
+    tasks = [task(rank, port, 60, "same", "wait", GLOO_SOCKET_IFNAME="lo") for rank in (0, 1)]
+    for process in tasks:
+        assert process.stdout.readline() == "sum [2.0, 2.0, 2.0]\n"
+    assert [listening(process.pid) for process in tasks] == [{"127.0.0.1"}, {"127.0.0.1"}]
+    for process in tasks:
+        _, err = process.communicate()
+        assert process.returncode == 0 and "MZ-" not in err
+    until_gone([process.pid for process in tasks])
+
+
+def test_a_task_that_does_not_come_is_named():
+    process = task(0, free_port(), 1, "same")
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err.splitlines()[-1].startswith("MZ-320 rank=0: 1 of 2 ranks did not come within 1 s: 1 (in start on ")
+
+
+def test_rank_0_that_does_not_come_is_named():
+    port = free_port()
+    process = task(1, port, 1, "same")
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert f"MZ-320 rank=1: rank 0 cannot be reached at 127.0.0.1:{port} within 1 s" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("before", ["", SLOW], ids=["", "slow"])
+def test_other_code_or_config_is_refused_once(before: str):
+    """Also if rank 0, where they meet, has long seen it."""
+    port = free_port()
+    tasks = [task(rank, port, 60, f"config {rank}", before=before * rank) for rank in (0, 1)]
+    errs = [process.communicate()[1] for process in tasks]
+    lines = [line for err in errs for line in err.splitlines() if line.startswith("MZ-")]
+    assert tasks[1].returncode == 1 and tasks[0].returncode == 1
+    assert len(lines) == 1, errs
+    assert lines[0].startswith("MZ-321 rank=1: runs config 1 on ") and " rank 0 config 0 on " in lines[0]
+
+
+def test_an_address_that_is_taken_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = task(0, str(taken.getsockname()[1]), 5, "same")
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert "MZ-322 rank=0: cannot listen on 127.0.0.1:" in err and "Address already in use" in err
+
+
+def test_a_host_that_others_cannot_reach_is_refused():
+    process = task(0, free_port(), 5, "same", SLURM_STEP_NUM_NODES="2")
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert "127.0.0.1 cannot be reached from the other 1 hosts" in err.splitlines()[-1]

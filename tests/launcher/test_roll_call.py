@@ -1,0 +1,147 @@
+"""The start asks little of the store: the same few requests of each rank, however many ranks there are."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from megazero.base.errors import FailedElsewhere, UserError
+from megazero.comm.status_board import StatusBoard
+from megazero.launcher.attendance import NOWHERE, InvalidPresenceError, Presence, pack_roll, unpack_roll
+from megazero.launcher.environment import INTERFACES, RankContext, World
+from megazero.launcher.lobby import Lobby
+from megazero.launcher.rendezvous import connect
+from megazero.launcher.roll_call import absent, call_roll
+from scripts.bench.start import STAGES, Rehearsed, rehearse, row
+
+MOST = {"connect": 0, "roll call": 7, "boards": 1, "axes": 5, "failure": 6}  # requests of a rank that is not rank 0
+MOST_KEYS = 10  # named in the requests of its roll call
+
+
+def keys(found: list[Rehearsed], stage: str) -> int:
+    """The most keys that a rank but rank 0 and the last, which fails, has asked for."""
+    at = STAGES.index(stage)
+    return max(one.keys[at] for one in found[1:-1])
+
+
+def test_requests_per_rank_do_not_grow_with_the_ranks():
+    small, large = rehearse(16, 0), rehearse(64, 0)
+    for stage, most in MOST.items():
+        at = STAGES.index(stage)
+        assert max(one.requests[at] for one in large[1:-1]) <= most, stage
+    assert max(keys(small, "roll call"), keys(large, "roll call")) <= MOST_KEYS
+    assert row(large)["requests_of_rank_0"]["roll call"] <= 8  # as long as one answer holds the presences of all
+
+
+def presence(rank: int, fingerprint: str = "same") -> Presence:
+    return Presence(f"host{rank // 2}", fingerprint, rank + 1, 7, "", NOWHERE)
+
+
+@pytest.fixture(params=["file", "tcp"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Store]:
+    """A client for each rank of a local parent's store, or of torchrun's."""
+    if request.param == "file":
+        return lambda rank: FileStore(str(tmp_path / "store"), 64)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keep = [server]
+    return lambda rank: PrefixStore("run", dist.TCPStore("127.0.0.1", keep[0].port, wait_for_workers=False))
+
+
+def called(stores: Callable[[int], Store], ranks: range, size: int, seconds: float, odd: int = -1) -> list[object]:
+    """What the roll call gives each of `ranks`: the roll, or the error."""
+
+    def call(rank: int) -> object:
+        store = stores(rank)
+        store.set_timeout(timedelta(seconds=30))
+        try:
+            return call_roll(store, rank, size, seconds, presence(rank, "other" if rank == odd else "same"))
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks))
+
+
+def test_all_ranks_hear_the_same_roll(stores: Callable[[int], Store]):
+    for roll in called(stores, range(6), 6, 30):
+        assert roll == {rank: presence(rank) for rank in range(6)}
+
+
+def test_missing_ranks_are_named_by_rank_0_alone(stores: Callable[[int], Store]):
+    first, *others = called(stores, range(3), 5, 0.5)
+    assert str(first).startswith("MZ-320 rank=0: 2 of 5 ranks did not come within 0.5 s: 3, 4; see their output")
+    assert all(isinstance(error, FailedElsewhere) and error.code == 320 for error in others)
+
+
+def test_a_rank_0_that_does_not_come_is_named_once(stores: Callable[[int], Store]):
+    errors = called(stores, range(1, 4), 4, 0.3)
+    said = [str(error) for error in errors if not isinstance(error, FailedElsewhere)]
+    assert len(said) == 1 and "1 of 4 ranks did not come within 0.3 s: 0;" in said[0], errors
+
+
+def test_an_odd_rank_is_named_by_itself(stores: Callable[[int], Store]):
+    errors = called(stores, range(4), 4, 30, odd=2)
+    assert str(errors[2]).startswith("MZ-321 rank=2: runs other on host1, rank 0 same on host0; start all ranks from")
+    assert all(isinstance(error, FailedElsewhere) for rank, error in enumerate(errors) if rank != 2)
+
+
+def test_one_rank_alone_looks_for_who_is_missing(stores: Callable[[int], Store]):
+    """Of three that waited in vain for a fourth; the others hear who speaks."""
+    roll = {rank: presence(rank) for rank in range(4)}
+
+    def fail(rank: int) -> UserError:
+        store = stores(rank)
+        store.set_timeout(timedelta(seconds=30))
+        with pytest.raises(UserError) as caught, Lobby(store, rank, roll).together("axes"):
+            raise RuntimeError("a key was not set")
+        return caught.value
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(fail, range(3)))
+    (said,) = [error for error in errors if not isinstance(error, FailedElsewhere)]
+    assert str(said).startswith("MZ-311 rank=3: did not answer in the meeting (axes) in start on host1 (pid 4); rank ")
+
+
+def test_the_start_has_a_timeout_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "lo")
+    place = RankContext(World(0, 2, 0, "local"), StatusBoard.private().status_slot(0), tmp_path / "store")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"MZ-320 rank=0: 1 of 2 ranks did not come within 0\.5 s: 1;"):
+        connect(place, timeout=timedelta(seconds=60), start_timeout=timedelta(seconds=0.5), fingerprint="same")
+    assert time.monotonic() - began < 20
+
+
+def test_few_requests_find_the_absent():
+    asked: list[int] = []
+
+    class Checking:
+        def check(self, names: list[str]) -> bool:
+            asked.append(len(names))
+            return not {"here/7", "here/1000"} & set(names)
+
+    assert absent(Checking(), "here", range(2048)) == [7, 1000]  # type: ignore[arg-type]
+    assert len(asked) < 50
+
+
+def test_the_roll_is_short_and_checked():
+    roll = [presence(rank) for rank in range(2048)]
+    text = pack_roll(roll)
+    assert len(text) < 30_000 and unpack_roll(text, 2048) == dict(enumerate(roll))
+    lies = [text[:-5], "", pack_roll(roll[:-1]), json.dumps([1]), pack_roll([presence(0)] * 2047 + [presence(-1)])]
+    for lie in lies:
+        with pytest.raises(InvalidPresenceError):
+            unpack_roll(lie, 2048)
+
+
+def test_no_thread_of_the_rehearsal_is_left():
+    before = threading.active_count()
+    rehearse(8, 0)
+    assert threading.active_count() == before
