@@ -95,7 +95,7 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     """Start the sum of all ranks' x, in its memory; x must not be touched until the end."""
     if axis.size == 1:
         return done(x)
-    tag = _begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
+    tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
     if axis.comm.backend == "nccl":
         return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
     if (pool := axis.comm.host_staging) is not None:
@@ -144,7 +144,7 @@ def start_reduce_scatter(
         assert out is None, "there is nothing to reduce"
         return done(x)
     assert len(x) % axis.size == 0, f"{tuple(x.shape)} has no {axis.size} equal parts"
-    tag = _begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
+    tag = begin("reduce_scatter", x, axis, purpose, (axis.size - 1) * x.numel() // axis.size)
     own = _own(x, axis)
     result = torch.empty_like(own) if out is None else out
     if axis.comm.backend == "nccl":
@@ -197,7 +197,7 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
         return done(whole)
     assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
     own = _own(whole, axis)
-    tag = _begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
+    tag = begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.comm.backend == "nccl":
         return _nccl(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
@@ -240,8 +240,8 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
     return [rows[i, :n].tobytes() for i, n in enumerate(lengths)]
 
 
-def _begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
-    """Count and show an operation; return the tag of its messages, 0 on NCCL, which sends none."""
+def begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
+    """Count and show an operation of this room; return the tag of its messages, 0 on NCCL, which sends none."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     comm = axis.comm

@@ -6,6 +6,7 @@ to which the others add zeros), each rank keeps what rests there, and the whole 
 one part beside what it keeps, and ranks need not draw the same random numbers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -21,7 +22,9 @@ Initial = Callable[[str, Tensor], object]
 
 
 def make_values(part: Part, world: Axis, device: torch.device, initial: Initial | None) -> None:
-    """Give the parameters of a part that are on the meta device values, on rank 0; buffers beside them too.
+    """Give the parameters of a part that are on the meta device values, on rank 0.
+
+    `reset_parameters` makes the buffers of its module too; those on meta are not a number before.
 
     Args:
         initial: (name, tensor), writes the values of a parameter; None: the modules' own `reset_parameters` do.
@@ -47,16 +50,13 @@ def make_values(part: Part, world: Axis, device: torch.device, initial: Initial 
         if initial is not None:
             with torch.no_grad():
                 initial(member.name, values)
-    for owner in owners:
-        _make_buffers(owner, device)
-        if initial is None:
-            owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
-
-
-def _make_buffers(owner: nn.Module, device: torch.device) -> None:
-    for name, buffer in owner._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            owner._buffers[name] = torch.zeros_like(buffer, device=device)
+    for owner in owners if initial is None else ():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.full_like(
+                    buffer, math.nan if buffer.is_floating_point() else 0, device=device
+                )
+        owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
 
 
 def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
@@ -83,8 +83,11 @@ def take(unit: Unit, values: dict[str, Tensor | nn.Parameter | None], world: Axi
     unit.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])
 
 
-def adopt_buffers(module: nn.Module, world: Axis, device: torch.device) -> None:
+def adopt_buffers(module: nn.Module, world: Axis, device: torch.device, initial: Initial | None) -> None:
     """Move a module's buffers to the device; every rank gets the values of rank 0.
+
+    Args:
+        initial: writes the values of those on the meta device; None: nobody does.
 
     Raises:
         UserError: 509, one is on the meta device, and nobody has made its values.
@@ -92,10 +95,12 @@ def adopt_buffers(module: nn.Module, world: Axis, device: torch.device) -> None:
     moved: dict[int, Tensor] = {}
     for name, owner, attribute, buffer in _buffers(module):
         if id(buffer) not in moved:
-            if buffer.is_meta and world.rank == 0:
+            if buffer.is_meta and world.rank == 0 and initial is None:
                 what = f"{name} is a buffer on the meta device, and nothing gives it values"
                 raise UserError(509, what, "make it in the module's reset_parameters, or build the module on a device")
-            here = torch.zeros_like(buffer, device=device) if world.rank else buffer.to(device)
+            here = torch.zeros_like(buffer, device=device) if world.rank or buffer.is_meta else buffer.to(device)
+            if buffer.is_meta and world.rank == 0 and initial is not None:
+                initial(name, here)
             moved[id(buffer)] = from_first(here.contiguous(), world)
         owner._buffers[attribute] = moved[id(buffer)]
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from megazero.library.built import BuiltPart
+from megazero.library.tables import RowShard
 from megazero.zero.unit import Unit
 
 
-def parts_table(parts: Sequence[BuiltPart], state_names: Sequence[str], stage: int) -> str:
+def parts_table(parts: Sequence[BuiltPart], tables: Sequence[RowShard], state_names: Sequence[str], stage: int) -> str:
     """Return a table: of each part its parameters, and the bytes of them that rest on this rank, by kind."""
     heads = ("part", "parameters", "frozen", "parameters here", "gradients here", "optimizer here")
-    rows = [heads, *(_row(part, len(state_names)) for part in parts if part.units)]
+    rows = [heads, *(_row(part, len(state_names)) for part in parts if part.units), *map(_table_row, tables)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     lines = ["  ".join(_cell(c, text, w) for c, (text, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
     axes = parts[0].units[0].axes if parts[0].units else parts[1].units[0].axes
@@ -31,6 +32,13 @@ def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
     ]
     counts = [_elements(trained), _elements(frozen), *held]
     return (part.part.name, *(f"{count:,}" for count in counts))
+
+
+def _table_row(table: RowShard) -> tuple[str, ...]:
+    whole = table.whole * table.values.shape[1]
+    held = table.values.nbytes, 0, sum(state.nbytes for state in table.state.values())
+    counts = (whole, 0, *held) if table.trained else (0, whole, *held)
+    return (f"{table.name} (rows)", *(f"{count:,}" for count in counts))
 
 
 def _elements(units: Sequence[Unit]) -> int:

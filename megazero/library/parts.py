@@ -7,7 +7,7 @@ whole forward and backward.
 A part has a unit for each dtype of its parameters, and units of their own for frozen ones: a unit is one flat buffer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -71,7 +71,7 @@ class Part:
         return found
 
 
-def parts_of(module: nn.Module, units: Units | None) -> list[Part]:
+def parts_of(module: nn.Module, units: Units | None, without: Container[str] = ()) -> list[Part]:
     """Return the root and the parts of a module that have parameters, in the order of the module.
 
     Args:
@@ -80,12 +80,14 @@ def parts_of(module: nn.Module, units: Units | None) -> list[Part]:
     Raises:
         UserError: 500, one of `units` is no submodule.
     """
-    names = _repeated(module) if units is None else _asked(module, units)
+    names = _repeated(module) if units is None else submodules(module, units, "units")
     modules = dict(module.named_modules())
     parts = {"": Part(ROOT, module)} | {name: Part(name, modules[name]) for name in modules if name in names}
     members: dict[nn.Parameter, tuple[str, list[Place], set[str]]] = {}
     for owner_name, owner in modules.items():
         home = _home(owner_name, parts)
+        if owner_name in without:
+            continue
         for attribute, parameter in owner._parameters.items():
             if parameter is None:
                 continue
@@ -128,7 +130,8 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _asked(module: nn.Module, units: Units) -> set[str]:
+def submodules(module: nn.Module, units: Units, what: str) -> set[str]:
+    """Return the names of the submodules that were asked for. Raises UserError 500: `what` has one that is none."""
     modules = {name: one for name, one in module.named_modules() if name}
     found: set[str] = set()
     for unit in [units] if isinstance(units, str) else units:
@@ -140,7 +143,7 @@ def _asked(module: nn.Module, units: Units) -> set[str]:
             names = [name for name, one in modules.items() if one is unit]
         if not names:
             said = unit if isinstance(unit, str) else getattr(unit, "__name__", type(unit).__name__)
-            raise UserError(500, f"units: {said!r} is no submodule", _known(modules), where=type(module).__name__)
+            raise UserError(500, f"{what}: {said!r} is no submodule", _known(modules), where=type(module).__name__)
         found |= set(names)
     return found
 

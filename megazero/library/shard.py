@@ -1,6 +1,7 @@
 """Shard a module: meet the other ranks, divide it into units, give these memory and an optimizer."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,8 +23,10 @@ from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parts import ROOT, Member, Part, Units, parts_of, require_names
+from megazero.library.parts import ROOT, Member, Part, Units, parts_of, require_names, submodules
+from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
+from megazero.library.tables import Table, Tables, split_rows
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
@@ -46,6 +49,8 @@ def shard(
     offload: str | Mapping[str, str] | None = None,
     shard_ranks: int | None = None,
     groups: Groups = (),
+    tables: Units = (),
+    table_optimizer: str | Mapping[str, Any] = "adagrad",
     initial: Initial | None = None,
     kernels: str = "auto",
     timeout: float = 120.0,
@@ -64,7 +69,9 @@ def shard(
         offload: "cpu", or {"optimizer": "cpu", "parameters": "cpu"}: what rests in the host's memory.
         shard_ranks: neighbouring ranks over which is sharded, replicated over the rest; None: all.
         groups: (pattern of parameters' names, options of the optimizer) where these differ; the first that fits counts.
-        initial: (name, tensor), writes the initial values of a parameter on meta, on rank 0; None: the modules'
+        tables: the embeddings whose rows are split over the ranks (`tables.py`), as `units`.
+        table_optimizer: "adagrad" or "adam", or {"name": ..., "lr": ...}: of these (`row_optimizers.py`).
+        initial: (name, tensor), writes the values of a parameter or buffer on meta, on rank 0; None: the modules'
             `reset_parameters` do.
         kernels: as of the option precision.kernels.
         timeout: seconds that a rank waits for the others.
@@ -78,7 +85,8 @@ def shard(
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
     if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
-    recipe, parts = recipe_of(optimizer, groups), parts_of(module, units)
+    recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
+    parts = parts_of(module, units, by_row)
     require_names([pattern for pattern, _ in groups], (name for name, _ in module.named_parameters()), "groups")
     if not any(member.parameter.requires_grad for part in parts for member in part.members):
         raise UserError(510, "the module has no parameter that requires a gradient", where="shard")
@@ -94,11 +102,28 @@ def shard(
     memory = _Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial) for part in parts]
-    adopt_buffers(module, grid["world"], device)
+    adopt_buffers(module, grid["world"], device, initial)
     engine = _engine(built, recipe, grid, memory, clip)
     calls = Calls(built, engine.gather)
+    shards = [split_rows(f"{name}.weight", table, rows, grid["world"], device) for name, table in by_row.items()]
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
-    return Sharded(module, built, engine, calls, grid, recipe.lr, cast)
+    return Sharded(module, built, engine, calls, Tables(shards, rows, grid["world"]), grid, recipe.lr, cast)
+
+
+def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
+    """Return the tables that were asked for, by name. Raises UserError 511: one is no embedding, or is shared."""
+    modules, found = dict(module.named_modules()), dict[str, Table]()
+    uses = Counter(id(parameter) for one in modules.values() for parameter in one._parameters.values())
+    chosen = submodules(module, asked, "tables")
+    for name, table in modules.items():
+        if name not in chosen:
+            continue
+        if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
+            raise UserError(511, f"tables: {name} is a {type(table).__name__}", "give nn.Embedding or nn.EmbeddingBag")
+        if uses[id(table.weight)] > 1:
+            raise UserError(511, f"tables: {name} shares its weight", "leave it out of tables")
+        found[name] = table
+    return found
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from megazero.library.calls import Calls
 from megazero.library.describe import parts_table
 from megazero.library.parts import buffers_of
 from megazero.library.state import SavedStep, State
+from megazero.library.tables import Tables
 from megazero.library.whole import Names, WholeValues
 from megazero.plan.placements import STAGES
 from megazero.zero.engine import Engine, StepNumbers, StepResult
@@ -73,6 +74,7 @@ class Sharded:
         parts: of the module, the root first.
         engine: over the units that are trained.
         calls: the runs of the parts.
+        tables: whose rows are split.
         lr: of a step that does not say one.
         cast: what happens to the inputs: to the parameters' precision, if one was asked for.
 
@@ -87,14 +89,15 @@ class Sharded:
         parts: Sequence[BuiltPart],
         engine: Engine,
         calls: Calls,
+        tables: Tables,
         grid: Grid,
         lr: float,
         cast: Callable[[Any], Any],
     ):
         self.module, self._parts, self._engine, self._calls, self._grid = module, parts, engine, calls, grid
-        self._lr, self._cast = lr, cast
+        self._lr, self._cast, self._tables = lr, cast, tables
         self._units = [unit for part in parts for unit in part.units]
-        self._whole = WholeValues(module, parts, engine, calls, grid["world"])
+        self._whole = WholeValues(module, parts, engine, calls, tables.shards, grid["world"])
         self._known = _places(module)
         self._one = torch.ones((), device=self._units[0].device)
         self._backwards = 0  # of this step
@@ -152,11 +155,12 @@ class Sharded:
         with self._calls.backward():
             stage.backward(0, scaled.backward, reduce=last or self._shards_gradients, last=False)
 
-    def step(self, lr: float | None = None) -> Step:
+    def step(self, lr: float | None = None, *, table_lr: float | None = None) -> Step:
         """Clip the gradients and update the parameters; the next call sees the new ones.
 
         Args:
             lr: None: that of the optimizer.
+            table_lr: of the tables whose rows are split; None: that of their optimizer.
 
         Raises:
             UserError: 503, there was no backward, or the last one had last=False.
@@ -171,8 +175,11 @@ class Sharded:
         stage.finish_reduction()
         sum_replicas(self._engine.units)
         self._calls.release_all()
-        result = self._engine.finish_step(self._lr if lr is None else lr)
+        result = self._engine.finish_step(self._lr if lr is None else lr, beside=self._tables.squares())
         self._skipped += result.skipped
+        if self._tables.shards:
+            done = self.steps + 1 - int(self._skipped)
+            self._tables.update(table_lr, result.applied, done, skipped=bool(result.skipped))
         self._engine.begin_step()
         self._calls.next_step()
         self._backwards = 0
@@ -254,7 +261,7 @@ class Sharded:
 
     def _state(self) -> State:
         buffers = {name: buffer for name, _, _, buffer in buffers_of(self.module)}
-        return State(self._units, self._engine, buffers, self._grid, self._stage)
+        return State(self._units, self._engine, buffers, self._tables.shards, self._grid, self._stage)
 
     @property
     def _stage(self) -> int:
@@ -270,7 +277,7 @@ class Sharded:
 
     def describe(self) -> str:
         """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
-        return parts_table(self._parts, self._engine.optimizer.STATE, self._stage)
+        return parts_table(self._parts, self._tables.shards, self._engine.optimizer.STATE, self._stage)
 
     def _require_unchanged(self) -> None:
         """Refuse a module whose parameters are not those that were sharded. Raises UserError 502."""

@@ -8,7 +8,7 @@ parameter and of a buffer the values alone are saved. Buffers are those of rank 
 import math
 import platform
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.comm.grid import Grid
+from megazero.library.tables import RowShard
 from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
 
@@ -47,9 +48,19 @@ class State:
         units: all, frozen ones too.
         engine: over those that are trained.
         buffers: of the module, by name; saved by rank 0, loaded in place.
+        tables: whose rows are split; each rank saves its own. What their optimizer keeps are tensors beside them.
     """
 
-    def __init__(self, units: Sequence[Unit], engine: Engine, buffers: Mapping[str, Tensor], grid: Grid, stage: int):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        engine: Engine,
+        buffers: Mapping[str, Tensor],
+        tables: Sequence[RowShard],
+        grid: Grid,
+        stage: int,
+    ):
+        self._rows = {name: (table, own) for table in tables for name, own in _tensors_of(table)}
         self._units, self._engine, self._buffers, self._grid, self._stage = units, engine, buffers, grid, stage
         self._world, self._device = grid["world"], units[0].device
         self._logical = {
@@ -60,6 +71,9 @@ class State:
             name: Logical(shape=list(buffer.shape), pieces=[], dtype=NAMES[buffer.dtype], trained=False)
             for name, buffer in buffers.items()
         }
+        for name, (table, own) in self._rows.items():
+            shape = [table.whole, *own.shape[1:]]
+            self._logical[name] = Logical(shape=shape, pieces=[], dtype=NAMES[own.dtype], trained=False)
         self._numel = {name: math.prod(logical.shape) for name, logical in self._logical.items()}
 
     def save(self, folder: Path, step: SavedStep) -> Path:
@@ -135,7 +149,12 @@ class State:
     def _held(self, *, saves: bool) -> list[ShardState]:
         hold = holding_to_save if saves else holding_to_load
         state = self._engine.optimizer.state
-        return [hold(unit, state[unit] if unit.trainable else {}, self._numel) for unit in self._units]
+        held = [hold(unit, state[unit] if unit.trainable else {}, self._numel) for unit in self._units]
+        for name, (table, own) in self._rows.items():
+            start = table.first * own.shape[1:].numel()
+            pieces = [Piece(name, start, start + own.numel(), 0)] if own.numel() else []
+            held.append(ShardState(pieces, {WEIGHT: own.view(-1)}))
+        return held
 
     def _held_buffers(self) -> list[ShardState]:
         flats = {name: buffer.detach().reshape(-1).clone() for name, buffer in self._buffers.items()}
@@ -191,6 +210,12 @@ class State:
         if manifest.kinds != kinds:
             what = f"expected the state {kinds} of this optimizer, got {manifest.kinds}"
             raise UserError(508, what, "load it with the optimizer that it was saved with", where=folder)
+
+
+def _tensors_of(table: RowShard) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a table, with the names that they have in a checkpoint."""
+    yield table.name, table.values
+    yield from ((f"{table.name}/{kind}", own) for kind, own in table.state.items())
 
 
 def _words(logical: Logical | None, dtype: str) -> str:

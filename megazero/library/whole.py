@@ -15,6 +15,7 @@ from megazero.library.adopt import from_first, take
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
 from megazero.library.parts import buffers_of, require_names
+from megazero.library.tables import RowShard
 from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
 
@@ -29,7 +30,16 @@ class WholeValues:
         world: all ranks.
     """
 
-    def __init__(self, module: nn.Module, parts: Sequence[BuiltPart], engine: Engine, calls: Calls, world: Axis):
+    def __init__(
+        self,
+        module: nn.Module,
+        parts: Sequence[BuiltPart],
+        engine: Engine,
+        calls: Calls,
+        tables: Sequence[RowShard],
+        world: Axis,
+    ):
+        self._tables = tables
         self._module, self._parts, self._engine, self._calls, self._world = module, parts, engine, calls, world
         self._units = [unit for part in parts for unit in part.units]
 
@@ -76,6 +86,9 @@ class WholeValues:
             if wanted:
                 found |= {name: unit.parameter(name).to("cpu", copy=True) for name in _names(unit)}
             self._engine.gather.reshard([unit])
+        for table in self._tables:
+            if (whole := table.gathered(wanted=wanted)) is not None:
+                found[table.name] = whole
         if not wanted:
             return {}
         for name, _, _, buffer in buffers_of(self._module):
@@ -93,12 +106,15 @@ class WholeValues:
         keys = self._keys()
         if self._world.rank == 0:
             shapes = {i.name: i.shape for unit in self._units for i in unit.layout.intervals}
+            shapes |= {table.name: (table.whole, table.values.shape[1]) for table in self._tables}
             shapes |= {name: tuple(buffer.shape) for name, _, _, buffer in buffers_of(self._module)}
             _require_fitting(state, {key: shapes[name] for key, name in keys.items()})
         by_name = {name: state.get(key) for key, name in reversed(keys.items())}
         self._calls.release_all()
         for unit in self._units:
             take(unit, dict(by_name), self._world)
+        for table in self._tables:
+            table.take(by_name.get(table.name))
         for name, _, _, buffer in buffers_of(self._module):
             if (value := by_name.get(name)) is not None and self._world.rank == 0:
                 buffer.copy_(value)
@@ -135,6 +151,8 @@ class WholeValues:
         """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
         names = {place: name for part in self._parts for shown in part.shown for place, name in shown.named_places()}
         names |= {(owner, attribute): name for name, owner, attribute, _ in buffers_of(self._module)}
+        tables = {table.name for table in self._tables}
+        names |= {(o, "weight"): f"{n}.weight" for n, o in self._module.named_modules() if f"{n}.weight" in tables}
         same = {id(buffer): name for name, _, _, buffer in buffers_of(self._module)}
         keys: dict[str, str] = {}
         for prefix, owner in self._module.named_modules(remove_duplicate=False):

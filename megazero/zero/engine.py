@@ -73,6 +73,7 @@ class StepResult:
         finite: False when loss or gradient norm were not finite although there were valid tokens.
         loss_scale: the scale with which the gradients were computed.
         squares: sum of squared (scaled) gradients of each unit, fp64 [units].
+        applied: what the update multiplied gradients by: the mean, the loss scale and clipping in one.
         packed: loss, grad_norm, loss_scale, finite, skipped, and how many ranks cast each vote: fp64 [5 + VOTES], so
             that one copy takes all of it to the host.
     """
@@ -84,6 +85,7 @@ class StepResult:
     finite: Tensor
     loss_scale: Tensor
     squares: Tensor
+    applied: Tensor
     packed: Tensor
 
 
@@ -186,12 +188,13 @@ class Engine:
         """Sum the reduced gradients of units that the first and the last stage share, once a step."""
         sum_copies(self.units)
 
-    def finish_step(self, lr: float, votes: Iterable[int] = ()) -> StepResult:
+    def finish_step(self, lr: float, votes: Iterable[int] = (), beside: Tensor | None = None) -> StepResult:
         """Sum what is still partial, clip, and update unless the step is to be skipped.
 
         Args:
             lr: the learning rate of this update.
             votes: this rank's, each in [0, VOTES).
+            beside: sum of squared gradients, over all ranks, of what is updated elsewhere, fp64: the norm has it.
         """
         sum_tp_replicated(reversed(self.units))
         if self._host is not None:
@@ -200,7 +203,8 @@ class Engine:
         loss_sum, valid, *_ = self._sum_totals(votes).unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
-        norm = squares.sum().sqrt() * factor
+        total = squares.sum() if beside is None else squares.sum() + beside
+        norm = total.sqrt() * factor
         loss = loss_sum / valid
         empty = valid == 0
         finite = (torch.isfinite(norm) & torch.isfinite(loss)) | empty
@@ -209,6 +213,7 @@ class Engine:
         skipped = self._halted | empty | ~finite
         self.loss_scale.update(finite, counts=~empty)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
+        applied = scale
         if self._host is not None:  # which does the update
             scale, skip = self._host.read(scale, skip)
 
@@ -227,7 +232,7 @@ class Engine:
                 self.gather.publish(unit)
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
         packed = torch.cat([torch.stack([*flags]), self._totals[2:]])
-        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares, packed)
+        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares, applied, packed)
 
     def _sum_totals(self, votes: Iterable[int]) -> Tensor:
         """Return the sums over all ranks of what they add to the totals of a step: loss, valid tokens, votes."""

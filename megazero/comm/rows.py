@@ -1,0 +1,74 @@
+"""Send rows between all ranks of an axis: each rank has others for each of the others (all-to-all).
+
+Where NCCL carries, it is its own operation. Elsewhere it is one exchange of messages (`transport/exchange.py`), all as
+long as the longest, of which each reader takes the rows that are for it. Every rank has to know how many rows each has
+for each: `exchange_counts` tells.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.collectives import all_gather, begin
+from megazero.comm.grid import Axis
+from megazero.comm.transport.exchange import CollectiveError, Exchange, others
+
+Counts = list[list[int]]  # [from][to]
+
+
+def exchange_counts(own: Sequence[int], axis: Axis, device: torch.device) -> Counts:
+    """Return how many rows each rank has for each, of what every rank says of its own. The host waits for it."""
+    mine = torch.tensor(own, dtype=torch.int64, device=device)
+    return all_gather(mine, axis, "row counts").view(axis.size, axis.size).tolist()
+
+
+def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Tensor:
+    """Return the rows that all ranks have for this one, in rank order.
+
+    Args:
+        rows: [n, ...], contiguous: those for rank 0 first, then those for rank 1, and so on; its own among them.
+        counts: how many each rank has for each.
+
+    Raises:
+        CollectiveError: a rank does not come.
+    """
+    outgoing, incoming = counts[axis.rank], [of_rank[axis.rank] for of_rank in counts]
+    assert len(rows) == sum(outgoing), f"{len(rows)} rows, {outgoing} were announced"
+    if axis.size == 1:
+        return rows
+    width = rows.shape[1:].numel()
+    sent = (sum(outgoing) - outgoing[axis.rank]) * width
+    if axis.comm.backend == "nccl":
+        begin("all_to_all", rows[:0], axis, purpose, sent)
+        received = rows.new_empty((sum(incoming), *rows.shape[1:]))
+        try:
+            dist.all_to_all_single(received, rows, incoming, outgoing, group=axis.group)
+        except RuntimeError as error:
+            raise CollectiveError(axis.name, str(error)) from None
+        axis.comm.status_slot.end(axis.name)
+        return received
+    return _exchanged(rows, outgoing, incoming, max(map(max, counts)) * width, axis, purpose, sent)
+
+
+def _exchanged(
+    rows: Tensor, outgoing: list[int], incoming: list[int], longest: int, axis: Axis, purpose: str, sent: int
+) -> Tensor:
+    """Exchange messages of `longest` elements, of which only the beginning counts."""
+    home = rows.device
+    here = rows.cpu()  # where messages are sent from
+    messages, places = here.new_zeros((axis.size, max(longest, 1))), here.new_empty((axis.size, max(longest, 1)))
+    for k, part in enumerate(here.split(outgoing)):
+        messages[k, : part.numel()] = part.reshape(-1)
+    tag = begin("all_to_all", messages, axis, purpose, sent)
+
+    def take(cut: slice, theirs: list[Tensor]) -> None:
+        for k, part in zip(others(axis), theirs, strict=True):
+            places[k, cut] = part
+
+    Exchange(axis, tag, [messages[k] for k in others(axis)], take).start().wait()
+    axis.comm.status_slot.end(axis.name)
+    places[axis.rank] = messages[axis.rank]
+    shape, each = rows.shape[1:], rows.shape[1:].numel()
+    return torch.cat([places[k, : count * each].view(count, *shape) for k, count in enumerate(incoming)]).to(home)
