@@ -230,6 +230,9 @@ class Observe(Section):
     profile: Positive | None = Field(
         default=None, description="Step at which a torch profiler trace of 3 steps begins."
     )
+    table: bool = Field(
+        default=False, description="With each row, a table of rank 0's units: gathered, released, reduced, waited for."
+    )
 
 
 class Config(Section):

@@ -11,11 +11,12 @@ divide each loss by their number, as with torch. Every backward reduces gradient
 follows, so that stages 0 and 1 reduce once a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from megazero.library.parts import buffers_of
 from megazero.library.state import SavedStep, State
 from megazero.library.tables import Tables
 from megazero.library.whole import Names, WholeValues
+from megazero.observe.unit_table import UnitEvents
 from megazero.plan.placements import STAGES
 from megazero.zero.engine import Engine, StepNumbers, StepResult
 from megazero.zero.reduce import sum_replicas
@@ -98,6 +100,8 @@ class Sharded:
         self._lr, self._cast, self._tables = lr, cast, tables
         self._units = [unit for part in parts for unit in part.units]
         self._whole = WholeValues(module, parts, engine, calls, tables.shards, grid["world"])
+        self._events = UnitEvents(self._units, grid.comm.ledger.seconds)
+        self._watch: tuple[int, TextIO] | None = None
         self._known = _places(module)
         self._one = torch.ones((), device=self._units[0].device)
         self._backwards = 0  # of this step
@@ -184,6 +188,8 @@ class Sharded:
         self._calls.next_step()
         self._backwards = 0
         self.steps += 1
+        if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:
+            print(f"step {self.steps}\n{self._events.table()}", file=self._watch[1], flush=True)
         return Step(result)
 
     def gathered(self, names: Names = "*") -> AbstractContextManager[dict[str, Tensor]]:
@@ -274,6 +280,30 @@ class Sharded:
     def traffic(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what this rank has sent: operations, elements and bytes by axis and purpose: the ledger."""
         return self._grid.comm.ledger.traffic_as_dict()
+
+    def watch(self, every: int = 10, out: TextIO = sys.stderr) -> None:
+        """Write a table of what happened to each unit, on rank 0 and once in so many steps (`observe/unit_table.py`).
+
+        Args:
+            every: 0: not any more.
+        """
+        self._watch = (every, out) if every else None
+        self._events.listen(on=bool(every))
+
+    @contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Draw what happens to each unit inside the context, on rank 0, as an SVG or PNG file: one step, say.
+
+        Raises:
+            UserError: 405, the file cannot be written.
+        """
+        with self._events.recording() as events:
+            yield
+        if self.rank == 0:
+            try:
+                self._events.draw(Path(path), events)
+            except OSError as error:
+                raise UserError(405, f"cannot be written: {error.strerror}", where=path) from None
 
     def describe(self) -> str:
         """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""

@@ -16,6 +16,7 @@ from megazero.build.upload import Upload
 from megazero.checkpoint.save import ShardState
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, Grid
+from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
@@ -29,6 +30,7 @@ from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder, Work
 from megazero.observe.sinks import Sink, Sinks, warn
 from megazero.observe.tensorboard_sink import TensorboardSink
+from megazero.observe.unit_table import UnitEvents, UnitTableSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
@@ -48,6 +50,7 @@ from megazero.run.plan_check import Expectation
 from megazero.train.stopping import Stopping
 from megazero.train.trainer import Fault, Trainer, TrainSchedule
 from megazero.train.validation import Validation
+from megazero.zero.engine import Engine
 
 _PROFILED_STEPS = 3
 
@@ -109,7 +112,12 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
             config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
         ),
         Recorder(
-            _sinks(config, site, first), _profile(config, folder, first), work, comm.ledger, expected.compare, phases
+            _sinks(config, site, first, engine, comm.ledger),
+            _profile(config, folder, first),
+            work,
+            comm.ledger,
+            expected.compare,
+            phases,
         ),
         TrainSchedule(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
         checkpoints_of(config, built, grid, device, about, site),
@@ -185,11 +193,13 @@ def _validation(
     return validation
 
 
-def _sinks(config: Config, site: RunContext, first: bool) -> Sinks:
+def _sinks(config: Config, site: RunContext, first: bool, engine: Engine, ledger: Ledger) -> Sinks:
     if not first:
         return Sinks([])
     folder = site.folder
     sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
+    if config.observe.table:
+        sinks.append(UnitTableSink(UnitEvents(engine.units, ledger.seconds), sys.stdout))
     if config.observe.tensorboard:
         sinks.append(TensorboardSink(folder.path / "tensorboard"))
     if config.observe.wandb is not None:

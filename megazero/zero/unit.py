@@ -54,6 +54,7 @@ class Unit:
         whole: all parameters, while this rank has them; else None.
         partial: this rank's gradients of all parameters, while it has them; else None.
         parameters_rest_whole, gradients_rest_whole: all of them rest on the device.
+        on_event: called with "gather", "gathered", "released", "reduce", "reduced" when these happen; None: by nobody.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Unit:
         trainable: bool = True,
     ):
         self.trainable = trainable
+        self.on_event: Callable[[str], object] | None = None
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload(None)
         stage, updater = axes.stage, offload.updater
@@ -117,6 +119,10 @@ class Unit:
             self.axes.shard.comm.ledger.hold(category, numel * dtype.itemsize)
             values = torch.zeros(numel, dtype=dtype, device=self.device)
         return FlatBuffer(values, {self.axes.shard: placement}, elements.start, host)
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
 
     @property
     def own_parameters(self) -> FlatBuffer:
@@ -167,6 +173,7 @@ class Unit:
 
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
+        self._tell("gather")
         whole = FlatBuffer(self._pools[0].take(self.numel), {})
         return whole.values, redistribute(self.parameters, whole, "parameters")
 
@@ -176,6 +183,7 @@ class Unit:
         self.whole = whole
         for parameter, values in zip(self._members, self._views_of(whole), strict=True):
             parameter.data = values
+        self._tell("gathered")
 
     def release(self) -> None:
         """Free the gathered parameters; whoever touches one then sees an empty tensor."""
@@ -185,6 +193,7 @@ class Unit:
         self.whole = None
         for parameter in self._members:
             parameter.data = self._nothing
+        self._tell("released")
 
     def round_masters(self) -> None:
         """Write the masters to `updated`, rounded to the precision of forward and backward."""
@@ -226,6 +235,7 @@ class Unit:
             accumulate: earlier ones of this step have been reduced; these are added.
         """
         assert self.partial is not None, f"unit {self.layout.name} has no gradients"
+        self._tell("reduce")
         shard = self.axes.shard
         if shard.size > 1 and len(self.masters) < self.numel:
             self._open_share(accumulate=accumulate)
@@ -254,6 +264,7 @@ class Unit:
         if self._share is not None:
             self._pools[1].give(self._share)
             self._share = None
+        self._tell("reduced")
 
     def take_reduced(self, first: int) -> Tensor:
         """Return reduced gradients from element `first` of the shard on; `put_reduced` has to follow."""
@@ -286,6 +297,16 @@ class Unit:
             self._pools[1].give(self.partial)
             self.partial = None
         self.forget_gradients()
+
+    @property
+    def visiting_bytes(self) -> int:
+        """Return the bytes of whole parameters and gradients that are here for a while, beside those that rest."""
+        whole = 0 if self.whole is None or self.parameters_rest_whole else self.whole.nbytes
+        return whole + (0 if self.partial is None or self.gradients_rest_whole else self.partial.nbytes)
+
+    def _tell(self, event: str) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""

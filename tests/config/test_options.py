@@ -152,6 +152,7 @@ ROWS: dict[str, Works | Refused] = {
     "observe.wandb": Works("project", files),
     "observe.tensorboard": Works("true", files),
     "observe.profile": Works("2", files),
+    # observe.table: tests/observe/test_unit_table.py
 }
 OTHERWISE = {
     "parallel.pipeline",
@@ -170,6 +171,7 @@ OTHERWISE = {
     "memory.partition",
     "memory.offload",
     "memory.cuda_graphs",
+    "observe.table",
     "zero.offload.optimizer",
     "zero.offload.delayed",
     "run.time_limit",
