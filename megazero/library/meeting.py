@@ -36,6 +36,15 @@ class _Here:
 _HERE: ContextVar[_Here | None] = ContextVar("here", default=None)
 
 
+def be(place: RankContext, comm: CommContext | None = None) -> None:
+    """Let this process, or this thread, be a rank for what it shards from now on.
+
+    Args:
+        comm: its communication, if it has met the others.
+    """
+    _HERE.set(_Here(place, comm))
+
+
 def meet(timeout: timedelta) -> tuple[World, CommContext]:
     """Return this process' place in the world, and a communication context with a ledger of its own.
 
@@ -77,7 +86,7 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
     with tempfile.TemporaryFile() as answer:
 
         def main(place: RankContext) -> int:
-            _HERE.set(_Here(place))
+            be(place)
             found = function(*arguments)
             if place.world.rank == 0:
                 answer.write(json.dumps(_encoded(found)).encode())

@@ -24,8 +24,11 @@ from megazero.observe.numbers import Value
 
 GATHER, GATHERED, RELEASED, REDUCE, REDUCED = "gather", "gathered", "released", "reduce", "reduced"
 _HEADS = ("unit", "gathered", "released", "reduced", "MB now", "seconds waited")
-_SPANS = ((GATHER, GATHERED, "coming", "#c9d7ea"), (GATHERED, RELEASED, "there", "#3f6fb0"))
-_SPANS += ((REDUCE, REDUCED, "reduced", "#e08a2c"),)
+_SPANS: tuple[tuple[str, str, str, str], ...] = (  # first event, last event, what it is called, its colour
+    (GATHER, GATHERED, "coming", "#c9d7ea"),
+    (GATHERED, RELEASED, "there", "#3f6fb0"),
+    (REDUCE, REDUCED, "reduced", "#e08a2c"),
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class UnitEvents:
     def table(self) -> str:
         """Return the table of what happened since the last one."""
         waited = self._waited_by_now()
-        rows = [_HEADS]
+        rows: list[tuple[str, ...]] = [_HEADS]
         for unit in self._units:
             counts = (f"{self._counts[unit.name, kind]:,}" for kind in (GATHERED, RELEASED, REDUCED))
             spent = waited[unit.name] - self._waited[unit.name]

@@ -1,15 +1,17 @@
-"""The systems that zero.py compares with ours.
+"""The systems that zero.py and library.py compare with ours.
 
 They are plain torch without exchange, DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2, and DeepSpeed.
 
-All train `plain_gpt.PlainGPT` from our initial weights, with fused AdamW, the same decay of the same parameters, and
-the global gradient norm clipped to the same limit. Each is set up as its own documentation advises; nothing is slowed
-down on purpose.
+All do the same `Work`: a model with its initial weights (`gpt`: `plain_gpt.PlainGPT` with ours), fused AdamW, the same
+decay of the same parameters, and the global gradient norm clipped to the same limit. Each is set up as its own
+documentation advises; nothing is slowed down on purpose.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +30,54 @@ Step = Callable[[], float]
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
 
 
+@dataclass(frozen=True)
+class Work:
+    """What all systems train.
+
+    Attributes:
+        make: makes the model with its initial weights.
+        blocks: the classes of its repeated blocks.
+        loss: (model, micro-batch) -> the mean over it.
+        batches: rank -> its micro-batches without end.
+        decays: whether a parameter decays, by its name.
+        micro: samples of a micro-batch.
+        accumulation: micro-batches of a step on each rank.
+        hidden: the width, by which DeepSpeed's limits are set.
+    """
+
+    make: Callable[[], nn.Module]
+    blocks: tuple[type[nn.Module], ...]
+    loss: Callable[[Any, Any], Tensor]
+    batches: Callable[[int], Iterator[Any]]
+    decays: Callable[[str, nn.Parameter], bool]
+    micro: int
+    accumulation: int
+    hidden: int
+
+
+def gpt(config: Config, ranks: int) -> Work:
+    """Return the work of a GPT of plain torch modules, as a config has it."""
+    micro = config.batch.micro
+    accumulation = config.batch.global_ // (micro * ranks)
+    batches = partial(random_batches, micro)
+    return Work(partial(peer, config), (Block,), _loss, batches, _decays, micro, accumulation, config.model.hidden)
+
+
 def peer(config: Config) -> PlainGPT:
     """Return the whole model, with the weights that ours starts from."""
     m = config.model
     model = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
     model.take_weights(initial_weights(config))
     return model
+
+
+def _loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    tokens_SB, targets_SB = batch
+    return model(tokens_SB.T, targets_SB.T)
+
+
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 2 and "positions" not in name
 
 
 def groups(named: Iterable[tuple[str, nn.Parameter]], decays: set[str]) -> list[dict]:
@@ -45,31 +89,26 @@ def groups(named: Iterable[tuple[str, nn.Parameter]], decays: set[str]) -> list[
     ]
 
 
-def decaying(model: nn.Module) -> set[str]:
-    return {n for n, p in model.named_parameters() if p.dim() == 2 and "positions" not in n}
-
-
-def micro_batches(config: Config, rank: int, size: int) -> Callable[[], list[tuple[Tensor, Tensor]]]:
-    """Return a function that gives this rank's (tokens, targets) [B, S] of each step."""
-    batches = random_batches(config.batch.micro, rank)
-    accumulation = config.batch.global_ // (config.batch.micro * size)
-    return lambda: [(tokens.T, targets.T) for tokens, targets in (next(batches) for _ in range(accumulation))]
+def decaying(work: Work, model: nn.Module) -> set[str]:
+    return {n for n, p in model.named_parameters() if work.decays(n, p)}
 
 
 def torch_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    next_step: Callable[[], list[tuple[Tensor, Tensor]]],
+    work: Work,
+    rank: int,
     clip: Callable[[], object],
     quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Step:
     """Return a step in plain torch style; `quiet` is around all micro-batches but the last."""
+    batches = work.batches(rank)
 
     def step() -> float:
-        batches, total = next_step(), 0.0
-        for number, (tokens, targets) in enumerate(batches):
-            with quiet() if number < len(batches) - 1 else contextlib.nullcontext():
-                loss = model(tokens, targets) / len(batches)
+        total = 0.0
+        for number in range(work.accumulation):
+            with quiet() if number < work.accumulation - 1 else contextlib.nullcontext():
+                loss = work.loss(model, next(batches)) / work.accumulation
                 loss.backward()
             total += loss.item()
         clip()
@@ -84,55 +123,53 @@ def clip_of(model: nn.Module) -> Callable[[], object]:
     return lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
 
-def plain_rank(config: Config, rank: int, size: int, store: str) -> Step:
+def plain_rank(work: Work, rank: int, size: int, store: str) -> Step:
     """Return a step that exchanges nothing: each rank updates the whole of a model of its own."""
-    model = peer(config)
-    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
-    return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model))
+    model = work.make()
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
+    return torch_step(model, optimizer, work, rank, clip_of(model))
 
 
-def ddp_rank(config: Config, static_graph: bool, rank: int, size: int, store: str) -> Step:
+def ddp_rank(work: Work, static_graph: bool, rank: int, size: int, store: str) -> Step:
     meet(rank, size, store)
-    model = peer(config)
-    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
+    model = work.make()
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static_graph)
-    return torch_step(wrapped, optimizer, micro_batches(config, rank, size), clip_of(model), wrapped.no_sync)
+    return torch_step(wrapped, optimizer, work, rank, clip_of(model), wrapped.no_sync)
 
 
-def zero_redundancy_rank(config: Config, rank: int, size: int, store: str) -> Step:
+def zero_redundancy_rank(work: Work, rank: int, size: int, store: str) -> Step:
     meet(rank, size, store)
-    model = peer(config)
+    model = work.make()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    parameters = groups(model.named_parameters(), decaying(model))
+    parameters = groups(model.named_parameters(), decaying(work, model))
     optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **ADAM)
-    return torch_step(wrapped, optimizer, micro_batches(config, rank, size), clip_of(model), wrapped.no_sync)
+    return torch_step(wrapped, optimizer, work, rank, clip_of(model), wrapped.no_sync)
 
 
-def fsdp1_rank(config: Config, strategy: str, rank: int, size: int, store: str) -> Step:
+def fsdp1_rank(work: Work, strategy: str, rank: int, size: int, store: str) -> Step:
     meet(rank, size, store)
-    model = peer(config)
-    decays = decaying(model)
+    model = work.make()
+    decays = decaying(work, model)
     wrapped = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy(set(work.blocks)),
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=True,
         device_id=CPU,
     )
     clean = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in wrapped.named_parameters()]
     optimizer = torch.optim.AdamW(groups(clean, decays), **ADAM)
-    return torch_step(
-        wrapped, optimizer, micro_batches(config, rank, size), lambda: wrapped.clip_grad_norm_(CLIP), wrapped.no_sync
-    )
+    return torch_step(wrapped, optimizer, work, rank, lambda: wrapped.clip_grad_norm_(CLIP), wrapped.no_sync)
 
 
-def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) -> Step:
+def fsdp2_rank(work: Work, reshard: bool, rank: int, size: int, store: str) -> Step:
     """Return a step of FSDP2: blocks resharded after their forward or not, the root by its default (it is not)."""
     meet(rank, size, store)
-    model = peer(config)
-    decays = decaying(model)
+    model = work.make()
+    decays = decaying(work, model)
     mesh = init_device_mesh("cpu", (size,))
-    for block in model.blocks:
+    for block in [one for one in model.modules() if isinstance(one, work.blocks)]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     root = fully_shard(model, mesh=mesh)
 
@@ -143,7 +180,7 @@ def fsdp2_rank(config: Config, reshard: bool, rank: int, size: int, store: str) 
         root.set_requires_gradient_sync(True)
 
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decays), **ADAM)
-    return torch_step(model, optimizer, micro_batches(config, rank, size), clip_of(model), quiet)
+    return torch_step(model, optimizer, work, rank, clip_of(model), quiet)
 
 
 def join_deepspeed(rank: int, size: int, store: str) -> Any:
@@ -157,14 +194,13 @@ def join_deepspeed(rank: int, size: int, store: str) -> Any:
     return deepspeed
 
 
-def limits_of(config: Config) -> dict[str, int]:
+def limits_of(hidden: int) -> dict[str, int]:
     """Return DeepSpeed's limits, in elements, for a model of this size.
 
     Its defaults (buckets of 5e8, 1e9 live parameters) are for models of billions of parameters: none would ever be
     reached here, so nothing would be released or sent before the end. A bucket holds a block's parameters, two blocks
     are live, and a matrix of ten rows of the hidden size stays (the rule that its documentation gives for "auto").
     """
-    hidden = config.model.hidden
     block = 12 * hidden * hidden
     return {
         "reduce_bucket_size": block,
@@ -176,34 +212,33 @@ def limits_of(config: Config) -> dict[str, int]:
     }
 
 
-def deepspeed_rank(config: Config, stage: int, rank: int, size: int, store: str) -> Step:
+def deepspeed_rank(work: Work, stage: int, rank: int, size: int, store: str) -> Step:
     """Return a step of DeepSpeed.
 
     Overlap of communication is off: it takes a second stream of the accelerator, and its CPU accelerator has none. Its
     shared-memory collectives serve its inference engine alone, so training goes through gloo's sockets.
     """
     deepspeed = join_deepspeed(rank, size, store)
-    model = peer(config)
-    accumulation = config.batch.global_ // (config.batch.micro * size)
+    model = work.make()
     settings = {
-        "train_micro_batch_size_per_gpu": config.batch.micro,
-        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": work.micro,
+        "gradient_accumulation_steps": work.accumulation,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "overlap_comm": False, **limits_of(config)},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, **limits_of(work.hidden)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(model)), **ADAM)
+    optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    next_step = micro_batches(config, rank, size)
+    batches = work.batches(rank)
 
     def step() -> float:
         total = 0.0
-        for tokens, targets in next_step():
-            loss = engine(tokens, targets)
+        for _ in range(work.accumulation):
+            loss = work.loss(engine, next(batches))
             engine.backward(loss)
             engine.step()
-            total += loss.item() / accumulation
+            total += loss.item() / work.accumulation
         return total
 
     return step

@@ -306,7 +306,7 @@ def deepspeed_phases(stage: int, config: Config, place: Place, rank: int, size: 
     settings = {
         "train_micro_batch_size_per_gpu": config.batch.micro,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "overlap_comm": False, **peers.limits_of(config)},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, **peers.limits_of(config.model.hidden)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from megazero.build.assemble import StageInputs, build, build_model, feeds_of
+from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid
 from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
@@ -33,10 +34,16 @@ def meet(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
+def comm_of(rank: int, size: int, store: str, *, transport: str = SHARED) -> tuple[RankContext, CommContext]:
+    """Meet the other ranks at the file `store`; return this rank's place and its communication."""
+    place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), Path(store))
+    shared = transport == SHARED
+    return place, connect(place, timeout=timedelta(seconds=120), fingerprint="", shared_memory=shared)
+
+
 def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1, *, transport: str = SHARED) -> Grid:
     """Return the grid of one of `size` ranks that meet at the file `store`; the data axis is what the others leave."""
-    place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), Path(store))
-    comm = connect(place, timeout=timedelta(seconds=120), fingerprint="", shared_memory=transport == SHARED)
+    _, comm = comm_of(rank, size, store, transport=transport)
     return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
 
 

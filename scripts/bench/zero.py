@@ -82,7 +82,9 @@ def main() -> int:
 
 def groups_of(model: str, accumulation: int, only: list[str], before: str | None) -> Iterator[Group]:
     """Yield the groups of systems of a model."""
-    reference = System(REFERENCE, peers.plain_rank, (config_of(model, 1, accumulation),), ranks=RANKS, has_loss=False)
+    reference = System(
+        REFERENCE, peers.plain_rank, (peers.gpt(config_of(model, 1, accumulation), RANKS),), ranks=RANKS, has_loss=False
+    )
     _, *asked = chosen([reference, *systems_of(model, accumulation)], only)
     absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
     here = with_before([one for one in asked if one.name not in absent], before, "zero", (model, accumulation))
@@ -127,9 +129,9 @@ def systems_of(model: str, accumulation: int) -> list[System]:
         ("fsdp2-reshard", peers.fsdp2_rank, (True,)),
         *((f"deepspeed-stage{stage}", peers.deepspeed_rank, (stage,)) for stage in (1, 2, 3)),
     ]
-    return systems + [
-        System(name, build, (config, *extra), ranks=RANKS, transport=SOCKETS) for name, build, extra in rest
-    ]
+    work = peers.gpt(config, RANKS)
+    others = (System(name, build, (work, *extra), ranks=RANKS, transport=SOCKETS) for name, build, extra in rest)
+    return [*systems, *others]
 
 
 def config_of(model: str, stage: Stage, accumulation: int) -> Config:

@@ -34,7 +34,7 @@ DEFAULTS = {
     }
     | {"mask_eod": False},
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
-    "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None},
+    "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
 }
 MAX_OPTIONS = 96
 

@@ -1,14 +1,21 @@
 """Precisions, errors on the way, parts called alone, hybrid sharding; all stages compute the same bits."""
 
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import megazero
+from megazero.comm.host import Host
 from tests.library.odd_modules import Stack, made, numbers, of_numbers
 from tests.library.running import ADAMW, on_ranks, plain, sharded_case, train
 
 STEPS = 3
+shard = import_module("megazero.library.shard")  # its function has its name
 
 
 def in_precision(stage: int, precision: str | None) -> dict[str, Tensor]:
@@ -127,6 +134,27 @@ def test_hybrid_sharding(stage: int):
     (found, held), *_ = on_ranks(4, hybrid, stage)
     assert all(torch.allclose(found[n], value, rtol=1e-12, atol=1e-13) for n, value in module.state_dict().items())
     assert held == 2 * 8 * 256 // (2 if stage else 1)
+
+
+def offloaded(stage: int, offload: Any, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with patch.object(shard, "Host", partial(Host, apart=True)):  # as beside a GPU: every copy is made
+        sharded = sharded_case("frozen", stage, offload=offload, optimizer=optimizer, clip=0.5)
+        for step in range(STEPS):
+            for micro in range(2):
+                sharded.backward(of_numbers(sharded, 2 * step + micro, sharded.rank) / 2)
+            sharded.step()
+    return sharded.full_state_dict(), sharded.memory()
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "adamw", **ADAMW}, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(("stage", "offload"), [(1, {"optimizer": "cpu"}), (3, "cpu"), (3, {"parameters": "cpu"})])
+def test_offload_changes_no_bit(stage: int, offload: Any, optimizer: Any):
+    (expected, _), *_ = on_ranks(2, offloaded, stage, None, optimizer)
+    (found, held), *_ = on_ranks(2, offloaded, stage, offload, optimizer)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    there = {category for category, bytes_ in held.items() if category.startswith("host_") and bytes_["now"]}
+    on_host = {"optimizer", "parameters"} if offload == "cpu" else set(offload)
+    assert {f"host_{kind}" for kind in on_host} <= there
 
 
 def test_the_face_of_the_package_is_lazy():

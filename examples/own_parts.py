@@ -1,0 +1,169 @@
+"""Our own parts as a library: another block, another source of batches, another optimizer, a callback, a sink.
+
+    python examples/own_parts.py
+
+No config and no folder: each part is an object that is given plain values. The block has a parameter of its own, whose
+gradient it delivers itself, as all of our layers do (megazero/model/contract.py).
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+
+from megazero.build.assemble import build_units
+from megazero.comm.grid import Axis, Grid, single
+from megazero.data.loader import MicroBatch
+from megazero.kernels.operations import REFERENCE
+from megazero.model.batch_context import BatchContext
+from megazero.model.parameter import declare
+from megazero.model.tape import Tape, apply
+from megazero.model.transformer import Shape, Transformer
+from megazero.observe.sinks import Sinks
+from megazero.zero.engine import Engine, StepNumbers
+from megazero.zero.placement import STAGES, Precision, UnitAxes, ZeroStage
+from megazero.zero.unit import Unit
+
+VOCAB, LENGTH, WIDTH = 32, 16, 16
+Callback = Callable[[int, StepNumbers], object]
+
+
+class Gate:
+    """y = x + gate (f(x) - x), an operation with a backward of its own; the gate has one number for each column."""
+
+    def __init__(self, module: nn.Module):
+        self.owners: list[dict[str, Any]] = [module._parameters]
+
+    def run(self, tape: Tape, x: Tensor, f: Tensor) -> Tensor:
+        """Return y [S, B, D]."""
+        gate = self.owners[0]["weight"]
+        tape.keep((tape.use(gate), f - x), gate)
+        return torch.lerp(x, f, gate)
+
+    def back(self, tape: Tape, slope: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and f; deliver the gate's."""
+        (slot, difference), gate = tape.take(), tape.weights.pop()
+        slot.add_sum((slope * difference).flatten(0, 1))
+        return slope * (1.0 - gate), slope * gate
+
+
+class GatedBlock(nn.Module):
+    """A block of the transformer behind a gate."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block, self.weight = block, declare((WIDTH,), mean=0.5)
+        self._gate = Gate(self)
+
+    def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
+        return apply(self._gate, x_SBD, self.block(x_SBD, step))
+
+
+class CountingTokens:
+    """A source of batches: tokens that count up from anywhere; a pure function of the step and the rank."""
+
+    def __init__(self, samples: int, rank: int, ranks: int):
+        self._samples, self._rank, self._ranks = samples, rank, ranks
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step on this rank."""
+        first = step * self._samples * self._ranks + self._rank * self._samples
+        ids = torch.arange(first, first + self._samples)
+        window = (7 * ids + torch.arange(LENGTH + 1)[:, None]) % VOCAB
+        valid = torch.ones(LENGTH, self._samples, dtype=torch.bool)
+        return [MicroBatch(window[:-1], window[1:], valid, None, None, ids)]
+
+
+class Momentum:
+    """Stochastic gradient descent with momentum, over the flat shards of units (megazero/optim/optimizer.py)."""
+
+    KIND: ClassVar[str] = "adamw"  # the kind that our model's parameters ask for
+    STATE: ClassVar[tuple[str, ...]] = ("velocity",)
+    staging_bytes = 0
+
+    def __init__(self, units: list[Unit], decay: float = 0.9):
+        self._decay = decay
+        self.state = {unit: {"velocity": torch.zeros_like(unit.masters)} for unit in units}
+
+    def steps(self, unit: Unit) -> list[Tensor]:
+        """Return no counts: it needs none."""
+        return []
+
+    def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Update this rank's shard; nothing changes where `skip` is 1."""
+        velocity, goes = self.state[unit]["velocity"], (1.0 - skip).to(unit.masters.dtype)
+        gradient = unit.reduced_gradients.to(velocity.dtype) * scale.to(velocity.dtype)
+        velocity.lerp_(velocity * self._decay + gradient, goes)
+        unit.masters.add_(velocity * goes, alpha=-lr)
+        unit.round_masters()
+
+
+class Printed:
+    """A sink of rows: prints the loss."""
+
+    def start(self) -> None:
+        print("step  loss")
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        print(f"{row['step']:4}  {row['loss']:.4f}")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Engine]:
+    """Return a model of gated blocks, and the engine that has its parameters."""
+    sizes = {"layers": 2, "hidden": WIDTH, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": VOCAB, "seq_len": LENGTH}
+    kinds = {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
+    shape = Shape(**sizes, **kinds, norm_eps=1e-5, rope_theta=1e4)  # type: ignore[arg-type]
+    model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
+    model.blocks = nn.ModuleList(GatedBlock(block) for block in model.blocks)
+    model.layers[1:-1] = list(model.blocks)
+    names = [name for name, _ in model.units()]
+    axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=stage, replica=grid["replica"])
+    where = {"device": torch.device("cpu"), "ledger": grid.comm.ledger}
+    units = build_units(model, names, seed=0, axes=lambda _: axes, precision=Precision(dtype, dtype), **where)
+    told = {"clip": 1.0, "tokens_per_step": 4 * LENGTH, "grid": grid, "scaling": False, "ops": REFERENCE}
+    engine = Engine([names], units, names, Momentum(units), **told)
+    model.layers[:] = engine.shard_layers(model.layers, model.units_of_layers(), keep_last=True)
+    return model, engine
+
+
+def train(model: Transformer, engine: Engine, source: CountingTokens, steps: int, lr: float, after: Callback) -> None:
+    """Train for some steps; `after` is called with each step, from 1, and its numbers."""
+    (stage,) = engine.stages
+    for number in range(steps):
+        engine.begin_step()
+        batches = source.step(number)
+        for m, batch in enumerate(batches):
+            stage.forward(m)
+            losses = model.losses(
+                batch.tokens_SB, batch.targets_SB, batch.valid_SB, BatchContext(number, batch.sample_ids_B)
+            )
+            last = m == len(batches) - 1
+            stage.backward(m, engine.loss(losses, batch.valid_SB).backward, reduce=True, last=last)
+        stage.finish_reduction()
+        after(number + 1, StepNumbers.of(engine.finish_step(lr).packed.tolist()))
+
+
+def main() -> None:
+    grid = single()
+    model, engine = build(grid, STAGES[2])
+    sinks = Sinks([Printed()])
+    sinks.start()
+
+    def after(step: int, numbers: StepNumbers) -> None:
+        if step % 10 == 0:
+            sinks.row({"step": step, "loss": numbers.loss})
+
+    train(model, engine, CountingTokens(4, grid["data"].rank, grid["data"].size), 50, 0.05, after)
+    sinks.close()
+
+
+if __name__ == "__main__":
+    main()

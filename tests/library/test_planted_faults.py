@@ -1,0 +1,119 @@
+"""The comparison with one process finds what can go wrong: each fault is planted, and no longer equal."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.library import tables
+from megazero.library.calls import _Call
+from megazero.zero.unit import Unit
+from tests.library.odd_modules import of_numbers
+from tests.library.running import on_ranks, sharded_case
+from tests.library.test_tables import ADAGRAD
+from tests.library.test_tables import plain as plain_tables
+from tests.library.test_tables import trained as trained_tables
+
+STEPS = 2
+
+
+def lost_gradient(honest: Callable[..., None]) -> Callable[..., None]:
+    """Lose the gradient of one parameter of each call."""
+    return lambda call, gradients: honest(call, (None, *gradients[1:]))
+
+
+def lost_sum(honest: Callable[..., Any]) -> Callable[..., Any]:
+    """Lose the sum of one unit."""
+
+    def start(unit: Unit, *, accumulate: bool) -> Any:
+        pending = honest(unit, accumulate=accumulate)
+        return pending.then(lambda: unit.own_gradients.zero_()) if unit.name == "blocks.1" else pending
+
+    return start
+
+
+def other_place(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Read what was saved of a parameter from its neighbour's place."""
+
+    def need(call: _Call, unit: Unit) -> Tensor:
+        return honest(call, unit).roll(1)
+
+    return need
+
+
+def kept_gradients(honest: Callable[..., None]) -> Callable[..., None]:
+    """Count what has been reduced once for each rank when it is reduced again."""
+    return lambda unit: None
+
+
+def early(honest: Callable[..., None]) -> Callable[..., None]:
+    """Reduce a part when the first of several calls has had its gradients."""
+
+    def deliver(call: _Call, gradients: Any) -> None:
+        if call.part.open > 1:
+            call.calls.complete(call.part)
+            call.calls.reduced.clear()
+        honest(call, gradients)
+
+    return deliver
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], int, str]] = {
+    "a parameter's gradient is lost": (_Call, "deliver", lost_gradient, 0, "plain"),
+    "a unit's summed gradients are lost": (Unit, "start_reduce", lost_sum, 2, "plain"),
+    "backward reads another place of a parameter": (_Call, "need", other_place, 3, "plain"),
+    "gradients are counted twice": (Unit, "keep_own_gradients", kept_gradients, 0, "plain"),
+    "a part is reduced before its last gradient": (_Call, "deliver", early, 3, "twice"),
+}
+
+
+def trained(case: str, stage: int, fault: str | None) -> dict[str, Tensor]:
+    sharded = sharded_case(case, stage, clip=0.5)
+
+    def train() -> None:
+        for step in range(STEPS):
+            for micro in range(2):
+                sharded.backward(of_numbers(sharded, 2 * step + micro, sharded.rank) / 2)
+            sharded.step()
+
+    if fault is None:
+        train()
+    else:
+        owner, name, plant, _, _ = FAULTS[fault]
+        with patch.object(owner, name, plant(getattr(owner, name))):
+            train()
+    return sharded.full_state_dict()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_step_is_found(fault: str):
+    *_, stage, case = FAULTS[fault]
+    honest, planted = (on_ranks(2, trained, case, stage, one)[0] for one in (None, fault))
+    assert not all(torch.allclose(planted[n], values, rtol=1e-9, atol=1e-10) for n, values in honest.items())
+
+
+def wrong_owner(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Send the gradients of rows in another order than their ids."""
+
+    def exchange(rows: Tensor, counts: Any, axis: Any, purpose: str) -> Tensor:
+        return honest(rows.flip(0) if purpose == "row gradients" else rows, counts, axis, purpose)
+
+    return exchange
+
+
+def trained_on_rows(plant: Callable[[Any], Any] | None) -> tuple[dict[str, Tensor], list[float]]:
+    if plant is None:
+        return trained_tables(1, ADAGRAD, 0.05)
+    with patch.object(tables, "exchange_rows", plant(tables.exchange_rows)):
+        return trained_tables(1, ADAGRAD, 0.05)
+
+
+def test_a_gradient_at_another_row_is_found():
+    expected, _ = plain_tables(ADAGRAD, 0.05, 2)
+    for plant, right in ((None, True), (wrong_owner, False)):
+        found, _ = on_ranks(2, trained_on_rows, plant)[0]
+        close = [torch.allclose(found[n], values, rtol=1e-11, atol=1e-12) for n, values in expected.items()]
+        assert all(close) == right
