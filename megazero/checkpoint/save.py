@@ -60,10 +60,12 @@ class ShardState:
     Attributes:
         pieces: which elements of which parameters.
         tensors: by kind the flat buffer that holds the pieces.
+        any_value: they need not be finite: buffers, which training does not make.
     """
 
     pieces: Sequence[Piece]
     tensors: Mapping[str, Tensor]
+    any_value: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -76,6 +78,7 @@ class _Entry:
     kind: str
     piece: Piece
     values: Tensor
+    any_value: bool
 
 
 class Saver:
@@ -204,7 +207,7 @@ class Saver:
 
     def _write_shard(self, step: int, staging: Path) -> WrittenShard:
         entries = self._entries
-        if bad := next((e for e in entries if not _is_finite(e.values)), None):
+        if bad := next((e for e in entries if not e.any_value and not _is_finite(e.values)), None):
             what = f"not saved: {bad.kind} of {bad.piece.name} is not finite after the last update; earlier are intact"
             do = "lower optimizer.lr and go on from an earlier one"
             raise UserError(302, what, do, where=self.store.folder, step=step)
@@ -267,7 +270,8 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
         for kind in holding.kinds:
             buffer = next(buffers)
             for piece in holding.pieces:
-                yield _Entry(kind, piece, buffer[piece.at : piece.at + piece.stop - piece.start])
+                values = buffer[piece.at : piece.at + piece.stop - piece.start]
+                yield _Entry(kind, piece, values, holding.any_value)
 
 
 def _is_finite(values: Tensor) -> bool:

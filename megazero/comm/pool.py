@@ -42,7 +42,8 @@ class Pool:
         self._ledger.hold(self._category, numel * self._dtype.itemsize)
         if self._pinned:
             return pinned_bytes(numel * self._dtype.itemsize).view(self._dtype)
-        return torch.empty(numel, dtype=self._dtype, device=self._device)
+        with torch.inference_mode(False):  # it is written to for ever, whoever needs it first
+            return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""

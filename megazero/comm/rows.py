@@ -19,9 +19,9 @@ Counts = list[list[int]]  # [from][to]
 
 
 def exchange_counts(own: Sequence[int], axis: Axis, device: torch.device) -> Counts:
-    """Return how many rows each rank has for each, of what every rank says of its own. The host waits for it."""
+    """Return what every rank says: how many rows it has for each, and what else. The host waits for it."""
     mine = torch.tensor(own, dtype=torch.int64, device=device)
-    return all_gather(mine, axis, "row counts").view(axis.size, axis.size).tolist()
+    return all_gather(mine, axis, "row counts").view(axis.size, len(own)).tolist()
 
 
 def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Tensor:

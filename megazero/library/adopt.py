@@ -7,21 +7,24 @@ one part beside what it keeps, and ranks need not draw the same random numbers.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
+from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-from megazero.library.parts import Member, Part
+from megazero.library.parts import Member, Part, Place
 from megazero.zero.unit import Unit
 
 Initial = Callable[[str, Tensor], object]
+Shapes = Mapping[Place, torch.Size]  # of every parameter of the module
 
 
-def make_values(part: Part, world: Axis, device: torch.device, initial: Initial | None) -> None:
+def make_values(part: Part, world: Axis, device: torch.device, initial: Initial | None, shapes: Shapes) -> None:
     """Give the parameters of a part that are on the meta device values, on rank 0.
 
     `reset_parameters` makes the buffers of its module too; those on meta are not a number before.
@@ -33,15 +36,13 @@ def make_values(part: Part, world: Axis, device: torch.device, initial: Initial 
         UserError: 509, a module has none.
     """
     without = [member for member in part.members if member.parameter.is_meta]
-    if not without:
+    if not without or world.rank > 0:  # what the others would make is not read
         return
     owners = dict.fromkeys(place.owner for member in without for place in member.places)
     if initial is None and (odd := next((one for one in owners if not hasattr(one, "reset_parameters")), None)):
         name = next(member.name for member in without if any(place.owner is odd for place in member.places))
         what = f"{name} is on the meta device, and {type(odd).__name__} has no reset_parameters"
         raise UserError(509, what, "give shard(initial=...), which fills a tensor by its name")
-    if world.rank > 0:
-        return
     for member in without:
         values = torch.empty_like(member.parameter, device=device)
         made = nn.Parameter(values, requires_grad=member.parameter.requires_grad)
@@ -56,7 +57,19 @@ def make_values(part: Part, world: Axis, device: torch.device, initial: Initial 
                 owner._buffers[name] = torch.full_like(
                     buffer, math.nan if buffer.is_floating_point() else 0, device=device
                 )
-        owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
+        with _stand_ins(owner, shapes, device):
+            owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
+
+
+@contextmanager
+def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterator[None]:
+    """Let a module reset, beside its own parameters, copies of those that another part has already."""
+    taken = {name: p for name, p in owner._parameters.items() if p is not None and hasattr(p, "gradient_slot")}
+    for name, parameter in taken.items():
+        values = torch.zeros(shapes[Place(owner, name)], dtype=parameter.dtype, device=device)
+        owner._parameters[name] = nn.Parameter(values)
+    yield
+    owner._parameters.update(taken)
 
 
 def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
@@ -92,12 +105,17 @@ def adopt_buffers(module: nn.Module, world: Axis, device: torch.device, initial:
     Raises:
         UserError: 509, one is on the meta device, and nobody has made its values.
     """
+
+    def check() -> None:
+        odd = next((name for name, _, _, buffer in _buffers(module) if buffer.is_meta), None)
+        if odd is not None and world.rank == 0 and initial is None:
+            what = f"{odd} is a buffer on the meta device, and nothing gives it values"
+            raise UserError(509, what, "make it in the module's reset_parameters, or build the module on a device")
+
+    agree(world, device, check)
     moved: dict[int, Tensor] = {}
     for name, owner, attribute, buffer in _buffers(module):
         if id(buffer) not in moved:
-            if buffer.is_meta and world.rank == 0 and initial is None:
-                what = f"{name} is a buffer on the meta device, and nothing gives it values"
-                raise UserError(509, what, "make it in the module's reset_parameters, or build the module on a device")
             here = torch.zeros_like(buffer, device=device) if world.rank or buffer.is_meta else buffer.to(device)
             if buffer.is_meta and world.rank == 0 and initial is not None:
                 initial(name, here)

@@ -64,6 +64,7 @@ class BuiltPart:
         open: calls whose backward is still to come.
         looks_up: it is an embedding, whose backward reads nothing of it.
         after: the part that was called after it in the last forward: it is prefetched.
+        outside: a parameter of it was used outside of its forward: its updated values have to be there before.
     """
 
     part: Part
@@ -73,6 +74,7 @@ class BuiltPart:
     depth: int = 0
     open: int = 0
     after: "BuiltPart | None" = None
+    outside: bool = False
     shown: list[Shown] = field(init=False)
     units: list[Unit] = field(init=False)
     looks_up: bool = field(init=False)
@@ -113,23 +115,23 @@ def _tell_recurrent(owners: Iterable[nn.Module]) -> None:
 
 def before_backward(outputs: Any, event: Callable[[object], None]) -> None:
     """Let autograd call `event` when the gradient of a tensor among some outputs has arrived, before it goes on."""
-    for x in _tensors(outputs):
+    for x in tensors_in(outputs):
         if x.grad_fn is not None:
             x.grad_fn.register_prehook(event)
 
 
-def _tensors(outputs: Any) -> Iterator[Tensor]:
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples, dictionaries and dataclasses, one inside of the other."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, list | tuple):
         for one in outputs:
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif isinstance(outputs, Mapping):
         for one in outputs.values():
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif is_dataclass(outputs):
-        yield from _tensors(list(vars(outputs).values()))
+        yield from tensors_in(list(vars(outputs).values()))
 
 
 def wrap(part: BuiltPart, run: Callable[..., Any]) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megazero.base.errors import UserError
-from megazero.library.built import BuiltPart, Forward, Shown, before_backward, hide, put, wrap
+from megazero.library.built import BuiltPart, Forward, Shown, before_backward, hide, put, tensors_in, wrap
 from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
@@ -45,6 +45,14 @@ class _Saved:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A saved tensor that is no parameter, and its version then: torch does not check it where there are hooks."""
+
+    tensor: Tensor
+    version: int
 
 
 @dataclass(eq=False, slots=True)
@@ -131,12 +139,13 @@ class Calls:
         order: a number made of the units gathered in this step, in their order.
         in_backward: `Sharded.backward` runs.
         reduced: the parts whose reduction has begun in this backward.
+        lent: whole values are looked at: nothing may be gathered or released.
     """
 
     def __init__(self, parts: list[BuiltPart], gather: Gather):
         self.parts, self.gather = parts, gather
         self.step = self.order = 0
-        self.in_backward = False
+        self.in_backward = self.lent = False
         self._last: _Call | None = None
         self._running: BuiltPart | None = None  # the part that was called last
         self._anchor: Tensor | None = None
@@ -159,26 +168,30 @@ class Calls:
         """Run the forward of a part between its two events."""
         if part.depth:  # called by itself: its parameters are there
             return forward(*arguments, **named)
+        if self.lent:
+            raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
         wants = torch.is_grad_enabled()
         self._begin(part)
         call: _Call | None = None
         if wants:
             counted = bool(part.trained) and not (self.in_backward and part.open)
             call = _Call(self, part, None if self.in_backward else self._last, self.step, counted)
-        part.depth = 1
+        part.depth, keeps = 1, part.root and wants
         try:
             self._show(part, call)
             with self._saving(call) if self._sharded and call is not None else nullcontext():
                 outputs = forward(*arguments, **named)
             if call is not None and part.sharded and not part.root and not part.looks_up:
                 before_backward(outputs, call.begin_backward)
+            # What gives its own parameter away, or a view of it, has to stay as long as somebody may look at it.
+            keeps = keeps or (part.sharded and any(self._unit_of(x) in part.units for x in tensors_in(outputs)))
             return outputs
         finally:
             part.depth = 0
             hide(part)
             if call is not None and not part.root and not self.in_backward:
                 self._last = call
-            self._end(part, wants=wants)
+            self._end(part, wants=wants, keeps=keeps)
 
     def _begin(self, part: BuiltPart) -> None:
         """Gather a part that is about to run, and prefetch the one that ran after it last time."""
@@ -228,9 +241,13 @@ class Calls:
         for shown in part.frozen:
             put(shown, shown.values)
 
-    def _end(self, part: BuiltPart, *, wants: bool) -> None:
-        """Release a part that has run, unless its backward is under way or comes next."""
-        if part.sharded and not self.in_backward and not (part.root and wants):
+    def _unit_of(self, x: Tensor) -> Unit | None:
+        """Return the sharded unit in whose gathered parameters a tensor is."""
+        return self._storages.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+
+    def _end(self, part: BuiltPart, *, wants: bool, keeps: bool) -> None:
+        """Release a part that has run, unless it is kept, or its backward is under way."""
+        if part.sharded and not self.in_backward and not keeps:
             self.release([part])
         if part.root and not wants and not self.in_backward:
             self.release(self.parts)
@@ -289,12 +306,20 @@ class Calls:
         if gradient is None or not self.in_backward or part in self.reduced or gradient.numel() != shown.numel:
             what = f"{shown.name} was used outside of the forward of its submodule"
             raise UserError(506, what, "use it within the module's forward; its values are in sharded.gathered()")
+        part.outside = True
         view.write(gradient)
 
     def next_step(self) -> None:
         """Begin the next step: graphs of this one are void."""
         self.step += 1
         self.order = 0
+        for part in self.parts:
+            part.open = 0
+            if part.outside:  # nobody waits for what the update sends to it
+                self.gather.unshard([unit for unit in part.units if unit.parameters_rest_whole])
+
+    def close(self) -> None:
+        """Expect no backward of what has run in this step."""
         for part in self.parts:
             part.open = 0
 
@@ -318,12 +343,19 @@ class Calls:
         pack_outer, unpack_outer = outer or (lambda x: x, lambda x: x)
 
         def pack(x: Tensor) -> Any:
-            unit = self._storages.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+            unit = self._unit_of(x)
             if unit is None or call is None:
-                return pack_outer(x) if outer else x.detach()  # the tensor itself would hold the graph that holds it
+                if outer or x.is_inference():
+                    return pack_outer(x)
+                return _Kept(x.detach(), x._version)  # the tensor itself would hold the graph that holds it
             return _Saved(call, unit, int(x.storage_offset()), x.shape, x.stride())
 
         def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, _Kept):
+                if kept.tensor._version != kept.version:
+                    what = f"a tensor that backward needs, of shape {tuple(kept.tensor.shape)}, was changed in place"
+                    raise UserError(506, what, "change a copy")
+                return kept.tensor
             if not isinstance(kept, _Saved):
                 return unpack_outer(kept)
             return kept.call.need(kept.unit).as_strided(kept.shape, kept.stride, kept.offset)

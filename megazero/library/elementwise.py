@@ -100,7 +100,9 @@ class _Piece:
         if (updates := int(self.step)) != self._done:  # a checkpoint was loaded
             self._optimizer.state[self._parameter] = dict(self._states)
             if counts:
-                self._optimizer.state[self._parameter]["step"] = torch.tensor(float(updates))
+                there = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
+                device = self._parameter.device if there else None
+                self._optimizer.state[self._parameter]["step"] = torch.tensor(float(updates), device=device)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._parameter.grad = gradient

@@ -84,7 +84,7 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
     modules = dict(module.named_modules())
     parts = {"": Part(ROOT, module)} | {name: Part(name, modules[name]) for name in modules if name in names}
     members: dict[nn.Parameter, tuple[str, list[Place], set[str]]] = {}
-    for owner_name, owner in modules.items():
+    for owner_name, owner in module.named_modules(remove_duplicate=False):  # one that several parts share is in all
         home = _home(owner_name, parts)
         if owner_name in without:
             continue
@@ -93,7 +93,8 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
                 continue
             name = f"{owner_name}.{attribute}".lstrip(".")
             _, places, homes = members.setdefault(parameter, (name, [], set()))
-            places.append(Place(owner, attribute))
+            if Place(owner, attribute) not in places:
+                places.append(Place(owner, attribute))
             homes.add(home)
     for parameter, (name, places, homes) in members.items():
         home = homes.pop() if len(homes) == 1 else ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
+from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.host import Host
@@ -18,7 +19,7 @@ from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
-from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
+from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
 from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
@@ -90,6 +91,9 @@ def shard(
     require_names([pattern for pattern, _ in groups], (name for name, _ in module.named_parameters()), "groups")
     if not any(member.parameter.requires_grad for part in parts for member in part.members):
         raise UserError(510, "the module has no parameter that requires a gradient", where="shard")
+    if odd := next((m for p in parts for m in p.members if _untrainable(m.parameter)), None):
+        what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
+        raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
     world, comm = meet(timedelta(seconds=timeout))
     device = world.device
     grid = single(comm)
@@ -101,13 +105,18 @@ def shard(
     dtype = None if precision is None else _DTYPES[precision]
     memory = _Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
-    built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial) for part in parts]
+    shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
+    built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
     engine = _engine(built, recipe, grid, memory, clip)
     calls = Calls(built, engine.gather)
-    shards = [split_rows(f"{name}.weight", table, rows, grid["world"], device) for name, table in by_row.items()]
+    shards = [split_rows(f"{name}.weight", table, rows, grid["world"], device, dtype) for name, table in by_row.items()]
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
     return Sharded(module, built, engine, calls, Tables(shards, rows, grid["world"]), grid, recipe.lr, cast)
+
+
+def _untrainable(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and not parameter.is_floating_point()
 
 
 def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
@@ -186,10 +195,11 @@ def _built(
     axes: UnitAxes,
     world: Axis,
     initial: Initial | None,
+    shapes: Shapes,
 ) -> BuiltPart:
     """Give the parameters of a part memory and initial values."""
     kinds = part.groups(dtype)
-    make_values(part, world, memory.device, initial)
+    agree(world, memory.device, lambda: make_values(part, world, memory.device, initial, shapes))
     shown: list[tuple[bool, Shown]] = []
     for (own, trained), members in kinds.items():
         unit = _unit(_unit_name(part, own, kinds, trained=trained), own, members, recipe, memory, axes, trained=trained)
@@ -241,7 +251,8 @@ def _engine(built: Sequence[BuiltPart], recipe: Recipe, grid: Grid, memory: _Mem
     names = [unit.layout.name for unit in units]
     there = "host_" if memory.offload is not None and memory.offload.optimizer else ""
     memory.ledger.hold(f"{there}optimizer", len(recipe.state) * sum(unit.masters.nbytes for unit in units))
-    ops = memory.ops(units[0].updated.values.dtype, updates=True)
+    wide = any(unit.masters.dtype == torch.float64 for unit in units)
+    ops = memory.ops(torch.float64 if wide else units[0].updated.values.dtype, updates=True)
     optimizer = recipe.make(units, grid.comm.bucket, ops)
     memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
     scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)

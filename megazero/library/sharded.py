@@ -105,7 +105,8 @@ class Sharded:
         self._known = _places(module)
         self._one = torch.ones((), device=self._units[0].device)
         self._backwards = 0  # of this step
-        self._shards_gradients = not engine.units[0].gradients_rest_whole
+        self._shards_gradients = any(not unit.gradients_rest_whole for unit in engine.units)
+        self._failed = False  # a backward of this step ended on the way
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._one.device)
         self._checked, self._reduced = 0, False
         self.steps = 0
@@ -147,6 +148,8 @@ class Sharded:
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
         self._require_one_order()
         (stage,) = self._engine.stages
+        if self._failed:
+            self._forget()
         if self._backwards:
             stage.finish_reduction()
             if self._reduced and not self._shards_gradients:
@@ -156,8 +159,22 @@ class Sharded:
         self._reduced = last
         scaled = self._engine.loss(loss, self._one if self._backwards == 0 else self._one - 1)
         self._backwards += 1
-        with self._calls.backward():
+        self._failed = True
+        with self._calls.backward(), self._tables.backward():
             stage.backward(0, scaled.backward, reduce=last or self._shards_gradients, last=False)
+        self._failed = False
+
+    def _forget(self) -> None:
+        """Forget the gradients of this step, also those that are under way."""
+        (stage,) = self._engine.stages
+        stage.finish_reduction()
+        for unit in self._engine.units:
+            unit.drop_gradients()
+        self._tables.forget()
+        self._calls.release_all()
+        self._engine.begin_step()
+        self._calls.close()
+        self._backwards, self._reduced, self._failed = 0, False, False
 
     def step(self, lr: float | None = None, *, table_lr: float | None = None) -> Step:
         """Clip the gradients and update the parameters; the next call sees the new ones.
@@ -169,6 +186,8 @@ class Sharded:
         Raises:
             UserError: 503, there was no backward, or the last one had last=False.
         """
+        if self._failed:
+            raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
         if not self._backwards:
             raise UserError(503, "a step without a backward", "call sharded.backward(loss) before", where="step")
         (stage,) = self._engine.stages
@@ -179,6 +198,7 @@ class Sharded:
         stage.finish_reduction()
         sum_replicas(self._engine.units)
         self._calls.release_all()
+        self._require_one_order()
         result = self._engine.finish_step(self._lr if lr is None else lr, beside=self._tables.squares())
         self._skipped += result.skipped
         if self._tables.shards:
@@ -218,6 +238,8 @@ class Sharded:
         """
         if not self._backwards:
             raise UserError(503, "gradients without a backward", "call sharded.backward(loss) before")
+        if not self._reduced and not self._shards_gradients:
+            raise UserError(503, "the last backward had last=False", "gradients are reduced by the last one")
         return self._whole.gradients(names)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -259,7 +281,7 @@ class Sharded:
         Raises:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
-        self._calls.release_all()
+        self._forget()
         found = self._state().load(Path(folder), step)
         self.steps = found.steps
         self._skipped.fill_(found.skipped)

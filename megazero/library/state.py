@@ -158,7 +158,10 @@ class State:
 
     def _held_buffers(self) -> list[ShardState]:
         flats = {name: buffer.detach().reshape(-1).clone() for name, buffer in self._buffers.items()}
-        return [ShardState([Piece(name, 0, len(x), 0)] if len(x) else [], {WEIGHT: x}) for name, x in flats.items()]
+        return [
+            ShardState([Piece(name, 0, len(x), 0)] if len(x) else [], {WEIGHT: x}, any_value=True)
+            for name, x in flats.items()
+        ]
 
     def _progress(self, step: SavedStep) -> Progress:
         scale = self._engine.loss_scale

@@ -12,7 +12,9 @@ it over ranks and micro-batches in that order, and update only the rows that wer
 gradients of tables are part of the global norm.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megazero.base.errors import UserError
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.comm.rows import exchange_counts, exchange_rows
@@ -54,6 +56,8 @@ class RowShard:
 
     Attributes:
         arrived: gradients of this step.
+        open: a backward runs.
+        step: the number of updates so far.
     """
 
     name: str
@@ -64,6 +68,8 @@ class RowShard:
     world: Axis
     trained: bool
     arrived: list[_Arrived] = field(default_factory=list)
+    open: bool = False
+    step: int = 0
 
     def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the distinct rows among `ids`, their values, and for each id its place among them.
@@ -71,14 +77,20 @@ class RowShard:
         Every rank calls it. Raises UserError 511: an id is no row.
         """
         distinct, places = torch.unique(ids, return_inverse=True)
-        if len(distinct) and (int(distinct[0]) < 0 or int(distinct[-1]) >= self.whole):
-            odd = int(distinct[0] if int(distinct[0]) < 0 else distinct[-1])
-            raise UserError(511, f"{self.name}: row {odd} of a table of {self.whole:,} rows", rank=self.world.rank)
+        odd = [int(distinct[end]) for end in (0, -1) if len(distinct) and not 0 <= int(distinct[end]) < self.whole]
         each = self.world.shard(self.whole)
         ends = torch.arange(1, self.world.size + 1, device=ids.device) * each
         starts = torch.searchsorted(distinct, torch.cat([ends.new_zeros(1), ends])).tolist()
         own = [stop - start for start, stop in pairwise(starts)]
-        counts = exchange_counts(own, self.world, ids.device)
+        said = exchange_counts([*own, int(bool(odd)), zlib.crc32(self.name.encode())], self.world, ids.device)
+        if odd:
+            raise UserError(511, f"{self.name}: row {odd[0]} of a table of {self.whole:,} rows", rank=self.world.rank)
+        for rank, of_rank in enumerate(said):  # all ranks know, and stop
+            if of_rank[-2]:
+                raise FailedElsewhere(rank, 511)
+            if of_rank[-1] != said[0][-1]:
+                raise UserError(507, f"it looks up in another table than rank 0 in {self.name}", rank=rank)
+        counts = [of_rank[:-2] for of_rank in said]
         asked = exchange_rows(distinct, counts, self.world, "row ids") - self.first
         back = [list(column) for column in zip(*counts, strict=True)]
         wants = torch.is_grad_enabled() and self.trained
@@ -140,11 +152,14 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table: RowShard, asked: Tensor, counts: Any, back: Any, anchor: Tensor | None) -> Tensor:
-        ctx.table, ctx.asked, ctx.counts = table, asked, counts
+        ctx.table, ctx.asked, ctx.counts, ctx.step = table, asked, counts, table.step
         return exchange_rows(table.values[asked], back, table.world, "row values")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        if not ctx.table.open or ctx.step != ctx.table.step:
+            what = f"{ctx.table.name}: gradients outside of sharded.backward, or of an earlier step"
+            raise UserError(506, what, "call sharded.backward(loss) between two steps")
         (gradient,) = gradients
         arrived = exchange_rows(gradient.contiguous(), ctx.counts, ctx.table.world, "row gradients")
         ctx.table.arrived.append(_Arrived(ctx.asked, arrived))
@@ -185,12 +200,39 @@ class Tables:
                 rate = self._optimizer.lr if lr is None else lr
                 self._optimizer.update(shard.values, shard.state, touched, gradients, rate, step)
             shard.arrived.clear()
+            shard.step += 1
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Be around a backward: gradients may come."""
+        for shard in self.shards:
+            shard.open = True
+        try:
+            yield
+        finally:
+            for shard in self.shards:
+                shard.open = False
+
+    def forget(self) -> None:
+        """Forget the gradients of this step."""
+        for shard in self.shards:
+            shard.arrived.clear()
 
 
-def split_rows(name: str, table: Table, optimizer: RowOptimizer, world: Axis, device: torch.device) -> RowShard:
+def split_rows(
+    name: str,
+    table: Table,
+    optimizer: RowOptimizer,
+    world: Axis,
+    device: torch.device,
+    computes: torch.dtype | None = None,
+) -> RowShard:
     """Split a table's rows over the ranks; its module looks up in them from then on. Every rank calls it.
 
     Values are those of rank 0, a piece at a time; of a table on meta normal ones, a function of name and row.
+
+    Args:
+        computes: the dtype of what is looked up; None: that of the rows.
 
     Raises:
         UserError: 511, the table renorms rows, or scales gradients by frequency.
@@ -211,7 +253,7 @@ def split_rows(name: str, table: Table, optimizer: RowOptimizer, world: Axis, de
     world.comm.ledger.hold("parameters", values.nbytes)
     world.comm.ledger.hold("optimizer", sum(state.nbytes for state in shard.state.values()))
     table.weight = nn.Parameter(values, requires_grad=False)
-    table.forward = _forward(table, shard)  # type: ignore[method-assign]
+    table.forward = _forward(table, shard, computes)  # type: ignore[method-assign]
     return shard
 
 
@@ -225,13 +267,13 @@ def _draw(shard: RowShard, padding: int | None) -> None:
         shard.values[padding - shard.first] = 0.0
 
 
-def _forward(table: Table, shard: RowShard) -> Callable[..., Tensor]:
+def _forward(table: Table, shard: RowShard, computes: torch.dtype | None) -> Callable[..., Tensor]:
     """Return the forward of a table whose rows are split."""
 
     def found(ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         distinct, values, places = shard.look_up(ids.reshape(-1))
         padding = None if table.padding_idx is None else (distinct == table.padding_idx).nonzero().flatten().tolist()
-        return places.view(ids.shape), values, padding[0] if padding else None
+        return places.view(ids.shape), values.to(computes or values.dtype), padding[0] if padding else None
 
     def embedding(ids: Tensor) -> Tensor:
         places, values, padding = found(ids)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from xxhash import xxh3_64_digest
 
 from megazero.base.errors import UserError
+from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis
 from megazero.library.adopt import from_first, take
@@ -61,10 +62,17 @@ class WholeValues:
         self._calls.release_all()
         self._engine.gather.unshard(units)
         found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
-        before = {unit: _version(unit) for unit in units}
-        with torch.no_grad():
-            yield found
-        changed = [unit for unit in units if _version(unit) != before[unit]]
+        before = {unit: unit.version for unit in units}
+        self._calls.lent = True
+        try:
+            with torch.no_grad():
+                yield found
+        except BaseException:
+            self._calls.lent = False
+            self._calls.release_all()
+            raise
+        self._calls.lent = False
+        changed = [unit for unit in units if unit.version != before[unit]]
         self._require_same({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
         for unit in changed:
             unit.take_whole([name for name in _names(unit) if name in chosen])
@@ -104,13 +112,10 @@ class WholeValues:
             UserError: 508, a name is missing, or not the module's, or has another shape.
         """
         keys = self._keys()
-        if self._world.rank == 0:
-            shapes = {i.name: i.shape for unit in self._units for i in unit.layout.intervals}
-            shapes |= {table.name: (table.whole, table.values.shape[1]) for table in self._tables}
-            shapes |= {name: tuple(buffer.shape) for name, _, _, buffer in buffers_of(self._module)}
-            _require_fitting(state, {key: shapes[name] for key, name in keys.items()})
+        agree(self._world, self._units[0].device, lambda: self._require_fitting(state, keys))
         by_name = {name: state.get(key) for key, name in reversed(keys.items())}
         self._calls.release_all()
+        self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])  # of an update
         for unit in self._units:
             take(unit, dict(by_name), self._world)
         for table in self._tables:
@@ -135,7 +140,7 @@ class WholeValues:
         trained = self._engine.units
         require_names(patterns, [name for unit in trained for name in _names(unit)], "gradients")
         self._engine.stages[0].finish_reduction()
-        factor = 1.0 / (self._world.size * self._engine.loss_scale.scale)
+        factor = 1.0 / (self._world.size * self._engine.loss_scale.scale.double())
         found: dict[str, Tensor] = {}
         for unit in trained:
             if not any(fnmatchcase(name, pattern) for name in _names(unit) for pattern in patterns):
@@ -146,6 +151,14 @@ class WholeValues:
                     values = whole[interval.start : interval.stop].view(interval.shape)
                     found[interval.name] = values * factor.to(values.dtype)
         return found
+
+    def _require_fitting(self, state: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
+        """Refuse, on rank 0, a state_dict that is not the module's. Raises UserError 508."""
+        if self._world.rank == 0:
+            shapes = {i.name: i.shape for unit in self._units for i in unit.layout.intervals}
+            shapes |= {table.name: (table.whole, table.values.shape[1]) for table in self._tables}
+            shapes |= {name: tuple(buffer.shape) for name, _, _, buffer in buffers_of(self._module)}
+            _require_fitting(state, {key: shapes[name] for key, name in keys.items()})
 
     def _keys(self) -> dict[str, str]:
         """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
@@ -177,11 +190,6 @@ class WholeValues:
 
 def _names(unit: Unit) -> list[str]:
     return [interval.name for interval in unit.layout.intervals]
-
-
-def _version(unit: Unit) -> int:
-    assert unit.whole is not None, "it is gathered"
-    return unit.whole._version
 
 
 def _raw(x: Tensor) -> bytes:

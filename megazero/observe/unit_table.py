@@ -49,7 +49,7 @@ class UnitEvent:
 class Watched(Protocol):
     """A unit that tells its events."""
 
-    on_event: Callable[[str], object] | None
+    on_event: Callable[[str], object]
 
     @property
     def name(self) -> str:
@@ -75,18 +75,20 @@ class UnitEvents:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._waited = self._waited_by_now()
         self._recorded: list[UnitEvent] | None = None
+        self._listens = False
 
     def listen(self, *, on: bool = True) -> None:
         """Let the units tell their events from now on, or not any more."""
         for unit in self._units:
-            unit.on_event = partial(self._add, unit) if on else None
+            unit.on_event = partial(self._add, unit) if on else lambda event: None
+        self._listens = on
         self._counts.clear()
         self._waited = self._waited_by_now()
 
     @contextmanager
     def recording(self) -> Iterator[list[UnitEvent]]:
         """Yield the list to which every event inside the context is added."""
-        counted = any(unit.on_event is not None for unit in self._units)
+        counted = self._listens
         self._recorded = events = []
         if not counted:
             self.listen()

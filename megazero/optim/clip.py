@@ -15,6 +15,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.comm.pinned import fetched
 from megazero.kernels.operations import Operations
+from megazero.zero.placement import Placement
 from megazero.zero.unit import Unit
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
@@ -43,7 +44,7 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
 
 def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, ops: Operations) -> Tensor:
     """Return the sum of squares of each of some units that have the same axes: fp64 [units]."""
-    sharded = len(units[0].masters) < units[0].numel
+    sharded = shard.size > 1 and units[0].axes.stage.optimizer is Placement.SHARD
     parts, counts = 1 if sharded else shard.size, tensor.rank == 0
     cut = [piece for unit in units for piece in unit.reduced_gradients.split(_lengths(unit, parts, counts=counts))]
     squares = ops.sums_of_squares(cut).view(len(units), parts, -1)

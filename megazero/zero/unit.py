@@ -54,7 +54,7 @@ class Unit:
         whole: all parameters, while this rank has them; else None.
         partial: this rank's gradients of all parameters, while it has them; else None.
         parameters_rest_whole, gradients_rest_whole: all of them rest on the device.
-        on_event: called with "gather", "gathered", "released", "reduce", "reduced" when these happen; None: by nobody.
+        on_event: called with "gather", "gathered", "released", "reduce", "reduced" when these happen.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Unit:
         trainable: bool = True,
     ):
         self.trainable = trainable
-        self.on_event: Callable[[str], object] | None = None
+        self.on_event: Callable[[str], object] = lambda event: None
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload(None)
         stage, updater = axes.stage, offload.updater
@@ -125,6 +125,12 @@ class Unit:
         return self.layout.name
 
     @property
+    def version(self) -> int:
+        """Return a count of the changes in place of a unit that is whole here, through its values or its parameters."""
+        assert self.whole is not None, f"unit {self.name} is not there"
+        return self.whole._version + sum(parameter._version for parameter in self._members)
+
+    @property
     def own_parameters(self) -> FlatBuffer:
         """Return the parameters that this rank updates, in the precision of forward and backward."""
         return self.parameters.part(self.shard, {self.axes.shard: self.axes.stage.optimizer})
@@ -173,7 +179,7 @@ class Unit:
 
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
-        self._tell("gather")
+        self.on_event("gather")
         whole = FlatBuffer(self._pools[0].take(self.numel), {})
         return whole.values, redistribute(self.parameters, whole, "parameters")
 
@@ -183,7 +189,7 @@ class Unit:
         self.whole = whole
         for parameter, values in zip(self._members, self._views_of(whole), strict=True):
             parameter.data = values
-        self._tell("gathered")
+        self.on_event("gathered")
 
     def release(self) -> None:
         """Free the gathered parameters; whoever touches one then sees an empty tensor."""
@@ -193,7 +199,7 @@ class Unit:
         self.whole = None
         for parameter in self._members:
             parameter.data = self._nothing
-        self._tell("released")
+        self.on_event("released")
 
     def round_masters(self) -> None:
         """Write the masters to `updated`, rounded to the precision of forward and backward."""
@@ -235,7 +241,7 @@ class Unit:
             accumulate: earlier ones of this step have been reduced; these are added.
         """
         assert self.partial is not None, f"unit {self.layout.name} has no gradients"
-        self._tell("reduce")
+        self.on_event("reduce")
         shard = self.axes.shard
         if shard.size > 1 and len(self.masters) < self.numel:
             self._open_share(accumulate=accumulate)
@@ -264,7 +270,7 @@ class Unit:
         if self._share is not None:
             self._pools[1].give(self._share)
             self._share = None
-        self._tell("reduced")
+        self.on_event("reduced")
 
     def take_reduced(self, first: int) -> Tensor:
         """Return reduced gradients from element `first` of the shard on; `put_reduced` has to follow."""
@@ -304,10 +310,6 @@ class Unit:
         whole = 0 if self.whole is None or self.parameters_rest_whole else self.whole.nbytes
         return whole + (0 if self.partial is None or self.gradients_rest_whole else self.partial.nbytes)
 
-    def _tell(self, event: str) -> None:
-        if self.on_event is not None:
-            self.on_event(event)
-
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         self.deliveries.clear()
@@ -339,7 +341,8 @@ class Unit:
     def whole_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole unit, in new memory. Every rank calls it."""
         shard = self.axes.shard
-        own = FlatBuffer(self.reduced_gradients, {shard: self.axes.stage.optimizer}, self.shard.start)
+        host = None if self.host_gradients is None else self.host_gradients.buffer.host
+        own = FlatBuffer(self.reduced_gradients, {shard: self.axes.stage.optimizer}, self.shard.start, host)
         whole = torch.empty(self.numel, dtype=own.values.dtype, device=self.device)
         found = redistribute(own, FlatBuffer(whole, {}), "gradients").wait()
         partial = FlatBuffer(found, {self.axes.replica: Placement.PARTIAL})

@@ -112,7 +112,7 @@ def test_traffic_and_memory_are_the_formulas():
         assert sent["row ids"]["elements"] == asked[rank][other]
         assert sent["row values"]["elements"] == asked[other][rank] * WIDTH
         assert sent["row gradients"]["elements"] == asked[rank][other] * WIDTH
-        assert sent["row counts"]["elements"] == TABLES * ranks * (ranks - 1)
+        assert sent["row counts"]["elements"] == TABLES * (ranks + 2) * (ranks - 1)
     own = [sum(min((k + 1) * -(-n // ranks), n) - min(k * -(-n // ranks), n) for n in ROWS) for k in range(ranks)]
     dense = [found["parameters"]["now"] - 8 * WIDTH * rows for found, rows in zip(memory, own, strict=True)]
     assert dense[0] == dense[1] < 8 * 40_000 and sum(own) == sum(ROWS)
