@@ -206,6 +206,7 @@ def _built(
         adopt(unit, members, world)
         index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
         shown += [(trained, Shown(unit, index[m.name], m.name, m.places)) for m in members]
+    part.members.clear()  # nobody holds the parameters that the module came with any more
     return BuiltPart(
         part,
         [one for trained, one in shown if trained],

@@ -1,5 +1,7 @@
 """Uses of a sharded module at which a first version computed wrong numbers, or hung."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +276,11 @@ def other_row() -> str:
 def test_a_row_that_is_none_stops_all_ranks():
     first, second = on_ranks(2, other_row)
     assert "MZ-511" in first and "rank 1 failed" in first and "MZ-511 rank=1" in second and "row 7" in second
+
+
+def test_what_the_module_came_with_is_freed():
+    module = made("tied")
+    before = [weakref.ref(parameter) for parameter in module.parameters()]
+    sharded = megazero.shard(module, "adamw", stage=3, kernels="reference")
+    gc.collect()
+    assert sharded.module is module and not any(parameter() is not None for parameter in before)
