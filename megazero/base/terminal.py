@@ -7,6 +7,7 @@ file they go whole, so that `grep` finds what it looks for.
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 
 WIDEST_TABLE = 60  # columns
 _BOUNDS = 40, 120  # of a terminal: narrower ones break lines themselves, wider ones are no easier to read
@@ -23,6 +24,12 @@ def width() -> int | None:
 def megabytes(size: float) -> str:
     """Return bytes in megabytes, without the unit: 1,234.5."""
     return f"{size / 1e6:,.1f}"
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, the others to the right, as wide as they need."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def wrapped(text: str, columns: int | None, indent: str = "") -> list[str]:

@@ -17,7 +17,7 @@ from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-from megazero.library.parts import Member, Part, Place
+from megazero.library.parts import Member, Part, Place, buffers_of
 from megazero.zero.unit import Unit
 
 Initial = Callable[[str, Tensor], object]
@@ -107,14 +107,14 @@ def adopt_buffers(module: nn.Module, world: Axis, device: torch.device, initial:
     """
 
     def check() -> None:
-        odd = next((name for name, _, _, buffer in _buffers(module) if buffer.is_meta), None)
+        odd = next((name for name, _, _, buffer in buffers_of(module) if buffer.is_meta), None)
         if odd is not None and world.rank == 0 and initial is None:
             what = f"{odd} is a buffer on the meta device, and nothing gives it values"
             raise UserError(509, what, "make it in the module's reset_parameters, or build the module on a device")
 
     agree(world, device, check)
     moved: dict[int, Tensor] = {}
-    for name, owner, attribute, buffer in _buffers(module):
+    for name, owner, attribute, buffer in buffers_of(module):
         if id(buffer) not in moved:
             here = torch.zeros_like(buffer, device=device) if world.rank or buffer.is_meta else buffer.to(device)
             if buffer.is_meta and world.rank == 0 and initial is not None:
@@ -132,10 +132,3 @@ def from_first(x: Tensor, world: Axis) -> Tensor:
     flat = x.view(-1)
     all_reduce(flat.view(torch.uint8) if x.dtype == torch.bool else flat, world, "initial")
     return x
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    for owner_name, owner in module.named_modules():
-        for attribute, buffer in list(owner._buffers.items()):
-            if buffer is not None:
-                yield f"{owner_name}.{attribute}".lstrip("."), owner, attribute, buffer

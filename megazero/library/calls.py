@@ -313,8 +313,8 @@ class Calls:
         """Begin the next step: graphs of this one are void."""
         self.step += 1
         self.order = 0
+        self.close()
         for part in self.parts:
-            part.open = 0
             if part.outside:  # nobody waits for what the update sends to it
                 self.gather.unshard([unit for unit in part.units if unit.parameters_rest_whole])
 

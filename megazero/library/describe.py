@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from megazero.base.terminal import in_columns
+from megazero.comm.pool import same_place
 from megazero.library.built import BuiltPart
 from megazero.library.tables import RowShard
 from megazero.zero.unit import Unit
@@ -11,15 +13,9 @@ def parts_table(parts: Sequence[BuiltPart], tables: Sequence[RowShard], state_na
     """Return a table: of each part its parameters, and the bytes of them that rest on this rank, by kind."""
     heads = ("part", "parameters", "frozen", "parameters here", "gradients here", "optimizer here")
     rows = [heads, *(_row(part, len(state_names)) for part in parts if part.units), *map(_table_row, tables)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ["  ".join(_cell(c, text, w) for c, (text, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
     axes = parts[0].units[0].axes if parts[0].units else parts[1].units[0].axes
     groups = f", {axes.replica.size} times" if axes.replica.size > 1 else ""
-    return "\n".join([f"ZeRO stage {stage} over {axes.shard.size} ranks{groups}; bytes of one rank", *lines])
-
-
-def _cell(column: int, text: str, width: int) -> str:
-    return text.ljust(width) if column == 0 else text.rjust(width)
+    return "\n".join([f"ZeRO stage {stage} over {axes.shard.size} ranks{groups}; bytes of one rank", *in_columns(rows)])
 
 
 def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
@@ -46,5 +42,5 @@ def _elements(units: Sequence[Unit]) -> int:
 
 
 def _optimizer_bytes(unit: Unit, states: int) -> int:
-    own = unit.masters.untyped_storage()._cdata != unit.parameters.values.untyped_storage()._cdata
+    own = not same_place(unit.masters, unit.own_parameters.values)
     return (states + own) * unit.masters.nbytes

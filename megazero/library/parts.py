@@ -157,19 +157,28 @@ def _known(names: Iterable[str]) -> str:
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield (name, owner, attribute, buffer) of every buffer that a state_dict has, a shared one once."""
-    seen: set[int] = set()
+    """Yield (name, owner, attribute, buffer) of every buffer, a shared one at each of its places."""
     for owner_name, owner in module.named_modules():
-        for attribute, buffer in owner._buffers.items():
-            if buffer is None or attribute in owner._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield f"{owner_name}.{attribute}".lstrip("."), owner, attribute, buffer
+        for attribute, buffer in list(owner._buffers.items()):
+            if buffer is not None:
+                yield f"{owner_name}.{attribute}".lstrip("."), owner, attribute, buffer
 
 
-def require_names(patterns: Sequence[str], names: Iterable[str], what: str) -> None:
-    """Refuse patterns that fit no name. Raises UserError 500."""
-    known = list(names)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise UserError(500, f"{what}: {pattern!r} fits no parameter", _known(known))
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state_dict has by name, a shared one once."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, owner, attribute, buffer in buffers_of(module):
+        if attribute not in owner._non_persistent_buffers_set:
+            found.setdefault(id(buffer), (name, buffer))
+    return dict(found.values())
+
+
+def fitting(patterns: str | Sequence[str], names: Sequence[str], what: str) -> set[str]:
+    """Return the names that fit any of some patterns. Raises UserError 500: one of them fits none."""
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        fit = {name for name in names if fnmatchcase(name, pattern)}
+        if not fit:
+            raise UserError(500, f"{what}: {pattern!r} fits no parameter", _known(names))
+        found |= fit
+    return found

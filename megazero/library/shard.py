@@ -24,7 +24,7 @@ from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parts import ROOT, Member, Part, Units, parts_of, require_names, submodules
+from megazero.library.parts import ROOT, Member, Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, Tables, split_rows
@@ -88,7 +88,7 @@ def shard(
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
     parts = parts_of(module, units, by_row)
-    require_names([pattern for pattern, _ in groups], (name for name, _ in module.named_parameters()), "groups")
+    fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
     if not any(member.parameter.requires_grad for part in parts for member in part.members):
         raise UserError(510, "the module has no parameter that requires a gradient", where="shard")
     if odd := next((m for p in parts for m in p.members if _untrainable(m.parameter)), None):
@@ -137,7 +137,7 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Where units rest, and what computes on them."""
+    """Give units the place where they rest, buffers, and the kernels that compute on them."""
 
     device: torch.device
     ledger: Ledger

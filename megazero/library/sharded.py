@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,7 +28,7 @@ from megazero.comm.grid import Grid
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
 from megazero.library.describe import parts_table
-from megazero.library.parts import buffers_of
+from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
 from megazero.library.tables import Tables
 from megazero.library.whole import Names, WholeValues
@@ -47,7 +48,7 @@ class Step:
 
     result: StepResult
 
-    @property
+    @cached_property
     def numbers(self) -> StepNumbers:
         """Return all of them on the host."""
         return StepNumbers.of(self.result.packed.tolist())
@@ -288,7 +289,7 @@ class Sharded:
         return self.steps
 
     def _state(self) -> State:
-        buffers = {name: buffer for name, _, _, buffer in buffers_of(self.module)}
+        buffers = saved_buffers(self.module)
         return State(self._units, self._engine, buffers, self._tables.shards, self._grid, self._stage)
 
     @property
@@ -342,7 +343,7 @@ class Sharded:
         raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
 
     def _require_one_order(self) -> None:
-        """Refuse a backward if ranks have gathered other units, or in another order. Raises UserError 507.
+        """Refuse a backward, or a step, if ranks have gathered other units, or in another order. Raises UserError 507.
 
         Their messages have been taken for each other's. Where parameters are sharded over several ranks, the host waits
         for the device here.

@@ -28,6 +28,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.comm.rows import exchange_counts, exchange_rows
 from megazero.kernels import counter
+from megazero.library.adopt import from_first
 from megazero.library.row_optimizers import RowOptimizer
 
 _PIECE = 1 << 20  # elements of a table that are made, sent or read at a time
@@ -115,7 +116,7 @@ class RowShard:
             if self.world.rank == 0:
                 assert whole is not None, "rank 0 has it"
                 rows.copy_(whole.detach()[piece])
-            all_reduce(rows, self.world, "initial")
+            from_first(rows, self.world)
             there, here = self.own(piece)
             self.values[here] = rows[there]
 
@@ -133,18 +134,19 @@ class RowShard:
 
     def squares(self) -> Tensor:
         """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
-        touched, gradients = self.summed()
-        self.arrived = [_Arrived(touched, gradients)]
-        return gradients.to(torch.float64).square().sum()
+        summed = self._summed()
+        self.arrived = [summed]
+        return summed.gradients.to(torch.float64).square().sum()
 
-    def summed(self) -> tuple[Tensor, Tensor]:
-        """Return the rows that a step has touched, each once, and their gradients."""
+    def _summed(self) -> _Arrived:
+        """Return the rows that a step has touched, each once, with their gradients."""
         if not self.arrived:
-            return torch.empty(0, dtype=torch.int64, device=self.values.device), self.values[:0]
+            return _Arrived(torch.empty(0, dtype=torch.int64, device=self.values.device), self.values[:0])
         rows = torch.cat([one.rows for one in self.arrived])
         touched, places = torch.unique(rows, return_inverse=True)
         total = self.values.new_zeros((len(touched), self.values.shape[1]))
-        return touched, total.index_add_(0, places, torch.cat([one.gradients for one in self.arrived]))
+        total.index_add_(0, places, torch.cat([one.gradients for one in self.arrived]))
+        return _Arrived(touched, total)
 
 
 class _LookUp(torch.autograd.Function):
@@ -195,10 +197,10 @@ class Tables:
         """
         for shard in self.shards:
             if shard.trained and not skipped:
-                touched, gradients = shard.summed()
-                gradients = gradients * scale.to(gradients.dtype)
+                (one,) = shard.arrived  # `squares` has summed them
+                gradients = one.gradients * scale.to(one.gradients.dtype)
                 rate = self._optimizer.lr if lr is None else lr
-                self._optimizer.update(shard.values, shard.state, touched, gradients, rate, step)
+                self._optimizer.update(shard.values, shard.state, one.rows, gradients, rate, step)
             shard.arrived.clear()
             shard.step += 1
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from megazero.comm.grid import Axis
 from megazero.library.adopt import from_first, take
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
-from megazero.library.parts import buffers_of, require_names
+from megazero.library.parts import fitting, saved_buffers
 from megazero.library.tables import RowShard
 from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
@@ -54,11 +53,8 @@ class WholeValues:
         Raises:
             UserError: 500, a name fits no parameter; 502, the ranks have changed values differently.
         """
-        patterns = [names] if isinstance(names, str) else list(names)
-        all_names = [interval.name for unit in self._units for interval in unit.layout.intervals]
-        require_names(patterns, all_names, "gathered")
-        chosen = {name for name in all_names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-        units = [unit for unit in self._units if any(i.name in chosen for i in unit.layout.intervals)]
+        chosen = fitting(names, [name for unit in self._units for name in _names(unit)], "gathered")
+        units = [unit for unit in self._units if not chosen.isdisjoint(_names(unit))]
         self._calls.release_all()
         self._engine.gather.unshard(units)
         found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
@@ -99,7 +95,7 @@ class WholeValues:
                 found[table.name] = whole
         if not wanted:
             return {}
-        for name, _, _, buffer in buffers_of(self._module):
+        for name, buffer in saved_buffers(self._module).items():
             found[name] = buffer.detach().to("cpu", copy=True)
         return {key: found[name] for key, name in self._keys().items()}
 
@@ -120,7 +116,7 @@ class WholeValues:
             take(unit, dict(by_name), self._world)
         for table in self._tables:
             table.take(by_name.get(table.name))
-        for name, _, _, buffer in buffers_of(self._module):
+        for name, buffer in saved_buffers(self._module).items():
             if (value := by_name.get(name)) is not None and self._world.rank == 0:
                 buffer.copy_(value)
             from_first(buffer, self._world)
@@ -136,18 +132,17 @@ class WholeValues:
         Raises:
             UserError: 500, a name fits no parameter that is trained.
         """
-        patterns = [names] if isinstance(names, str) else list(names)
         trained = self._engine.units
-        require_names(patterns, [name for unit in trained for name in _names(unit)], "gradients")
+        chosen = fitting(names, [name for unit in trained for name in _names(unit)], "gradients")
         self._engine.stages[0].finish_reduction()
         factor = 1.0 / (self._world.size * self._engine.loss_scale.scale.double())
         found: dict[str, Tensor] = {}
         for unit in trained:
-            if not any(fnmatchcase(name, pattern) for name in _names(unit) for pattern in patterns):
+            if chosen.isdisjoint(_names(unit)):
                 continue
             whole = unit.whole_gradients()
             for interval in unit.layout.intervals:
-                if any(fnmatchcase(interval.name, pattern) for pattern in patterns):
+                if interval.name in chosen:
                     values = whole[interval.start : interval.stop].view(interval.shape)
                     found[interval.name] = values * factor.to(values.dtype)
         return found
@@ -157,16 +152,15 @@ class WholeValues:
         if self._world.rank == 0:
             shapes = {i.name: i.shape for unit in self._units for i in unit.layout.intervals}
             shapes |= {table.name: (table.whole, table.values.shape[1]) for table in self._tables}
-            shapes |= {name: tuple(buffer.shape) for name, _, _, buffer in buffers_of(self._module)}
+            shapes |= {name: tuple(buffer.shape) for name, buffer in saved_buffers(self._module).items()}
             _require_fitting(state, {key: shapes[name] for key, name in keys.items()})
 
     def _keys(self) -> dict[str, str]:
         """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
         names = {place: name for part in self._parts for shown in part.shown for place, name in shown.named_places()}
-        names |= {(owner, attribute): name for name, owner, attribute, _ in buffers_of(self._module)}
         tables = {table.name for table in self._tables}
         names |= {(o, "weight"): f"{n}.weight" for n, o in self._module.named_modules() if f"{n}.weight" in tables}
-        same = {id(buffer): name for name, _, _, buffer in buffers_of(self._module)}
+        same = {id(buffer): name for name, buffer in saved_buffers(self._module).items()}
         keys: dict[str, str] = {}
         for prefix, owner in self._module.named_modules(remove_duplicate=False):
             for attribute, value in (*owner._parameters.items(), *owner._buffers.items()):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from megazero.base.picture import picture
+from megazero.base.terminal import in_columns
 from megazero.observe.numbers import Value
 
 GATHER, GATHERED, RELEASED, REDUCE, REDUCED = "gather", "gathered", "released", "reduce", "reduced"
@@ -109,8 +110,7 @@ class UnitEvents:
             rows.append((unit.name, *counts, f"{unit.visiting_bytes / 1e6:,.2f}", f"{spent:.4f}"))
         self._counts.clear()
         self._waited = waited
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
-        return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+        return "\n".join(in_columns(rows))
 
     def draw(self, path: Path, events: Sequence[UnitEvent]) -> None:
         """Draw the timeline of what was recorded. Raises OSError."""
@@ -164,10 +164,8 @@ def draw_timeline(path: Path, events: Sequence[UnitEvent], units: Sequence[str])
             own = [event for event in events if event.unit == unit]
             for begin, end, _, colour in _SPANS:
                 height = 0.35 if begin == REDUCE else 0.8
-                spans = [(a - first, b - a) for a, b in _between(own, begin, end, last)]
-                axes.broken_barh(
-                    [(1e3 * at, 1e3 * long) for at, long in spans], (row - height / 2, height), color=colour
-                )
+                spans = [(1e3 * (a - first), 1e3 * (b - a)) for a, b in _between(own, begin, end, last)]
+                axes.broken_barh(spans, (row - height / 2, height), color=colour)
         axes.set_yticks(range(len(units)), units)
         axes.invert_yaxis()
         axes.set_xlabel("milliseconds")
