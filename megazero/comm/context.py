@@ -3,7 +3,7 @@
 from __future__ import annotations  # who watches, and who carries, is told from outside
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -85,6 +85,14 @@ class CommContext:
         first = self._rounds[axis]
         self._rounds[axis] += rounds
         return first
+
+    def split(self, lines: Sequence[Sequence[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+        """Split communicators off the world's, one for each list of ranks, and return this rank's; see `split_group`.
+
+        The host waits for all ranks of the world, so that is shown.
+        """
+        with self.calling("world", "world", range(dist.get_world_size()), "split"):
+            return self.split_group(split_ranks=lines, timeout=self.timeout, few_ctas=few_ctas)
 
     @contextmanager
     def calling(self, communicator: str, lane: str, ranks: range, what: str) -> Iterator[None]:

@@ -78,11 +78,12 @@ class DeviceQueue:
     """The operations of one rank, put by the thread that trains and looked at by another.
 
     Args:
-        marked: marks the end of a device's current stream.
+        marked: marks the end of a device's current stream, with a mark that was used before if there is one.
     """
 
-    def __init__(self, marked: Callable[[torch.device], Mark | None] = mark) -> None:
+    def __init__(self, marked: Callable[[torch.device, Mark | None], Mark | None] = mark) -> None:
         self._marked = marked
+        self._used: deque[Mark] = deque()  # the other thread puts them, the one that trains takes them
         self._queues: dict[str, deque[Queued]] = {}  # by communicator
         self._put = self._ended = self._waits = 0
 
@@ -97,7 +98,7 @@ class DeviceQueue:
 
     def waited(self, queued: Queued, device: torch.device) -> None:
         """Let an operation's tensors go: the current stream of the device waits for it now."""
-        place = self._marked(device)
+        place = self._marked(device, self._used.popleft() if self._used else None)
         self._waits += 1
         queued.work = None if place is None else Waited(self._waits, place)
 
@@ -125,7 +126,8 @@ class DeviceQueue:
         for communicator, queue in list(self._queues.items()):
             ended = bisect_left(queue, True, key=lambda queued: not queued.ended)
             for _ in range(ended):
-                queue.popleft()
+                if isinstance(work := queue.popleft().work, Waited):
+                    self._used.append(work.mark)
             self._ended += ended
             for queued in (queue[0], queue[-1]) if queue else ():
                 work = queued.work

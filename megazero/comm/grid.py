@@ -214,8 +214,7 @@ def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = Fal
         few_ctas: see `nccl.split_group`.
     """
     if comm.backend == "nccl":
-        with comm.calling("world", "world", range(dist.get_world_size()), "split"):
-            return comm.split_group(split_ranks=lines, timeout=comm.timeout, few_ctas=few_ctas)
+        return comm.split(lines, few_ctas=few_ctas)
     own = None
     for ranks in lines:
         whole = len(ranks) == dist.get_world_size()

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 HOST = "host"  # the way between a rank's device and its host's memory, told like an axis
+DISK = "disk"  # that between the memory of a rank and its disks
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Ledger:
     @property
     def bytes_sent(self) -> int:
         """Return the bytes sent to other ranks, over all axes and purposes."""
-        axes = (purposes for axis, purposes in self.traffic.items() if axis != HOST)
+        axes = (purposes for axis, purposes in self.traffic.items() if axis not in (HOST, DISK))
         return sum(sent.bytes_sent for purposes in axes for sent in purposes.values())
 
     def traffic_as_dict(self) -> dict[str, dict[str, dict[str, int]]]:

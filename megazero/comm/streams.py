@@ -20,11 +20,20 @@ class Streams(Protocol):
 
     def use(self, stream: Any) -> AbstractContextManager[object]: ...
 
+    def follow(self, behind: Any, ahead: Any) -> None: ...
+
     def keep(self, x: torch.Tensor, stream: Any) -> None: ...
 
 
 class CudaStreams:
-    """The streams of a GPU."""
+    """The streams of a GPU, for one thread of the host.
+
+    `Stream.wait_stream` would make an event for each wait. A wait keeps what the event stood for when it was queued, so
+    one event, recorded again, serves all.
+    """
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
 
     def new(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.Stream(device)
@@ -34,6 +43,10 @@ class CudaStreams:
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
+
+    def follow(self, behind: torch.cuda.Stream, ahead: torch.cuda.Stream) -> None:
+        self._event.record(ahead)
+        behind.wait_event(self._event)
 
     def keep(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         x.record_stream(stream)
@@ -55,7 +68,7 @@ class SideStream:
         """Queue what is called inside on the side stream, behind all that is queued on the current one so far."""
         if self._streams is None:
             return nullcontext()
-        self._stream.wait_stream(self._streams.current())
+        self._streams.follow(self._stream, self._streams.current())
         return self._streams.use(self._stream)
 
     def keep(self, x: torch.Tensor) -> None:
@@ -71,4 +84,4 @@ class SideStream:
     def join(self) -> None:
         """Make the current stream wait for all work on the side stream."""
         if self._streams is not None:
-            self._streams.current().wait_stream(self._stream)
+            self._streams.follow(self._streams.current(), self._stream)

@@ -6,11 +6,13 @@ parameter is.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megazero.library.parts import Part, Place
@@ -65,6 +67,7 @@ class BuiltPart:
         looks_up: it is an embedding, whose backward reads nothing of it.
         after: the part that was called after it in the last forward: it is prefetched.
         outside: a parameter of it was used outside of its forward: its updated values have to be there before.
+        by_rows: embeddings whose gradients come as the rows of a batch.
     """
 
     part: Part
@@ -79,6 +82,7 @@ class BuiltPart:
     units: list[Unit] = field(init=False)
     looks_up: bool = field(init=False)
     sharded: bool = field(init=False)
+    by_rows: list[nn.Embedding] = field(init=False)
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +91,28 @@ class BuiltPart:
         self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
         self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
         self.number = zlib.crc32(self.part.name.encode())
+        owners = dict.fromkeys(place.owner for shown in self.trained for place in shown.places)
+        self.by_rows = [one for one in owners if isinstance(one, nn.Embedding) and _gives_rows(one)]
+
+
+def _gives_rows(table: nn.Embedding) -> bool:
+    """Return whether an embedding that makes a gradient as large as its table can be asked for that of its rows."""
+    return not table.sparse and not table.scale_grad_by_freq and table.weight.layout == torch.strided
+
+
+@contextmanager
+def gradients_by_rows(tables: Sequence[nn.Embedding]) -> Iterator[None]:
+    """Let embeddings give gradients of the rows that they look up, while a module runs.
+
+    Else torch writes a gradient as large as the table, most of it zeros, and adds it to that of other uses.
+    """
+    for table in tables:
+        table.sparse = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.sparse = False
 
 
 def put(shown: Shown, value: Tensor) -> None:

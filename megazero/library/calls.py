@@ -31,7 +31,17 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megazero.base.errors import UserError
-from megazero.library.built import BuiltPart, Forward, Shown, before_backward, hide, put, tensors_in, wrap
+from megazero.library.built import (
+    BuiltPart,
+    Forward,
+    Shown,
+    before_backward,
+    gradients_by_rows,
+    hide,
+    put,
+    tensors_in,
+    wrap,
+)
 from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
@@ -95,11 +105,13 @@ class _Call:
         if part in self.calls.reduced:
             do = "checkpoint what calls it several times with use_reentrant=False"
             raise UserError(506, f"{part.part.name} got gradients after they had been reduced", do)
+        if part.open == self.counted:
+            self.calls.release_trained(part, gradients)
         for shown, gradient in zip(part.trained, gradients, strict=True):
             if gradient is None:
                 continue
             slot = shown.unit.views[shown.name]
-            if gradient.layout == torch.sparse_coo:  # of an embedding with sparse=True
+            if gradient.layout == torch.sparse_coo:  # of an embedding alone
                 slot.write_rows(gradient._indices()[0], gradient._values())
             else:
                 slot.write(gradient)
@@ -153,6 +165,9 @@ class Calls:
         self._held: BuiltPart | None = None  # a part without gradients that backward has gathered
         self.reduced: set[BuiltPart] = set()
         self._sharded = any(part.sharded for part in parts)
+        if any(_is_compiled(module) for part in parts for module in part.part.module.modules()):
+            for part in parts:  # gradients of rows cannot be compiled
+                part.by_rows.clear()
         for part in parts:
             wrap(part, self.run)
             for shown in part.trained:
@@ -179,7 +194,9 @@ class Calls:
         part.depth, keeps = 1, part.root and wants
         try:
             self._show(part, call)
-            with self._saving(call) if self._sharded and call is not None else nullcontext():
+            saving = self._saving(call) if self._sharded and call is not None else nullcontext()
+            rows = () if call is None or torch.compiler.is_compiling() else part.by_rows
+            with saving, gradients_by_rows(rows):
                 outputs = forward(*arguments, **named)
             if call is not None and part.sharded and not part.root and not part.looks_up:
                 before_backward(outputs, call.begin_backward)
@@ -257,12 +274,20 @@ class Calls:
     def release(self, parts: Sequence[BuiltPart]) -> None:
         """Free the gathered parameters of some parts, except those that are running."""
         for part in parts:
-            if not part.sharded or part.depth:
-                continue
-            for unit in part.units:
-                if unit.whole is not None and not unit.parameters_rest_whole:
-                    self._storages.pop(unit.whole.untyped_storage()._cdata, None)
-            self.gather.reshard(part.units)
+            if part.sharded and not part.depth:
+                self._release(part.units)
+
+    def release_trained(self, part: BuiltPart, gradients: Sequence[Tensor | None]) -> None:
+        """Free the values of trained parameters whose gradients have come, which then may have their memory."""
+        if not part.sharded or part.depth or any(self._unit_of(x) for x in gradients if x is not None):
+            return  # a gradient that is a parameter's own values stays where it is
+        self._release([unit for unit in part.units if unit.trainable])
+
+    def _release(self, units: list[Unit]) -> None:
+        for unit in units:
+            if unit.whole is not None and not unit.parameters_rest_whole:
+                self._storages.pop(unit.whole.untyped_storage()._cdata, None)
+        self.gather.reshard(units)
 
     def release_all(self) -> None:
         """Free all gathered parameters, and end what is on its way: an update will make them others."""
@@ -361,3 +386,7 @@ class Calls:
             return kept.call.need(kept.unit).as_strided(kept.shape, kept.stride, kept.offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # torch.compile(module)

@@ -143,16 +143,16 @@ class _Memory:
     ledger: Ledger
     offload: Offload | None
     kernels: str
-    _pools: dict[tuple[str, torch.dtype], Pool] = field(default_factory=dict)
+    _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
         """Return the kernels beside parameters of a dtype; those of an update are where the update is."""
         there = updates and self.offload is not None and self.offload.optimizer
         return choose(self.kernels, torch.device("cpu") if there else self.device, dtype)
 
-    def pool(self, kind: str, dtype: torch.dtype) -> Pool:
-        """Return the buffers of all units for whole parameters, or whole gradients, of a dtype."""
-        return self._pools.setdefault((kind, dtype), Pool(dtype, self.device, self.ledger, "pool"))
+    def pool(self, dtype: torch.dtype) -> Pool:
+        """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
+        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.ledger, "pool"))
 
 
 def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload | None:
@@ -239,7 +239,7 @@ def _unit(
         axes,
         precision,
         memory.device,
-        (memory.pool("parameters", dtype), memory.pool("gradients", precision.gradients)),
+        (memory.pool(dtype), memory.pool(precision.gradients)),
         memory.offload,
         ops=memory.ops(dtype if dtype.is_floating_point else torch.float32),
         trainable=trained,

@@ -59,6 +59,9 @@ class PretendedStreams:
     def use(self, stream: Any) -> Any:
         return self._gpu.use(stream.name)
 
+    def follow(self, behind: Any, ahead: Any) -> None:
+        behind.wait_stream(ahead)
+
     def keep(self, x: Tensor, stream: Any) -> None:
         self._gpu.keep(x, stream.name)
 

@@ -36,7 +36,8 @@ def opened(rank: int, ranks: int, rank_of: tuple[int, ...], tensor: int = 1) -> 
     splits = Splits(rank)
     comm = CommContext("nccl", split_group=splits)
     axis = lay_out(rank, ranks * tensor, pipeline=ranks, tensor=tensor, comm=comm)["pipeline"]
-    Transport(axis, rank_of, torch.float32, CPU).open()
+    with pretended(rank, ranks * tensor, splits.uses):
+        Transport(axis, rank_of, torch.float32, CPU).open()
     return splits
 
 
@@ -187,8 +188,7 @@ def test_a_host_that_waits_in_a_first_use_is_seen(monkeypatch: pytest.MonkeyPatc
         return noted(group, what, work)
 
     def split(**given: Any) -> dist.ProcessGroup | None:
-        if not given.get("few_ctas"):
-            see("split")
+        see("split")
         return splits(**given)
 
     monkeypatch.setattr(NotedGroup, "_noted", call)
@@ -196,7 +196,9 @@ def test_a_host_that_waits_in_a_first_use_is_seen(monkeypatch: pytest.MonkeyPatc
     with pretended(0, 4, splits.uses):
         grid = make_grid(comm=comm, device_type="cpu", tensor=2, pipeline=2, tied=False)
         Transport(grid["pipeline"], (0, 1), torch.float32, CPU).open()
-    assert seen[0] == ("split", ["world"], "first split of world")
+    shown = [one for one in seen if one[0] == "split"]
+    assert shown == [("split", ["world"], "first split of world")] * len(splits.calls)
+    assert [few for _, few in splits.calls].count(True) > 1, "of channels too"
     kinds = ["all_reduce", "all_gather", "reduce_scatter"]
     for name in ("world", "pipeline", "tensor"):
         own = [(what, axes) for what, axes, text in seen if text.startswith("first ") and text.endswith(f" of {name}")]

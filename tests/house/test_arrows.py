@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "launcher": {"comm", "store"},
     "kernels": set(),
     "schedules": set(),
+    "nvme": {"comm.ledger", "kernels.build"},
     "plan": {"comm.axes", "schedules"},
     "config": set(),
     # first floor

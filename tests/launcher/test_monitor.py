@@ -22,6 +22,7 @@ from megazero.comm.axes import P2P
 from megazero.comm.context import CommContext
 from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.grid import Axis
+from megazero.comm.readback import Mark
 from megazero.comm.status_board import ON_DEVICE, STUCK, RankStatus, StatusBoard
 from megazero.launcher import monitor
 from megazero.launcher.diagnosis import stuck
@@ -62,7 +63,10 @@ def marking() -> tuple[DeviceQueue, list[Place]]:
     """Return a queue, and the places that it marks."""
     places: list[Place] = []
 
-    def mark(device: torch.device) -> Place:
+    def mark(device: torch.device, used: Mark | None) -> Place:
+        if isinstance(used, Place):
+            used.passed = False
+            return used
         places.append(Place())
         return places[-1]
 
@@ -112,6 +116,18 @@ def test_of_the_marks_only_the_first_is_known_to_be_held_by_its_operation():
     for place in places:
         place.passed = True
     assert queue.unfinished() == [newer, coming]
+
+
+def test_marks_are_used_again():
+    """An event of CUDA costs the host more than a wait for it."""
+    queue, places = marking()
+    for _ in range(3):
+        queue.waited(queue.put("data", "data", ALL, StandIn()), CPU)
+        queue.waited(queue.put("data", "data", ALL, StandIn()), CPU)
+        assert len(places) == 2 and len(queue.unfinished()) == 1
+        for place in places:
+            place.passed = True
+        assert queue.unfinished() == []
 
 
 def test_an_end_of_a_queue_without_an_onlooker_is_bounded():

@@ -102,6 +102,8 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
         parts["devices"] = [*examine("GPUs", gpus), *devices]
         parts["network"] = [*examine("interfaces", network.interfaces), *examine("RDMA", network.rdma)]
     parts["disk"] = examine("disk", partial(host.disk, run_folder), needed=True)
+    if works:
+        parts["disk"] += examine("direct I/O", partial(host.direct, run_folder))
     return Diagnosis(parts, hardware)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megazero.tools.doctor.finding import amount, duration
-from megazero.tools.doctor.host import cgroup_limits, disk, free_memory, limits, share
+from megazero.tools.doctor.host import cgroup_limits, direct, disk, free_memory, limits, share
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -85,3 +85,20 @@ def test_disk_that_cannot_be_written():
 )
 def test_units(shown: str, text: str):
     assert shown == text
+
+
+def test_a_disk_is_read_and_written_past_the_cache(tmp_path: Path) -> None:
+    (found,) = direct(tmp_path / "runs")
+    assert found.state == "there" and found.name == f"direct I/O of {tmp_path / 'runs'}"
+    assert min(found.values["read_bandwidth"], found.values["write_bandwidth"]) > 0
+    assert found.values["depth"] >= 1 and "in flight" in found.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_has_no_direct_reads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megazero.nvme.measure.best_speed", refuse)
+    (found,) = direct(tmp_path)
+    assert found.state == "unknown" and "No space left on device" in found.text

@@ -1,0 +1,151 @@
+"""Read and write files beside the computation: the queue of csrc/disk_queue.cpp, by io_uring or by threads.
+
+A transfer of a queue holds the tensor that it reads into or writes from until it is waited for. Waiting does not hold
+the interpreter. With direct I/O the system's cache is left out, so that a disk's speed and a rank's memory are what
+they seem; addresses, lengths and offsets are then multiples of `ALIGNMENT`.
+"""
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megazero.kernels.build import BuildError, build_library, find_gcc
+
+Engine = Literal["io_uring", "threads"]
+ENGINES: tuple[Engine, ...] = ("io_uring", "threads")  # the better one first
+ALIGNMENT = 4096  # bytes; no disk in use has larger sectors
+BLOCK = 1 << 20  # bytes that the system is given at once
+DEPTH = 16  # blocks that it has at a time
+_SOURCE = Path(__file__).parent / "csrc" / "disk_queue.cpp"
+_FLAGS = ["-O2", "-std=c++20", "-fPIC", "-shared", "-pthread"]
+
+
+class Transfer:
+    """A read or a write under way."""
+
+    def __init__(self, queue: "DiskQueue", ticket: int, tensor: Tensor, what: str):
+        self._queue, self._ticket, self._tensor, self._what = queue, ticket, tensor, what
+        self._ended = False
+
+    @property
+    def done(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self._ended or self._queue.is_done(self._ticket)
+
+    def wait(self) -> Tensor:
+        """Wait until it has ended; return the tensor.
+
+        Raises:
+            OSError: of the system; ENODATA: the file ends before the transfer does.
+        """
+        if not self._ended:
+            self._ended = True
+            self._queue.wait_for(self._ticket, self._what)
+        return self._tensor
+
+
+class DiskQueue:
+    """The transfers of one rank.
+
+    Args:
+        engine: how the system is asked; None: by io_uring if it can be, else by threads.
+        depth: blocks that the system has at a time.
+        block: bytes of each, a multiple of ALIGNMENT.
+
+    Attributes:
+        engine: the one in use.
+
+    Raises:
+        BuildError: there is no compiler, and no library that another machine has made.
+        OSError: the system refuses the engine that was asked for.
+    """
+
+    def __init__(self, engine: Engine | None = None, *, depth: int = DEPTH, block: int = BLOCK):
+        assert depth >= 1 and block % ALIGNMENT == 0, f"depth {depth}, block {block}"
+        self._block, self._library = block, _library()
+        self._queue: int | None = None
+        tried: Sequence[Engine] = ENGINES if engine is None else (engine,)
+        for self.engine in tried:
+            error = ctypes.c_int()
+            self._queue = self._library.megazero_disk_open(self.engine == "io_uring", depth, ctypes.byref(error))
+            if self._queue is not None:
+                return
+        raise OSError(error.value, f"{self.engine}: {os.strerror(error.value)}")
+
+    def read(self, file: int, offset: int, into: Tensor) -> Transfer:
+        """Start to fill a tensor from byte `offset` of a file on."""
+        return self._submit(file, offset, into, write=False)
+
+    def write(self, file: int, offset: int, source: Tensor) -> Transfer:
+        """Start to write a tensor to a file from byte `offset` on; it must not change until the transfer has ended."""
+        return self._submit(file, offset, source, write=True)
+
+    def _submit(self, file: int, offset: int, tensor: Tensor, *, write: bool) -> Transfer:
+        assert tensor.is_contiguous() and tensor.device.type == "cpu" and self._queue is not None
+        ticket = self._library.megazero_disk_submit(
+            self._queue, file, write, tensor.data_ptr(), tensor.nbytes, offset, self._block
+        )
+        return Transfer(self, ticket, tensor, "write" if write else "read")
+
+    def is_done(self, ticket: int) -> bool:
+        """Return whether a transfer has ended."""
+        return self._queue is None or bool(self._library.megazero_disk_done(self._queue, ticket))
+
+    def wait_for(self, ticket: int, what: str) -> None:
+        """Wait for a transfer. Raises OSError."""
+        if self._queue is not None and (error := self._library.megazero_disk_wait(self._queue, ticket)):
+            reason = "the file ends too early" if error == errno.ENODATA else os.strerror(error)
+            raise OSError(error, f"{what}: {reason}")
+
+    def close(self) -> None:
+        """End what is under way, and free the queue."""
+        if self._queue is not None:
+            self._library.megazero_disk_close(self._queue)
+            self._queue = None
+
+
+def aligned(nbytes: int) -> Tensor:
+    """Return new host memory of at least one byte that begins at a multiple of ALIGNMENT."""
+    whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
+    skip = -whole.data_ptr() % ALIGNMENT
+    return whole[skip : skip + nbytes]
+
+
+def usable_engines() -> list[Engine]:
+    """Return the engines that work here, the better one first. Raises BuildError."""
+    found: list[Engine] = []
+    for engine in ENGINES:
+        try:
+            DiskQueue(engine, depth=1).close()
+        except OSError:
+            continue
+        found.append(engine)
+    return found
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Build the library (once per machine) and load it. Raises BuildError."""
+    path = build_library(_SOURCE, [find_gcc(), *_FLAGS], [])
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from None
+    pointer, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+    library.megazero_disk_open.argtypes = [number, ctypes.c_uint, ctypes.POINTER(number)]
+    library.megazero_disk_open.restype = pointer
+    library.megazero_disk_close.argtypes = [pointer]
+    library.megazero_disk_close.restype = None
+    library.megazero_disk_submit.argtypes = [pointer, number, number, pointer, long, long, long]
+    library.megazero_disk_submit.restype = ctypes.c_int64
+    for name in ("megazero_disk_wait", "megazero_disk_done"):
+        getattr(library, name).argtypes = [pointer, ctypes.c_int64]
+        getattr(library, name).restype = number
+    return library
