@@ -6,13 +6,13 @@ parameter is.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.library.parts import Part, Place
@@ -43,6 +43,15 @@ class Shown:
             yield (place.owner, place.attribute), self.name
 
     @property
+    def tables(self) -> Iterator[nn.Embedding]:
+        """Yield the plain embeddings that look it up: not those that compute what they look up."""
+        for place in self.places:
+            owner = place.owner
+            is_weight = place.attribute == "weight" and "forward" not in vars(owner)
+            if is_weight and isinstance(owner, nn.Embedding) and type(owner).forward is nn.Embedding.forward:
+                yield owner
+
+    @property
     def numel(self) -> int:
         """Return the number of the parameter's elements."""
         interval = self.unit.layout.intervals[self.index]
@@ -67,7 +76,6 @@ class BuiltPart:
         looks_up: it is an embedding, whose backward reads nothing of it.
         after: the part that was called after it in the last forward: it is prefetched.
         outside: a parameter of it was used outside of its forward: its updated values have to be there before.
-        by_rows: embeddings whose gradients come as the rows of a batch.
     """
 
     part: Part
@@ -82,7 +90,6 @@ class BuiltPart:
     units: list[Unit] = field(init=False)
     looks_up: bool = field(init=False)
     sharded: bool = field(init=False)
-    by_rows: list[nn.Embedding] = field(init=False)
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,28 +98,28 @@ class BuiltPart:
         self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
         self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
         self.number = zlib.crc32(self.part.name.encode())
-        owners = dict.fromkeys(place.owner for shown in self.trained for place in shown.places)
-        self.by_rows = [one for one in owners if isinstance(one, nn.Embedding) and _gives_rows(one)]
 
 
-def _gives_rows(table: nn.Embedding) -> bool:
-    """Return whether an embedding that makes a gradient as large as its table can be asked for that of its rows."""
-    return not table.sparse and not table.scale_grad_by_freq and table.weight.layout == torch.strided
+def give_rows(table: nn.Embedding) -> None:
+    """Let an embedding give gradients of the rows that it looks up, where these are fewer than it has.
 
-
-@contextmanager
-def gradients_by_rows(tables: Sequence[nn.Embedding]) -> Iterator[None]:
-    """Let embeddings give gradients of the rows that they look up, while a module runs.
-
-    Else torch writes a gradient as large as the table, most of it zeros, and adds it to that of other uses.
+    Else torch writes a gradient as large as the table, most of it zeros, and adds it to that of other uses. 16-bit
+    tables are left alone, because torch sums their rows in 16 bits; so are those with a padding row on a GPU, where it
+    would have to wait for the indices.
     """
-    for table in tables:
-        table.sparse = True
-    try:
-        yield
-    finally:
-        for table in tables:
-            table.sparse = False
+    plain = table.forward
+
+    @wraps(plain)
+    def forward(ids: Tensor) -> Tensor:
+        weight = table.weight
+        few = ids.numel() < table.num_embeddings and not table.scale_grad_by_freq
+        waits = ids.device.type != "cpu" and table.padding_idx is not None
+        asked = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+        if not (few and asked and weight.itemsize >= 4) or waits:
+            return plain(ids)
+        return F.embedding(ids, weight, table.padding_idx, table.max_norm, table.norm_type, sparse=True)
+
+    table.forward = forward  # type: ignore[method-assign]
 
 
 def put(shown: Shown, value: Tensor) -> None:

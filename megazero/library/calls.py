@@ -36,7 +36,7 @@ from megazero.library.built import (
     Forward,
     Shown,
     before_backward,
-    gradients_by_rows,
+    give_rows,
     hide,
     put,
     tensors_in,
@@ -165,9 +165,8 @@ class Calls:
         self._held: BuiltPart | None = None  # a part without gradients that backward has gathered
         self.reduced: set[BuiltPart] = set()
         self._sharded = any(part.sharded for part in parts)
-        if any(_is_compiled(module) for part in parts for module in part.part.module.modules()):
-            for part in parts:  # gradients of rows cannot be compiled
-                part.by_rows.clear()
+        for table in dict.fromkeys(table for part in parts for shown in part.trained for table in shown.tables):
+            give_rows(table)
         for part in parts:
             wrap(part, self.run)
             for shown in part.trained:
@@ -194,9 +193,7 @@ class Calls:
         part.depth, keeps = 1, part.root and wants
         try:
             self._show(part, call)
-            saving = self._saving(call) if self._sharded and call is not None else nullcontext()
-            rows = () if call is None or torch.compiler.is_compiling() else part.by_rows
-            with saving, gradients_by_rows(rows):
+            with self._saving(call) if self._sharded and call is not None else nullcontext():
                 outputs = forward(*arguments, **named)
             if call is not None and part.sharded and not part.root and not part.looks_up:
                 before_backward(outputs, call.begin_backward)
@@ -279,9 +276,13 @@ class Calls:
 
     def release_trained(self, part: BuiltPart, gradients: Sequence[Tensor | None]) -> None:
         """Free the values of trained parameters whose gradients have come, which then may have their memory."""
-        if not part.sharded or part.depth or any(self._unit_of(x) for x in gradients if x is not None):
-            return  # a gradient that is a parameter's own values stays where it is
-        self._release([unit for unit in part.units if unit.trainable])
+        if not part.sharded or part.depth:
+            return
+        units = [unit for unit in part.units if unit.trainable]
+        values = {unit.whole.untyped_storage()._cdata for unit in units if unit.whole is not None}
+        given = (x for x in gradients if x is not None and x.layout == torch.strided)
+        if values.isdisjoint(x.untyped_storage()._cdata for x in given):  # else a gradient is a parameter's own values
+            self._release(units)
 
     def _release(self, units: list[Unit]) -> None:
         for unit in units:
@@ -386,7 +387,3 @@ class Calls:
             return kept.call.need(kept.unit).as_strided(kept.shape, kept.stride, kept.offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # torch.compile(module)

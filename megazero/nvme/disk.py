@@ -16,6 +16,7 @@ the least takes the next piece.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from megazero.nvme.disk_queue import ALIGNMENT, DiskQueue, Transfer, aligned
 from megazero.nvme.files import UnnamedFile, open_unnamed
 
 PIECE = 1 << 20  # elements
-_AHEAD = 2  # windows that are read before they are needed
+_AHEAD = 4  # pieces that are read before they are needed
+_WINDOWS = 2  # windows that are
 _TRIES = 3  # to write a piece
 
 
@@ -89,7 +91,8 @@ class Disk:
 
     def __init__(self, folders: Sequence[Path], ledger: Ledger, memory: int, queue: DiskQueue):
         self._ledger, self._queue = ledger, queue
-        self._files = [_open(folder) for folder in folders]
+        self._files = list[UnnamedFile]()
+        self._open(folders)
         self._sizes = [0] * len(folders)
         self._buffers: dict[int, tuple[Tensor, list[_Piece]]] = {}  # by the storage of their handles
         self._free: dict[int, list[Tensor]] = {}  # memory for pieces, by its size
@@ -100,21 +103,27 @@ class Disk:
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
         """Return the handle of a new buffer of zeros, whose bytes are reserved. Raises UserError: 602, no room."""
-        handle = torch.empty(numel, dtype=dtype, device="meta")
+        handle, before = torch.empty(numel, dtype=dtype, device="meta"), list(self._sizes)
         pieces = [self._reserve(min(PIECE, numel - first), dtype.itemsize) for first in range(0, numel, PIECE)]
+        try:
+            for file, size in zip(self._files, self._sizes, strict=True):
+                _grow(file, size)
+        except UserError:
+            self._sizes = before
+            raise
         self._buffers[handle.untyped_storage()._cdata] = handle, pieces
-        for file, size in zip(self._files, self._sizes, strict=True):
-            _grow(file, size)
         self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
         return handle
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Start to copy to a disk. `x` may be freed at once, but must not be written to before `join`."""
+        assert x.device.type == "cpu", "the thread is ordered with no stream"
         self._ledger.add(DISK, f"{purpose} out", x.numel(), x.element_size())
         self._sent.append(self._thread.submit(self._write, x, into))
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> "Future[None]":
         """Start to copy from a disk to memory, behind all that was sent before."""
+        assert into.device.type == "cpu", "the thread is ordered with no stream"
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         return self._thread.submit(self._read, x, into)
 
@@ -151,20 +160,21 @@ class Disk:
                 self._ledger.add(DISK, f"{purpose} back", numel, flat.element_size())
                 if changes:
                     self._ledger.add(DISK, f"{purpose} out", numel, flat.element_size())
-        starts = range(0, numel, PIECE)
-        for place, first in enumerate(starts):
-            for coming in starts[place + len(ahead) : place + _AHEAD + 1]:
-                ahead.append([self._load(flat, slice(coming, coming + PIECE)) for flat in flats])
-            loaded = ahead.popleft()
-            where = slice(first, min(first + PIECE, numel))
-            yield where, [self._tensor(one, flat.dtype) for one, flat in zip(loaded, flats, strict=True)]
-            for one, changes in zip(loaded, written, strict=True):
-                if isinstance(one, _Loaded):
-                    if changes:
-                        self._start_write(one.piece, one.memory)
-                    else:
-                        self._give(one.memory)
-        self._drain()
+        starts, now = range(0, numel, PIECE), list[_Loaded | Tensor]()
+        try:
+            for place, first in enumerate(starts):
+                for coming in starts[place + len(ahead) : place + _WINDOWS + 1]:
+                    ahead.append(window := [])
+                    window.extend(self._load(flat, slice(coming, coming + PIECE)) for flat in flats)
+                now = ahead.popleft()
+                where = slice(first, min(first + PIECE, numel))
+                yield where, [self._tensor(one, flat.dtype) for one, flat in zip(now, flats, strict=True)]
+                self._take_back(now, written)
+                now = []
+            self._drain()
+        finally:
+            for one in (*now, *(one for window in ahead for one in window)):
+                self._drop(one)
 
     def version(self, handle: Tensor) -> int:
         """Return how often each piece of a buffer was written; -1: not all of them equally often."""
@@ -176,28 +186,56 @@ class Disk:
         """End what is under way; the buffers are gone."""
         self._thread.shutdown()
         self._queue.close()
-        for file in self._files:
-            file.close()
+        while self._files:
+            self._files.pop().close()
+
+    def _open(self, folders: Sequence[Path]) -> None:
+        try:
+            for folder in folders:
+                self._files.append(open_unnamed(folder))
+        except OSError as error:
+            while self._files:
+                self._files.pop().close()
+            what = f"nothing can be written there: {error.strerror}"
+            raise UserError(601, what, "give another zero.offload.path", where=folder) from None
 
     # Reading and writing of slices, by the thread.
 
     def _read(self, source: Tensor, into: Tensor) -> None:
-        for inside, here, piece in self._parts(source):
-            loaded = self._start_read(piece)
-            memory = self._arrived(loaded).view(source.dtype)
-            into[here].copy_(memory[inside])
+        coming = deque[tuple[slice, slice, _Loaded]]()
+
+        def land() -> None:
+            inside, here, loaded = coming[0]
+            into[here].copy_(self._arrived(loaded).view(source.dtype)[inside])
             self._give(loaded.memory)
+            coming.popleft()
+
+        try:
+            for inside, here, piece in self._parts(source):
+                coming.append((inside, here, self._start_read(piece)))
+                if len(coming) > _AHEAD:
+                    land()
+            while coming:
+                land()
+        finally:
+            for _, _, loaded in coming:
+                self._drop(loaded)
 
     def _write(self, x: Tensor, into: Tensor) -> None:
         for inside, here, piece in self._parts(into):
             loaded = self._start_read(piece, wanted=inside.stop - inside.start < piece.nbytes // into.element_size())
-            self._arrived(loaded).view(into.dtype)[inside].copy_(x[here])
+            try:
+                self._arrived(loaded).view(into.dtype)[inside].copy_(x[here])
+            except UserError:
+                self._drop(loaded)
+                raise
             self._start_write(piece, loaded.memory)
 
     def _parts(self, of: Tensor) -> Iterator[tuple[slice, slice, _Piece]]:
         """Yield for each piece under a slice (elements of the piece, elements of the slice, the piece)."""
         _, pieces = self._buffers[of.untyped_storage()._cdata]
-        first, last = of.storage_offset(), of.storage_offset() + len(of)
+        first = int(of.storage_offset())
+        last = first + len(of)
         at = first
         while at < last:
             number = at // PIECE
@@ -212,6 +250,22 @@ class Disk:
             return flat[where]
         ((_, _, piece),) = self._parts(flat[where])
         return self._start_read(piece)
+
+    def _take_back(self, window: "Sequence[_Loaded | Tensor]", written: Sequence[bool]) -> None:
+        """Write back what a caller has changed; free the rest."""
+        for one, changes in zip(window, written, strict=True):
+            if isinstance(one, _Loaded) and changes:
+                self._start_write(one.piece, one.memory)
+            elif isinstance(one, _Loaded):
+                self._give(one.memory)
+
+    def _drop(self, one: "_Loaded | Tensor") -> None:
+        """Free the memory of a piece that nobody will look at."""
+        if isinstance(one, _Loaded):
+            if one.transfer is not None:
+                with suppress(OSError):
+                    one.transfer.wait()
+            self._give(one.memory)
 
     def _tensor(self, one: "_Loaded | Tensor", dtype: torch.dtype) -> Tensor:
         return one if isinstance(one, Tensor) else self._arrived(one).view(dtype)
@@ -283,14 +337,6 @@ class Disk:
         offset = self._sizes[disk]
         self._sizes[disk] += _padded(numel * itemsize)
         return _Piece(self._files[disk], offset, numel * itemsize, PIECE * itemsize)
-
-
-def _open(folder: Path) -> UnnamedFile:
-    try:
-        return open_unnamed(folder)
-    except OSError as error:
-        what = f"nothing can be written there: {error.strerror}"
-        raise UserError(601, what, "give another zero.offload.path", where=folder) from None
 
 
 def _grow(file: UnnamedFile, size: int) -> None:

@@ -30,9 +30,9 @@ _FLAGS = ["-O2", "-std=c++20", "-fPIC", "-shared", "-pthread"]
 class Transfer:
     """A read or a write under way."""
 
-    def __init__(self, queue: "DiskQueue", ticket: int, tensor: Tensor, what: str):
-        self._queue, self._ticket, self._tensor, self._what = queue, ticket, tensor, what
-        self._ended = False
+    def __init__(self, queue: "DiskQueue", ticket: int, tensor: Tensor):
+        self._queue, self._ticket, self._tensor = queue, ticket, tensor
+        self._ended, self._error = False, 0
 
     @property
     def done(self) -> bool:
@@ -46,8 +46,11 @@ class Transfer:
             OSError: of the system; ENODATA: the file ends before the transfer does.
         """
         if not self._ended:
+            self._error = self._queue.wait_for(self._ticket)
             self._ended = True
-            self._queue.wait_for(self._ticket, self._what)
+        if self._error:
+            reason = "the file ends too early" if self._error == errno.ENODATA else os.strerror(self._error)
+            raise OSError(self._error, reason)
         return self._tensor
 
 
@@ -71,10 +74,13 @@ class DiskQueue:
         assert depth >= 1 and block % ALIGNMENT == 0, f"depth {depth}, block {block}"
         self._block, self._library = block, _library()
         self._queue: int | None = None
+        self._under_way: dict[int, Tensor] = {}  # which the system has, whoever else has forgotten them
         tried: Sequence[Engine] = ENGINES if engine is None else (engine,)
-        for self.engine in tried:
-            error = ctypes.c_int()
-            self._queue = self._library.megazero_disk_open(self.engine == "io_uring", depth, ctypes.byref(error))
+        self.engine: Engine = tried[0]
+        error = ctypes.c_int()
+        for each in tried:
+            self.engine = each
+            self._queue = self._library.megazero_disk_open(each == "io_uring", depth, ctypes.byref(error))
             if self._queue is not None:
                 return
         raise OSError(error.value, f"{self.engine}: {os.strerror(error.value)}")
@@ -92,23 +98,26 @@ class DiskQueue:
         ticket = self._library.megazero_disk_submit(
             self._queue, file, write, tensor.data_ptr(), tensor.nbytes, offset, self._block
         )
-        return Transfer(self, ticket, tensor, "write" if write else "read")
+        self._under_way[ticket] = tensor
+        return Transfer(self, ticket, tensor)
 
     def is_done(self, ticket: int) -> bool:
         """Return whether a transfer has ended."""
         return self._queue is None or bool(self._library.megazero_disk_done(self._queue, ticket))
 
-    def wait_for(self, ticket: int, what: str) -> None:
-        """Wait for a transfer. Raises OSError."""
-        if self._queue is not None and (error := self._library.megazero_disk_wait(self._queue, ticket)):
-            reason = "the file ends too early" if error == errno.ENODATA else os.strerror(error)
-            raise OSError(error, f"{what}: {reason}")
+    def wait_for(self, ticket: int) -> int:
+        """Wait for a transfer, once; return 0 or the system's error."""
+        assert self._queue is not None, "closed"
+        error = self._library.megazero_disk_wait(self._queue, ticket)
+        del self._under_way[ticket]
+        return error
 
     def close(self) -> None:
         """End what is under way, and free the queue."""
         if self._queue is not None:
             self._library.megazero_disk_close(self._queue)
             self._queue = None
+            self._under_way.clear()
 
 
 def aligned(nbytes: int) -> Tensor:

@@ -76,7 +76,7 @@ def best_speed(folder: Path, most: int) -> DiskSpeed:
 
 def _size(file: UnnamedFile, most: int) -> tuple[int, torch.Tensor]:
     """Return how many bytes take long enough to be believed, and so much memory; they are the file's then."""
-    size, queue = min(_FIRST, most), DiskQueue(depth=SETTINGS[1][0])
+    size, queue = max(min(_FIRST, most) // _RANDOM, 1) * _RANDOM, DiskQueue(depth=SETTINGS[1][0])
     try:
         while True:
             file.reserve(size)

@@ -38,6 +38,10 @@ class Allocations(TorchDispatchMode):
     def _note(self, tensor: Any, *, new: bool) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:  # whose storage is a size without memory
             return
+        if tensor.layout == torch.sparse_coo:  # the rows of a table that have gradients
+            for part in (tensor._indices(), tensor._values()):
+                self._note(part, new=new)
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:

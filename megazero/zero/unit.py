@@ -26,8 +26,7 @@ from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.offload import HostGradients, Offload
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute, shard_slice
 
-# Initial values are made in intervals of this many elements: bounds the fp64 working memory to some 10 MB.
-_INITIAL_PIECE = 1 << 20
+_INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once: some 10 MB in fp64
 
 
 class Unit:
@@ -49,8 +48,7 @@ class Unit:
         shard: the elements that this rank updates.
         parameters, gradients: those that rest here.
         masters: the values that the optimizer updates, flat.
-        updated: where an update writes the parameters in the precision of forward and backward: the masters
-            themselves, the parameters that rest here, or memory of the host from where `depart` sends them.
+        updated: where an update writes parameters in the precision of forward and backward; `depart` sends them on.
         whole: all parameters, while this rank has them; else None.
         partial: this rank's gradients of all parameters, while it has them; else None.
         parameters_rest_whole, gradients_rest_whole: all of them rest on the device.
@@ -180,6 +178,8 @@ class Unit:
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
         self.on_event("gather")
+        if self._pools[0] is self._pools[1]:
+            self._join_host()  # which may still read gradients there
         whole = FlatBuffer(self._pools[0].take(self.numel), {})
         return whole.values, redistribute(self.parameters, whole, "parameters")
 

@@ -31,11 +31,21 @@ class Faulty(DiskQueue):
 
     fails: Sequence[str] = ()
 
-    def wait_for(self, ticket: int, what: str) -> None:
-        super().wait_for(ticket, what)
-        if self.fails and self.fails[0] == what:
+    def __init__(self, **options: int):
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._kinds: dict[int, str] = {}
+
+    def _submit(self, file: int, offset: int, tensor: Tensor, *, write: bool) -> Transfer:
+        found = super()._submit(file, offset, tensor, write=write)
+        self._kinds[found._ticket] = "write" if write else "read"
+        return found
+
+    def wait_for(self, ticket: int) -> int:
+        error, kind = super().wait_for(ticket), self._kinds.pop(ticket)
+        if self.fails and self.fails[0] == kind:
             self.fails = self.fails[1:]
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return errno.EIO
+        return error
 
 
 @pytest.fixture
@@ -160,6 +170,8 @@ def test_a_write_that_fails_for_good_ends_it(disk: Disk) -> None:
     disk.send(counted(3 * PIECE, torch.float32), handle, "test")
     with pytest.raises(UserError, match=r"MZ-604.*could not be written, 3 times: Input/output error"):
         disk.settle()
+    with pytest.raises(UserError, match=r"MZ-604"):
+        disk.settle()
     assert disk.version(handle) == 0, "what was not written is not counted"
 
 
@@ -196,3 +208,26 @@ def test_a_handle_cannot_be_computed_with(disk: Disk) -> None:
     with pytest.raises((NotImplementedError, RuntimeError)):
         (handle + 1).tolist()
     assert isinstance(disk._queue.read(disk._files[0].handle, 0, torch.empty(0, dtype=torch.uint8)), Transfer)
+
+
+@pytest.mark.parametrize("ends", ["break", "error", "read"])
+def test_windows_that_end_early_give_their_memory_back(disk: Disk, ends: str) -> None:
+    """While reads are under way: the system may not write into what others have by then."""
+    queue: Any = disk._queue
+    handle, x = disk.zeros(20 * PIECE, torch.float32, "test"), counted(20 * PIECE, torch.float32)
+    disk.send(x, handle, "test")
+    disk.settle()
+    taken = disk._ledger.bytes["host_pieces"].now
+    for _ in range(5):
+        queue.fails = ["read"] if ends == "read" else []
+        try:
+            for _, _ in disk.windows([handle], [True], "test"):
+                if ends == "break":
+                    break
+                if ends == "error":
+                    raise ValueError
+        except (ValueError, UserError):
+            pass
+        assert not queue._under_way and disk._ledger.bytes["host_pieces"].now == taken
+    queue.fails = []
+    assert torch.equal(whole(disk, handle), x)

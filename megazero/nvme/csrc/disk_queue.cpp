@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -64,9 +65,10 @@ class Queue {
     std::unique_lock lock(mutex_);
     auto found = transfers_.find(ticket);
     if (found == transfers_.end()) return EINVAL;
-    ended_.wait(lock, [&] { return found->second.blocks == 0; });
-    const int error = found->second.error;
-    transfers_.erase(found);
+    const Transfer& transfer = found->second;  // stays in its place, whatever else is submitted meanwhile
+    ended_.wait(lock, [&] { return transfer.blocks == 0; });
+    const int error = transfer.error;
+    transfers_.erase(ticket);
     return error;
   }
 
@@ -107,7 +109,11 @@ class Queue {
 class Threads final : public Queue {
  public:
   explicit Threads(unsigned depth) : Queue(depth) {
-    for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { serve(); });
+    try {
+      for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { serve(); });
+    } catch (const std::exception&) {  // as many as there can be
+      if (threads_.empty()) throw;
+    }
   }
 
   ~Threads() override {
@@ -152,6 +158,10 @@ class Ring final : public Queue {
     file_ = static_cast<int>(syscall(SYS_io_uring_setup, depth, &given));
     if (file_ < 0) {
       *error = errno;
+      return;
+    }
+    if (!(given.features & IORING_FEAT_RW_CUR_POS)) {  // older than 5.6: without plain reads and writes
+      *error = ENOSYS;
       return;
     }
     const size_t submissions = given.sq_off.array + given.sq_entries * sizeof(unsigned);
@@ -247,6 +257,13 @@ class Ring final : public Queue {
       end(under_way_[slot], -error);
     }
     std::atomic_ref(*sq_tail_).store(tail, std::memory_order_release);
+    if (with_system_ == 0) {  // nothing comes back that would take the next blocks along
+      while (!waiting_.empty()) {
+        const Block block = waiting_.front();
+        waiting_.pop_front();
+        end(block, -error);
+      }
+    }
   }
 
   void collect() {
@@ -292,9 +309,14 @@ extern "C" {
 // Opens a queue of at most `depth` blocks under way; returns null, and the error, where that cannot be.
 void* megazero_disk_open(int ring, unsigned depth, int* error) {
   *error = 0;
-  if (!ring) return static_cast<Queue*>(new Threads(depth));
-  auto queue = std::make_unique<Ring>(depth, error);
-  return *error ? nullptr : static_cast<Queue*>(queue.release());
+  try {
+    if (!ring) return static_cast<Queue*>(new Threads(depth));
+    auto queue = std::make_unique<Ring>(depth, error);
+    return *error ? nullptr : static_cast<Queue*>(queue.release());
+  } catch (const std::exception&) {  // no more threads
+    *error = EAGAIN;
+    return nullptr;
+  }
 }
 
 // Ends the blocks that wait or are under way, and frees the queue.

@@ -1,0 +1,158 @@
+"""Reads and writes of a disk by our queue beside plain threads that do the same, and what verified buffers add.
+
+    python scripts/bench/nvme.py [--folder DIR] [--megabytes 512] [--depth 16] [--launches 3] [--pairs 21] [--json]
+                                 [--save]
+
+Every system has a file of its own on the disk of --folder (the current one), opened for direct I/O, and reads or writes
+all of it from its first byte to its last, in blocks of 1 MiB of which --depth are with the system at a time:
+
+    threads of pread, pwrite   as fio's sequential jobs with its psync engine: so many threads, each with the next block
+    queue, io_uring / threads  csrc/disk_queue.cpp, by either engine
+    buffers                    `nvme/disk.py`: pieces of 4 MiB through bounded memory, hashed when they are written,
+                               verified when they are read, copied to or from a tensor
+    update                     of four such buffers of a quarter each: read, changed in place, written back; the
+                               reference is a read and a write of plain threads
+
+What a disk's own cache takes is in the figures of all. Nothing is sent between ranks.
+"""
+
+import argparse
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+import os
+
+import torch
+
+from megazero.comm.ledger import Ledger
+from megazero.nvme.disk import Disk
+from megazero.nvme.disk_queue import BLOCK, DiskQueue, Engine, aligned, usable_engines
+from megazero.nvme.files import open_unnamed
+from scripts.bench.harness import Group, add_options, run
+from scripts.bench.processes import Call, System
+
+STAGING = 256 << 20  # bytes of memory for pieces
+FLATS = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("."))
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=16)
+    add_options(parser)
+    options = parser.parse_args()
+    return run(groups_of(options.folder, options.megabytes << 20, options.depth), options)
+
+
+def groups_of(folder: Path, size: int, depth: int) -> Iterator[Group]:
+    """Yield a group for reads, one for writes and one for both."""
+    about = (folder, size, depth)
+    for kind, way in (("read", "of pread"), ("write", "of pwrite")):
+        write = kind == "write"
+        systems = [System(f"threads {way}", plain, (*about, write), has_loss=False)]
+        systems += [
+            System(f"queue, {engine}", queued, (*about, engine, write), has_loss=False) for engine in usable_engines()
+        ]
+        systems.append(System("buffers", buffered, (*about, write), has_loss=False))
+        yield Group(f"{kind}, {size >> 20} MiB", systems)
+    systems = [System("threads of pread and pwrite", both, about, has_loss=False)]
+    yield Group(f"update, {size >> 20} MiB", [*systems, System("update", updated, about, has_loss=False)])
+
+
+def plain(folder: Path, size: int, depth: int, write: bool) -> Call:
+    """Return a pass of threads that each read or write the next block."""
+    file = open_unnamed(folder)
+    file.reserve(size)
+    memory = [aligned(BLOCK).fill_(1).numpy().data for _ in range(depth)]
+
+    def work(own: memoryview, places: Iterator[int], lock: threading.Lock) -> None:
+        move: Callable[[int, list[memoryview], int], int] = os.pwritev if write else os.preadv
+        while True:
+            with lock:
+                place = next(places, None)
+            if place is None:
+                return
+            assert move(file.handle, [own], place) == BLOCK
+
+    def once() -> float:
+        places, lock = iter(range(0, size, BLOCK)), threading.Lock()
+        threads = [threading.Thread(target=work, args=(own, places, lock)) for own in memory]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 0.0
+
+    if not write:
+        queue = DiskQueue(depth=depth)
+        queue.write(file.handle, 0, aligned(size).fill_(1)).wait()
+        queue.close()
+    return once
+
+
+def both(folder: Path, size: int, depth: int) -> Call:
+    """Return a read and a write of everything."""
+    read, write = (plain(folder, size, depth, way) for way in (False, True))
+
+    def once() -> float:
+        return read() + write()
+
+    return once
+
+
+def queued(folder: Path, size: int, depth: int, engine: Engine, write: bool) -> Call:
+    """Return one transfer of everything."""
+    file, memory = open_unnamed(folder), aligned(size).fill_(1)
+    file.reserve(size)
+    queue = DiskQueue(engine, depth=depth)
+    queue.write(file.handle, 0, memory).wait()
+
+    def once() -> float:
+        (queue.write if write else queue.read)(file.handle, 0, memory).wait()
+        return 0.0
+
+    return once
+
+
+def buffered(folder: Path, size: int, depth: int, write: bool) -> Call:
+    """Return a copy of a tensor to a disk, or back."""
+    disk = Disk([folder], Ledger(), STAGING, DiskQueue(depth=depth))
+    x = torch.ones(size // 4)
+    handle = disk.zeros(len(x), x.dtype, "test")
+    disk.send(x, handle, "test")
+    disk.settle()
+
+    def once() -> float:
+        if write:
+            disk.send(x, handle, "test")
+            disk.settle()
+        else:
+            disk.bring(handle, x, "test")
+        return 0.0
+
+    return once
+
+
+def updated(folder: Path, size: int, depth: int) -> Call:
+    """Return a change of all elements of some buffers."""
+    disk = Disk([folder], Ledger(), STAGING, DiskQueue(depth=depth))
+    handles = [disk.zeros(size // 4 // FLATS, torch.float32, "test") for _ in range(FLATS)]
+    for handle in handles:
+        disk.send(torch.ones(len(handle)), handle, "test")
+
+    def once() -> float:
+        for _, window in disk.windows(handles, [True] * FLATS, "test"):
+            for values in window:
+                values.mul_(0.5)
+        return 0.0
+
+    return once
+
+
+if __name__ == "__main__":
+    sys.exit(main())
