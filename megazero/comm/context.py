@@ -86,12 +86,12 @@ class CommContext:
         self._rounds[axis] += rounds
         return first
 
-    def split(self, lines: Sequence[Sequence[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+    def split(self, lines: Sequence[Sequence[int]], world: int, *, few_ctas: bool = False) -> dist.ProcessGroup | None:
         """Split communicators off the world's, one for each list of ranks, and return this rank's; see `split_group`.
 
-        The host waits for all ranks of the world, so that is shown.
+        The host waits for all `world` ranks, so that is shown.
         """
-        with self.calling("world", "world", range(dist.get_world_size()), "split"):
+        with self.calling("world", "world", range(world), "split"):
             return self.split_group(split_ranks=lines, timeout=self.timeout, few_ctas=few_ctas)
 
     @contextmanager

@@ -214,7 +214,7 @@ def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = Fal
         few_ctas: see `nccl.split_group`.
     """
     if comm.backend == "nccl":
-        return comm.split(lines, few_ctas=few_ctas)
+        return comm.split(lines, dist.get_world_size(), few_ctas=few_ctas)
     own = None
     for ranks in lines:
         whole = len(ranks) == dist.get_world_size()

@@ -298,7 +298,7 @@ class _Nccl:
             pairs = [
                 sorted((ranks[channel.source], ranks[channel.target])) for channel in some for ranks in pipelines(axis)
             ]
-            group = axis.comm.split(pairs, few_ctas=True)
+            group = axis.comm.split(pairs, axis.size * axis.stride, few_ctas=True)
             for channel in some:
                 if axis.rank in (channel.source, channel.target):
                     assert group is not None, "this rank is one of the two"
