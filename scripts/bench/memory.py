@@ -94,25 +94,31 @@ def main() -> int:
 
 
 def groups_of(only: list[str]) -> Iterator[Group]:
-    """Yield the two groups: one process, and two tensor ranks."""
+    """Yield the groups: one process, and two tensor ranks, which do not fit into memory all at once."""
     plain = config_of("none")
     systems = [
         System(f"plain torch{', torch.utils.checkpoint' * again}", plain_step, (plain, again)) for again in (0, 1)
     ]
     systems += [System(f"ours, {mode}", our_step, (mode,)) for mode in IN_ONE]
     yield Group("one process", chosen(systems, only))
-    ranks = []
-    for suffix, kernels, transport in VARIANTS:
-        modes = MODES if not suffix else ("none", "full", "Pa")
-        for mode in modes:
-            told = (mode, kernels, transport)
-            ranks.append(System(f"tp=2, ours, {mode}{suffix}", our_rank, told, ranks=2, transport=transport))
+    ours = {
+        suffix: [
+            System(f"tp=2, ours, {mode}{suffix}", our_rank, (mode, kernels, transport), ranks=2, transport=transport)
+            for mode in (("none", "full", "Pa") if suffix else MODES)
+        ]
+        for suffix, kernels, transport in VARIANTS
+    }
+    reference = ours[""][0]
+    yield Group("tp=2", chosen(ours[""], only))
+    others = [system for suffix, systems in ours.items() if suffix for system in systems]
+    yield Group("tp=2, through sockets, and with reference kernels", chosen([reference, *others], only))
     here = importlib.util.find_spec("deepspeed") is not None
     peers = [again for again in PEERS if here or not again.startswith("deepspeed")]
-    ranks += [
+    spread = [
         System(f"tp=2, DTensor, {again}", spread_step, (plain, again), ranks=2, transport=SOCKETS) for again in peers
     ]
-    yield Group("tp=2", chosen(ranks, only), absent={again: "not installed" for again in PEERS if again not in peers})
+    absent = {again: "not installed" for again in PEERS if again not in peers}
+    yield Group("tp=2, beside DTensor", chosen([reference, *spread], only), absent=absent)
 
 
 def config_of(mode: str, tensor: int = 1) -> Config:

@@ -99,9 +99,14 @@ class Running:
             process.join()
 
     def _ask(self, order: str) -> list[Any]:
-        for end in self.ends:
-            end.send(order)
-        return _answers(self.ends)
+        """Raise SystemExit where a process has ended: the system may have ended it, if memory was short."""
+        try:
+            for end in self.ends:
+                end.send(order)
+            return _answers(self.ends)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            codes = [process.exitcode for process in self.processes]
+            sys.exit(f"{self.system.name}: a process has ended (exit codes {codes}; -9: perhaps for lack of memory)")
 
 
 @contextmanager
