@@ -88,7 +88,7 @@ class Momentum:
 
     def __init__(self, units: list[Unit], decay: float = 0.9):
         self._decay = decay
-        self.state = {unit: {"velocity": torch.zeros_like(unit.masters)} for unit in units}
+        self.state = {unit: {"velocity": unit.resting.new_state()} for unit in units}
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return no counts: it needs none."""
@@ -100,7 +100,7 @@ class Momentum:
         gradient = unit.reduced_gradients.to(velocity.dtype) * scale.to(velocity.dtype)
         velocity.lerp_(velocity * self._decay + gradient, goes)
         unit.masters.add_(velocity * goes, alpha=-lr)
-        unit.round_masters()
+        unit.resting.round_masters()
 
 
 class Printed:

@@ -21,6 +21,7 @@ from megazero.build.recompute import recompute
 from megazero.build.upload import Upload
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
+from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
@@ -108,16 +109,21 @@ def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
     return lambda unit: replace(axes, copies=grid["ends"]) if unit == TIED else axes
 
 
-def offload_of(config: Config, host: Host) -> Offload | None:
-    """Return what of the optimizer and the parameters rests on the host; None: nothing."""
+def offload_of(config: Config, host: Host, disks: PagedHome | None) -> Offload | None:
+    """Return where optimizer and parameters rest, if not on the device; None: both do.
+
+    Args:
+        disks: of this rank, where the config asks for them.
+    """
     asked = config.zero.offload
-    offload = Offload(host, asked.optimizer == "cpu", asked.parameters == "cpu", asked.delayed)
-    if not (offload.optimizer or offload.parameters):
+    if "cpu" in (asked.optimizer, asked.parameters) and not host.apart:
+        _LOG.info("zero.offload to cpu changes nothing: on a CPU the host's memory is the device's")
+    homes: dict[str, Home | None] = {"none": None, "cpu": host if host.apart else None, "nvme": disks}
+    optimizer, parameters = homes[asked.optimizer], homes[asked.parameters]
+    assert disks is not None or "nvme" not in (asked.optimizer, asked.parameters), "whoever builds opens the disks"
+    if optimizer is None and parameters is None:
         return None
-    if not host.apart:
-        _LOG.info("zero.offload changes nothing: on a CPU the host's memory is the device's")
-        return None
-    return offload
+    return Offload(host, optimizer, parameters, disks, asked.delayed and optimizer is not None)
 
 
 def build_units(
@@ -153,7 +159,7 @@ def build_units(
             layout = unit_layout_of(name, declarations)
             unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops, reduction=reduction)
             if seed is not None:
-                unit.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
+                unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             model.materialise(unit.make_parameters())
             units.append(unit)
             progress.advance()
@@ -189,7 +195,7 @@ def build_engine(
         ops: the kernels to use on the device.
         update_ops: those to use where the update is, which may be the host.
         recomputed: layers that run again in their backward.
-        offload: what rests on the host; None: nothing.
+        offload: what rests elsewhere than on the device; None: nothing.
     """
     on_path = model.units_of_layers()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
@@ -206,10 +212,8 @@ def build_engine(
         offload=offload,
         ops=ops,
     )
-    there = "host_" if offload is not None and offload.optimizer else ""
+    there = "host_" if offload is not None and offload.optimizer is not None else ""
     o = optimizer
-    held = len(AdamW.STATE) * sum(unit.masters.nbytes for unit in units)
-    comm.ledger.hold(f"{there}optimizer", held)
     adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=comm.bucket, ops=update_ops)
     comm.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
@@ -254,15 +258,17 @@ def build(
     host: Host | None = None,
     *,
     host_ops: Operations | None = None,
+    disks: PagedHome | None = None,
 ) -> Built:
     """Build the model that a config asks for, as one rank of a grid has it.
 
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
         host_ops: the kernels of an update on the host; None: those of the device, which is the host.
+        disks: where goes what is offloaded to NVMe; None: nothing is.
     """
     host = host or Host(device, grid.comm.ledger)
-    return assemble(config, grid, device, ops, host, config.run.seed, host_ops=host_ops)
+    return assemble(config, grid, device, ops, host, config.run.seed, host_ops=host_ops, disks=disks)
 
 
 def assemble(
@@ -274,13 +280,14 @@ def assemble(
     seed: int | None,
     *,
     host_ops: Operations | None = None,
+    disks: PagedHome | None = None,
 ) -> Built:
     """Build the same with initial values of another seed; None: with anything in its memory."""
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
     stages = layers.of_rank(grid["pipeline"].rank)
     model = build_model(config, ops, grid["tensor"])
-    offload = offload_of(config, host)
-    updates_there = offload is not None and offload.optimizer
+    offload = offload_of(config, host, disks)
+    updates_there = offload is not None and offload.optimizer is not None
     recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host)
     engine = build_engine(
         model,

@@ -43,4 +43,5 @@ def _holding(
 ) -> ShardState:
     pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=once))
     within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
-    return ShardState(pieces, {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()})
+    tensors = {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()}
+    return ShardState(pieces, tensors, disks=unit.disks if unit.masters.is_meta else None)

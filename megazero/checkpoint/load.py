@@ -8,7 +8,7 @@ says which tensor lies where; if it and the manifest disagree, the checkpoint is
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.shard import ShardReader, key_of
+from megazero.comm.home import PagedHome
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,15 @@ class _Copy:
     at: int
     into: Tensor
     dtype: torch.dtype
+    disks: PagedHome | None = None
+
+    def parts(self, elements: int) -> "Iterator[_Copy]":
+        """Yield copies that together make this one, cut at multiples of so many elements of the buffer."""
+        begins, first = int(self.into.storage_offset()), 0
+        while first < len(self.into):  # cut where windows begin
+            stop = min(first + elements - (begins + first) % elements, len(self.into))
+            yield replace(self, at=self.at + first * self.dtype.itemsize, into=self.into[first:stop])
+            first = stop
 
 
 def load_tensors(
@@ -56,7 +66,10 @@ def load_tensors(
     starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
     for holding in holdings:  # what a step tried before may have left
         for kind in holding.tensors.keys() - set(manifest.kinds):
-            holding.tensors[kind].zero_()
+            if holding.disks is None:
+                holding.tensors[kind].zero_()
+            else:
+                holding.disks.clear(holding.tensors[kind])
     for copy in _copies(manifest, starts, holdings):
         copies[copy.shard].append(copy)
     read = 0
@@ -73,6 +86,8 @@ def load_tensors(
             finally:
                 read += reader.bytes_read
                 reader.close()
+    for disks in {holding.disks for holding in holdings if holding.disks is not None}:
+        disks.settle()  # a fault of a disk is one of loading
     return read
 
 
@@ -86,7 +101,8 @@ def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Seque
                 for kind, place in zip(kinds, places, strict=True):
                     if kind in holding.tensors:
                         into = holding.tensors[kind][common.at : common.at + common.stop - common.start]
-                        yield _Copy(shard, place + (common.start - start) * dtype.itemsize, into, dtype)
+                        at = place + (common.start - start) * dtype.itemsize
+                        yield _Copy(shard, at, into, dtype, holding.disks)
 
 
 def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator[list[int]]:
@@ -98,6 +114,8 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
 
 def _fill(reader: ShardReader, copy: _Copy, stop: Callable[[], bool]) -> bool:
     """Read the elements of a copy into its tensor; return False if stopped on the way."""
+    if copy.disks is not None:
+        return all(_send(reader, part, copy.disks, stop) for part in copy.parts(copy.disks.window))
     values = copy.into if copy.into.dtype == copy.dtype else torch.empty(copy.into.shape, dtype=copy.dtype)
     target = values.view(torch.uint8)
     for at, data in reader.read(copy.at, copy.at + len(target)):
@@ -108,6 +126,14 @@ def _fill(reader: ShardReader, copy: _Copy, stop: Callable[[], bool]) -> bool:
     if values is not copy.into:
         copy.into.copy_(values)
     return True
+
+
+def _send(reader: ShardReader, copy: _Copy, disks: PagedHome, stop: Callable[[], bool]) -> bool:
+    """Read the elements of a copy into memory, and send them to disks."""
+    values = torch.empty(len(copy.into), dtype=copy.into.dtype)
+    read = _fill(reader, replace(copy, into=values, disks=None), stop)
+    disks.send(values, copy.into, "checkpoint")
+    return read
 
 
 def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:

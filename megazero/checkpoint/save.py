@@ -32,6 +32,7 @@ from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
 from megazero.checkpoint.snapshot import Snapshot, on_device
 from megazero.checkpoint.store import Store
+from megazero.comm.home import PagedHome
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25
@@ -61,11 +62,13 @@ class ShardState:
         pieces: which elements of which parameters.
         tensors: by kind the flat buffer that holds the pieces.
         any_value: they need not be finite: buffers, which training does not make.
+        disks: where the buffers are, if they are not in memory.
     """
 
     pieces: Sequence[Piece]
     tensors: Mapping[str, Tensor]
     any_value: bool = False
+    disks: PagedHome | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -79,6 +82,17 @@ class _Entry:
     piece: Piece
     values: Tensor
     any_value: bool
+    disks: PagedHome | None
+
+    def in_memory(self) -> Iterator[Tensor]:
+        """Yield the values; from disks in parts, so that never much of them is in memory."""
+        if self.disks is None:
+            yield self.values
+            return
+        for part in self.values.split(self.disks.window):
+            read = torch.empty(len(part), dtype=part.dtype)
+            self.disks.bring(part, read, "checkpoint")
+            yield read
 
 
 class Saver:
@@ -108,12 +122,14 @@ class Saver:
         tidy: Callable[[Callable[[], bool]], None] | None,
     ):
         self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
-        sources = [holding.tensors[kind] for holding in holdings for kind in holding.kinds]
+        here = [holding for holding in holdings if holding.disks is None]
+        sources = [holding.tensors[kind] for holding in here for kind in holding.kinds]
         # What is on a GPU has to be copied to be written at all.
         snapshot = snapshot or any(on_device(source) for source in sources)
         self._snapshot = Snapshot(sources) if snapshot else None
         kept = sources if self._snapshot is None else self._snapshot.copies
         self._entries = list(_entries(holdings, iter(kept)))
+        self._reads_disks = len(here) < len(holdings)
         self._copied, self._give_up = threading.Event(), threading.Event()
         self._copied.set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
@@ -192,7 +208,8 @@ class Saver:
         try:
             if self._snapshot is not None:
                 self._snapshot.copy_near()
-                self._copied.set()
+                if not self._reads_disks:  # else the next update waits for the whole file
+                    self._copied.set()
                 self._snapshot.arrive()
             self.store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
             staging.mkdir(exist_ok=True)
@@ -207,14 +224,13 @@ class Saver:
 
     def _write_shard(self, step: int, staging: Path) -> WrittenShard:
         entries = self._entries
-        if bad := next((e for e in entries if not e.any_value and not _is_finite(e.values)), None):
-            what = f"not saved: {bad.kind} of {bad.piece.name} is not finite after the last update; earlier are intact"
-            do = "lower optimizer.lr and go on from an earlier one"
-            raise UserError(302, what, do, where=self.store.folder, step=step)
+        for entry in entries:
+            if entry.disks is None:  # what is on disks is examined as it is written, and read once
+                self._require_finite(entry, entry.values, step)
         keys = [(key_of(e.kind, e.piece.name, e.piece.start, e.piece.stop), e.values) for e in entries]
         about = {"megazero": f"step {step}, rank {self._rank} of {self._size}"}
         beginning, places = plan_shard([(key, values.dtype, values.numel()) for key, values in keys], about)
-        shard = write_shard(staging / shard_name(self._rank), beginning, [entry.values for entry in entries])
+        shard = write_shard(staging / shard_name(self._rank), beginning, self._values(step))
         rows: dict[Piece, list[int]] = {}
         for entry, place in zip(entries, places, strict=True):  # kinds come in their order
             rows.setdefault(entry.piece, [self._rank, entry.piece.start, entry.piece.stop]).append(place)
@@ -222,6 +238,20 @@ class Saver:
         for piece, row in rows.items():
             tensors.setdefault(piece.name, []).append(row)
         return WrittenShard(shard, tensors)
+
+    def _values(self, step: int) -> Iterator[Tensor]:
+        for entry in self._entries:
+            for values in entry.in_memory():
+                if entry.disks is not None:
+                    self._require_finite(entry, values, step)
+                yield values
+
+    def _require_finite(self, entry: _Entry, values: Tensor, step: int) -> None:
+        if not entry.any_value and not _is_finite(values):
+            name = f"{entry.kind} of {entry.piece.name}"
+            what = f"not saved: {name} is not finite after the last update; earlier are intact"
+            do = "lower optimizer.lr and go on from an earlier one"
+            raise UserError(302, what, do, where=self.store.folder, step=step)
 
     def _not_saved(self, why: str | None, step: int) -> UserError:
         code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
@@ -268,10 +298,10 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
     """Yield the entries in the order of the file: unit by unit, kind by kind, as they lie in memory."""
     for holding in holdings:
         for kind in holding.kinds:
-            buffer = next(buffers)
+            buffer = next(buffers) if holding.disks is None else holding.tensors[kind]
             for piece in holding.pieces:
                 values = buffer[piece.at : piece.at + piece.stop - piece.start]
-                yield _Entry(kind, piece, values, holding.any_value)
+                yield _Entry(kind, piece, values, holding.any_value, holding.disks)
 
 
 def _is_finite(values: Tensor) -> bool:

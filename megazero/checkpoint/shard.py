@@ -9,8 +9,9 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,19 +67,19 @@ def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mappin
     return beginning, [len(beginning) + offset for offset in offsets]
 
 
-def write_shard(path: Path, beginning: bytes, tensors: Sequence[Tensor]) -> Shard:
+def write_shard(path: Path, beginning: bytes, tensors: Iterable[Tensor]) -> Shard:
     """Write a new file, and flush it to the disk.
 
     Args:
         beginning: from `plan_shard`.
-        tensors: contiguous and in host memory, in its order.
+        tensors: contiguous and in host memory, in its order; each may come in parts.
 
     Raises:
         OSError: it could not be written.
     """
     hashes, size = [], 0
     with path.open("xb", buffering=0) as file:
-        for block in _blocks([memoryview(beginning), *(_bytes(t) for t in tensors)]):
+        for block in _blocks(chain([memoryview(beginning)], map(_bytes, tensors))):
             hashes.append(hash_of(block))
             write_all(file, block)
             size += len(block)
@@ -194,7 +195,7 @@ class ShardReader:
         return UserError(410, what, "restore the file, or resume from another step", where=self.path)
 
 
-def _blocks(views: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+def _blocks(views: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
     """Yield the same bytes in BLOCK pieces; copy only where a piece consists of several views."""
     parts: list[memoryview] = []
     missing = BLOCK

@@ -108,7 +108,7 @@ def _name(annotation: Any) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         return " or ".join(_name(part) for part in get_args(annotation))
     if get_origin(annotation) is tuple:
-        return f"[{', '.join(_name(part) for part in get_args(annotation))}]"
+        return f"[{', '.join('...' if part is ... else _name(part) for part in get_args(annotation))}]"
     names = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
     return names[annotation]
 

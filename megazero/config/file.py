@@ -151,7 +151,8 @@ def dump(config: Config, path: Path) -> None:
     yaml = YAML()
     yaml.width = 120
     plain = config.model_dump(by_alias=True)
-    plain["optimizer"]["betas"] = list(plain["optimizer"]["betas"])
+    for section, key in ((plain["optimizer"], "betas"), (plain["zero"]["offload"], "path")):
+        section[key] = list(section[key]) if isinstance(section[key], tuple) else section[key]
     text = io.BytesIO()
     yaml.dump(plain, text)
     try:

@@ -65,6 +65,10 @@ def _divides(small: str, large: str, do: str) -> Relation:
     )
 
 
+def _offloads(v: Values) -> tuple[str, str]:
+    return v["zero.offload.optimizer"], v["zero.offload.parameters"]
+
+
 def _even_head(v: Values) -> bool:
     return v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0
 
@@ -132,6 +136,13 @@ RELATIONS: tuple[Relation, ...] = (
         "take zero.stage=1, 2 or 3, or zero.shard_ranks=null",
     ),
     Relation(
+        ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters"),
+        "zero.offload.path given with nvme",
+        lambda v: bool(v["zero.offload.path"]) or "nvme" not in _offloads(v),
+        lambda v: f"zero.offload.path {v['zero.offload.path']!r} with {' and '.join(_offloads(v))}",
+        "give zero.offload.path=FOLDER on a local NVMe disk, or a list of folders",
+    ),
+    Relation(
         ("checkpoint.load", "checkpoint.resume"),
         "checkpoint.load == all with checkpoint.resume none",
         lambda v: v["checkpoint.load"] == "all" or v["checkpoint.resume"] != "none",
@@ -145,9 +156,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("pipeline.schedule", ("zb-v",), "pipeline.chunks", (2,), "its V has two chunks per rank"),
     Exclusion("zero.offload.optimizer", ("cpu", "nvme"), "zero.stage", (1, 2, 3), "only sharded state is offloaded"),
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
-    Exclusion(
-        "zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu", "nvme"), "it is the host that is late"
-    ),
+    Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "it is the host that is late"),
     Exclusion(
         "zero.reduce_dtype",
         ("bf16",),
@@ -157,7 +166,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion("zero.reduce_dtype", ("fp32",), "precision.dtype", ("fp32", "bf16", "fp16"), "fp64 is summed in fp64"),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits the saved inputs of recompute"),
-    Exclusion("memory.offload", (True,), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
+    Exclusion("memory.offload", ("cpu", "nvme"), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
     Exclusion("memory.cuda_graphs", (True,), "memory.recompute", ("full",), "a graph computes its activations again"),
     Exclusion("memory.cuda_graphs", (True,), "parallel.tensor", (1,), "sums over ranks are not recorded"),
     Exclusion("memory.cuda_graphs", (True,), "model.dropout", (0.0,), "a graph's masks would always be the same"),
@@ -173,11 +182,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 )
 
 # An option that is missing here works; so does a value that is listed.
-LIMITS: tuple[Limit, ...] = (
-    Limit("zero.offload.optimizer", ("none", "cpu")),
-    Limit("zero.offload.parameters", ("none", "cpu")),
-    Limit("zero.offload.path", (None,)),
-)
+LIMITS: tuple[Limit, ...] = (Limit("memory.offload", ("none", "cpu")),)
 
 # Verbs of the contract, and whether they run today.
 VERBS: dict[str, bool] = {

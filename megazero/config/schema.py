@@ -98,8 +98,18 @@ class Offload(Section):
     parameters: Literal["none", "cpu", "nvme"] = Field(
         default="none", description="Where stage 3 parameter shards rest."
     )
-    path: Text | None = Field(default=None, description="Folder for nvme.")
+    path: Annotated[Text | tuple[Text, ...] | None, Field(union_mode="left_to_right")] = Field(
+        default=None, description="Folder on the disk for nvme, or a list: one on each disk."
+    )
+    host_mb: Annotated[int, Field(ge=160, le=2**24)] = Field(
+        default=1024, description="MiB of a rank's host memory for what is on its way to nvme or back."
+    )
     delayed: bool = Field(default=False, description="The host updates beside the next step, which is one update late.")
+
+
+def _tier(value: object) -> object:
+    """Return true as cpu and false as none, which is what they once were."""
+    return {True: "cpu", False: "none"}[value] if isinstance(value, bool) else value
 
 
 def _whole(value: object) -> object:
@@ -141,7 +151,9 @@ class Memory(Section):
         description="What is computed again in backward instead of kept: the core of attention (selective), or blocks.",
     )
     partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
-    offload: bool = Field(default=False, description="Pa+cpu: they rest in host memory.")
+    offload: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_tier)] = Field(
+        default="none", description="Pa+cpu: where they rest; true is cpu."
+    )
     cuda_graphs: bool = Field(
         default=False, description="Recomputed blocks are recorded once and replayed; not measured on a GPU yet."
     )

@@ -93,7 +93,7 @@ def take(unit: Unit, values: dict[str, Tensor | nn.Parameter | None], world: Axi
                 whole[interval.start : interval.stop].copy_(value.reshape(-1))
     whole = from_first(whole, world)
     starts = {interval.name: interval.start for interval in unit.layout.intervals}
-    unit.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])
+    unit.resting.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])
 
 
 def adopt_buffers(module: nn.Module, world: Axis, device: torch.device, initial: Initial | None) -> None:

@@ -42,5 +42,5 @@ def _elements(units: Sequence[Unit]) -> int:
 
 
 def _optimizer_bytes(unit: Unit, states: int) -> int:
-    own = not same_place(unit.masters, unit.own_parameters.values)
+    own = not same_place(unit.masters, unit.resting.own_parameters.values)
     return (states + own) * unit.masters.nbytes

@@ -140,7 +140,7 @@ class Elementwise:
 
     def __init__(self, units: Sequence[Unit], make: Factory, options: Mapping[str, Options], *, counts: bool):
         self._counts = counts
-        self.state = {unit: {name: torch.zeros_like(unit.masters) for name in self.STATE} for unit in units}
+        self.state = {unit: {name: unit.resting.new_state() for name in self.STATE} for unit in units}
         self._pieces: dict[Unit, list[tuple[_Piece, float]]] = {}
         for unit in units:
             self._pieces[unit] = []
@@ -168,7 +168,7 @@ class Elementwise:
             for piece, factor in self._pieces[unit]:
                 gradient = unit.reduced_gradients[piece.where].to(unit.masters.dtype)
                 piece.update(gradient * scale.to(gradient.dtype), lr * factor, counts=self._counts)
-        unit.round_masters()
+        unit.resting.round_masters()
 
 
 def kind_of(kept: Kept) -> type[Elementwise]:

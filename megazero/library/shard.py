@@ -147,7 +147,7 @@ class _Memory:
 
     def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
         """Return the kernels beside parameters of a dtype; those of an update are where the update is."""
-        there = updates and self.offload is not None and self.offload.optimizer
+        there = updates and self.offload is not None and self.offload.optimizer is not None
         return choose(self.kernels, torch.device("cpu") if there else self.device, dtype)
 
     def pool(self, dtype: torch.dtype) -> Pool:
@@ -162,13 +162,14 @@ def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, led
     if odd:
         do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
         raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r}", do, where="shard")
-    offload = Offload(Host(device, ledger), *(options.get(key) == "cpu" for key in _OFFLOAD))
-    if not (offload.optimizer or offload.parameters):
+    if "cpu" not in options.values():
         return None
-    if offload.host is None or not offload.host.apart:
+    host = Host(device, ledger)
+    if not host.apart:
         _LOG.info("offload changes nothing: on a CPU the host's memory is the device's")
         return None
-    return offload
+    optimizer, parameters = (host if options.get(key) == "cpu" else None for key in _OFFLOAD)
+    return Offload(host, optimizer, parameters)
 
 
 def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device) -> None:
@@ -250,8 +251,7 @@ def _engine(built: Sequence[BuiltPart], recipe: Recipe, grid: Grid, memory: _Mem
     """Return the engine over the units that are trained, in the order of the module."""
     units = [unit for part in built for unit in part.units if unit.trainable]
     names = [unit.layout.name for unit in units]
-    there = "host_" if memory.offload is not None and memory.offload.optimizer else ""
-    memory.ledger.hold(f"{there}optimizer", len(recipe.state) * sum(unit.masters.nbytes for unit in units))
+    there = "host_" if memory.offload is not None and memory.offload.optimizer is not None else ""
     wide = any(unit.masters.dtype == torch.float64 for unit in units)
     ops = memory.ops(torch.float64 if wide else units[0].updated.values.dtype, updates=True)
     optimizer = recipe.make(units, grid.comm.bucket, ops)

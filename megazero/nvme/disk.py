@@ -1,10 +1,10 @@
 """Flat buffers that rest on disks: read ahead, written behind, verified when they come back.
 
 A buffer on a disk is handled by a tensor without data (of torch's meta device): it has a length, a dtype and slices as
-any other, and whoever computes with it by mistake fails. Its elements lie in pieces of `PIECE` elements, alike in all
-buffers of a shard whatever their dtypes, so that an update goes through masters, moments and gradients piece by piece.
-Of each piece the hash of what was written last is kept; a read returns no byte before its piece has that hash. Pieces
-that were never written are zeros, and are not read.
+any other; to compute with it fails, but to write into it does nothing, without a word. Its elements lie in pieces of
+`PIECE` elements, alike in all buffers of a shard whatever their dtypes, so that an update goes through masters, moments
+and gradients piece by piece. Of each piece the hash of what was written last is kept; a read returns no byte before its
+piece has that hash. Pieces that were never written are zeros, and are not read.
 
 Bytes go through a bounded amount of memory of the host. Copies to and from disks are made by one thread, in order;
 `windows` are for the thread that trains, when that one has nothing to do. Of several folders the one with
@@ -17,61 +17,23 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from megazero.base.errors import UserError
+from megazero.comm.home import Access
 from megazero.comm.ledger import DISK, Ledger
-from megazero.nvme.disk_queue import ALIGNMENT, DiskQueue, Transfer, aligned
+from megazero.nvme.crossing import Crossing, Mark
+from megazero.nvme.disk_queue import DiskQueue, Transfer
 from megazero.nvme.files import UnnamedFile, open_unnamed
+from megazero.nvme.pieces import TRIES, Loaded, Piece, Write, grow, hash_of, lost, padded, unwritten
 
 PIECE = 1 << 20  # elements
 _AHEAD = 4  # pieces that are read before they are needed
 _WINDOWS = 2  # windows that are
-_TRIES = 3  # to write a piece
-
-
-@dataclass(eq=False)
-class _Piece:
-    """A piece of a buffer, and its place on a disk.
-
-    Attributes:
-        file: on whose disk it is.
-        offset: its first byte there.
-        nbytes: without the padding that aligns it.
-        room: bytes of a whole piece of this dtype.
-        hash: of its bytes; None: it was never written, and is zeros.
-        version: how often it was written.
-        writing: the write under way.
-    """
-
-    file: UnnamedFile
-    offset: int
-    nbytes: int
-    room: int
-    hash: int | None = None
-    version: int = 0
-    writing: "_Write | None" = None
-
-
-@dataclass(eq=False)
-class _Write:
-    transfer: Transfer
-    memory: Tensor
-    tries: int = 1
-
-
-@dataclass(eq=False)
-class _Loaded:
-    """A piece in memory, or on its way there."""
-
-    piece: _Piece
-    memory: Tensor
-    transfer: Transfer | None
+_UNSENT = 4  # buffers that wait to be written, whose memory is kept
 
 
 class Disk:
@@ -82,32 +44,50 @@ class Disk:
         ledger: counts what rests there (as nvme_CATEGORY), the memory for pieces, and, as axis "disk", traffic.
         memory: most bytes of the host for pieces that are on their way.
         queue: does the transfers.
+        device: from which values are sent, and to which they are brought, beside those of the host.
+        window: elements of a piece.
 
     Raises:
         UserError: 601, a folder cannot be written.
     """
 
-    apart = True
-
-    def __init__(self, folders: Sequence[Path], ledger: Ledger, memory: int, queue: DiskQueue):
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        ledger: Ledger,
+        memory: int,
+        queue: DiskQueue,
+        device: torch.device | None = None,
+        *,
+        window: int = PIECE,
+    ):
+        self.window = window
         self._ledger, self._queue = ledger, queue
+        self._crossing = Crossing(device or torch.device("cpu"))
         self._files = list[UnnamedFile]()
         self._open(folders)
         self._sizes = [0] * len(folders)
-        self._buffers: dict[int, tuple[Tensor, list[_Piece]]] = {}  # by the storage of their handles
+        self._buffers: dict[int, tuple[Tensor, list[Piece]]] = {}  # by the storage of their handles
         self._free: dict[int, list[Tensor]] = {}  # memory for pieces, by its size
+        self._expected: dict[Piece, Loaded] = {}  # read before anybody asked, in that order
         self._left = memory
-        self._writes: deque[_Piece] = deque()
+        self._writes: deque[Piece] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._sent: deque[Future[None]] = deque()
+
+    @property
+    def direct(self) -> bool:
+        """Return whether no byte goes through the system's cache."""
+        return all(file.direct for file in self._files)
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
         """Return the handle of a new buffer of zeros, whose bytes are reserved. Raises UserError: 602, no room."""
         handle, before = torch.empty(numel, dtype=dtype, device="meta"), list(self._sizes)
-        pieces = [self._reserve(min(PIECE, numel - first), dtype.itemsize) for first in range(0, numel, PIECE)]
+        firsts = range(0, numel, self.window)
+        pieces = [self._reserve(min(self.window, numel - first), dtype.itemsize) for first in firsts]
         try:
             for file, size in zip(self._files, self._sizes, strict=True):
-                _grow(file, size)
+                grow(file, size)
         except UserError:
             self._sizes = before
             raise
@@ -117,19 +97,30 @@ class Disk:
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Start to copy to a disk. `x` may be freed at once, but must not be written to before `join`."""
-        assert x.device.type == "cpu", "the thread is ordered with no stream"
         self._ledger.add(DISK, f"{purpose} out", x.numel(), x.element_size())
-        self._sent.append(self._thread.submit(self._write, x, into))
+        while len(self._sent) >= _UNSENT:
+            self._sent.popleft().result()
+        self._sent.append(self._thread.submit(self._write, x, into, self._crossing.mark()))
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> "Future[None]":
         """Start to copy from a disk to memory, behind all that was sent before."""
-        assert into.device.type == "cpu", "the thread is ordered with no stream"
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
-        return self._thread.submit(self._read, x, into)
+        return self._thread.submit(self._read, x, into, self._crossing.mark())
 
     def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Copy from a disk to memory."""
         self.start_bring(x, into, purpose).result()
+
+    def expect(self, x: Tensor) -> None:
+        """Start to read what will be brought soon, as far as there is memory that nobody has."""
+        self._thread.submit(self._expect, x)
+
+    def clear(self, x: Tensor) -> None:
+        """Let a whole buffer be zeros again."""
+        self.settle()
+        for _, _, piece in self._parts(x):
+            piece.hash = None
+            self._drop(self._expected.pop(piece, None))
 
     def join(self) -> None:
         """Wait until what was sent has been read: it may be written to afterwards."""
@@ -141,35 +132,34 @@ class Disk:
         self.join()
         self._thread.submit(self._drain).result()
 
-    def windows(
-        self, flats: Sequence[Tensor], written: Sequence[bool], purpose: str
-    ) -> Iterator[tuple[slice, list[Tensor]]]:
+    def windows(self, flats: Sequence[tuple[Tensor, Access]], purpose: str) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield the elements of some flat buffers of one length piece by piece, and write back what was changed.
 
         The next windows are read, and the last ones written, while the caller computes. Nothing may be sent or brought
         before the last one has been yielded.
 
         Args:
-            flats: handles, or tensors in memory, which are seen in place.
-            written: of each whether the caller changes it.
+            flats: handles, or tensors in memory, which are seen in place; and what is done to each.
         """
-        numel, ahead = len(flats[0]), deque[list[_Loaded | Tensor]]()
+        numel, ahead = len(flats[0][0]), deque[list[Loaded | Tensor]]()
         self.settle()
-        for flat, changes in zip(flats, written, strict=True):
-            if flat.is_meta:
+        for flat, access in flats:
+            if flat.is_meta and access != "write":
                 self._ledger.add(DISK, f"{purpose} back", numel, flat.element_size())
-                if changes:
-                    self._ledger.add(DISK, f"{purpose} out", numel, flat.element_size())
-        starts, now = range(0, numel, PIECE), list[_Loaded | Tensor]()
+            if flat.is_meta and access != "read":
+                self._ledger.add(DISK, f"{purpose} out", numel, flat.element_size())
+        starts, now = range(0, numel, self.window), list[Loaded | Tensor]()
         try:
             for place, first in enumerate(starts):
                 for coming in starts[place + len(ahead) : place + _WINDOWS + 1]:
                     ahead.append(window := [])
-                    window.extend(self._load(flat, slice(coming, coming + PIECE)) for flat in flats)
+                    window.extend(
+                        self._load(flat, slice(coming, coming + self.window), access) for flat, access in flats
+                    )
                 now = ahead.popleft()
-                where = slice(first, min(first + PIECE, numel))
-                yield where, [self._tensor(one, flat.dtype) for one, flat in zip(now, flats, strict=True)]
-                self._take_back(now, written)
+                where = slice(first, min(first + self.window, numel))
+                yield where, [self._tensor(one, flat.dtype) for one, (flat, _) in zip(now, flats, strict=True)]
+                self._take_back(now, [access for _, access in flats])
                 now = []
             self._drain()
         finally:
@@ -201,12 +191,21 @@ class Disk:
 
     # Reading and writing of slices, by the thread.
 
-    def _read(self, source: Tensor, into: Tensor) -> None:
-        coming = deque[tuple[slice, slice, _Loaded]]()
+    def _expect(self, x: Tensor) -> None:
+        for _, _, piece in self._parts(x):
+            if piece in self._expected or piece.hash is None or piece.writing is not None:
+                continue
+            spare = sum(size * len(free) for size, free in self._free.items())
+            if self._left + spare < piece.room:
+                return
+            self._expected[piece] = self._start_read(piece)
+
+    def _read(self, source: Tensor, into: Tensor, mark: Mark) -> None:
+        coming = deque[tuple[slice, slice, Loaded]]()
 
         def land() -> None:
             inside, here, loaded = coming[0]
-            into[here].copy_(self._arrived(loaded).view(source.dtype)[inside])
+            self._crossing.copy(into[here], self._arrived(loaded).view(source.dtype)[inside], mark)
             self._give(loaded.memory)
             coming.popleft()
 
@@ -221,84 +220,89 @@ class Disk:
             for _, _, loaded in coming:
                 self._drop(loaded)
 
-    def _write(self, x: Tensor, into: Tensor) -> None:
+    def _write(self, x: Tensor, into: Tensor, mark: Mark) -> None:
         for inside, here, piece in self._parts(into):
             loaded = self._start_read(piece, wanted=inside.stop - inside.start < piece.nbytes // into.element_size())
             try:
-                self._arrived(loaded).view(into.dtype)[inside].copy_(x[here])
+                self._crossing.copy(self._arrived(loaded).view(into.dtype)[inside], x[here], mark)
             except UserError:
                 self._drop(loaded)
                 raise
             self._start_write(piece, loaded.memory)
 
-    def _parts(self, of: Tensor) -> Iterator[tuple[slice, slice, _Piece]]:
+    def _parts(self, of: Tensor) -> Iterator[tuple[slice, slice, Piece]]:
         """Yield for each piece under a slice (elements of the piece, elements of the slice, the piece)."""
         _, pieces = self._buffers[of.untyped_storage()._cdata]
         first = int(of.storage_offset())
         last = first + len(of)
         at = first
         while at < last:
-            number = at // PIECE
-            stop = min(last, (number + 1) * PIECE)
-            yield slice(at - number * PIECE, stop - number * PIECE), slice(at - first, stop - first), pieces[number]
+            number = at // self.window
+            begins = number * self.window
+            stop = min(last, begins + self.window)
+            yield slice(at - begins, stop - begins), slice(at - first, stop - first), pieces[number]
             at = stop
 
     # Pieces.
 
-    def _load(self, flat: Tensor, where: slice) -> "_Loaded | Tensor":
+    def _load(self, flat: Tensor, where: slice, access: Access) -> "Loaded | Tensor":
         if not flat.is_meta:
             return flat[where]
         ((_, _, piece),) = self._parts(flat[where])
-        return self._start_read(piece)
+        return self._start_read(piece, wanted=access != "write")
 
-    def _take_back(self, window: "Sequence[_Loaded | Tensor]", written: Sequence[bool]) -> None:
+    def _take_back(self, window: "Sequence[Loaded | Tensor]", accesses: Sequence[Access]) -> None:
         """Write back what a caller has changed; free the rest."""
-        for one, changes in zip(window, written, strict=True):
-            if isinstance(one, _Loaded) and changes:
+        for one, access in zip(window, accesses, strict=True):
+            if isinstance(one, Loaded) and access != "read":
                 self._start_write(one.piece, one.memory)
-            elif isinstance(one, _Loaded):
+            elif isinstance(one, Loaded):
                 self._give(one.memory)
 
-    def _drop(self, one: "_Loaded | Tensor") -> None:
+    def _drop(self, one: "Loaded | Tensor | None") -> None:
         """Free the memory of a piece that nobody will look at."""
-        if isinstance(one, _Loaded):
+        if isinstance(one, Loaded):
             if one.transfer is not None:
                 with suppress(OSError):
                     one.transfer.wait()
             self._give(one.memory)
 
-    def _tensor(self, one: "_Loaded | Tensor", dtype: torch.dtype) -> Tensor:
+    def _tensor(self, one: "Loaded | Tensor", dtype: torch.dtype) -> Tensor:
         return one if isinstance(one, Tensor) else self._arrived(one).view(dtype)
 
-    def _start_read(self, piece: _Piece, *, wanted: bool = True) -> _Loaded:
+    def _start_read(self, piece: Piece, *, wanted: bool = True) -> Loaded:
         """Give a piece memory, and start to read it there unless all of it will be written anew."""
+        expected = self._expected.pop(piece, None)
+        if expected is not None and wanted:
+            return expected
+        self._drop(expected)
         if piece.writing is not None:
             self._drain()
         memory = self._memory(piece.room)
         if piece.hash is None or not wanted:
-            return _Loaded(piece, memory.zero_() if wanted else memory, None)
-        into = memory[: _padded(piece.nbytes)]
-        return _Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, into))
+            return Loaded(piece, memory.zero_() if wanted else memory, None)
+        into = memory[: padded(piece.nbytes)]
+        return Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, into))
 
-    def _arrived(self, loaded: _Loaded) -> Tensor:
+    def _arrived(self, loaded: Loaded) -> Tensor:
         """Return the bytes of a piece when they have come. Raises UserError: 603, they cannot be read or are others."""
         piece, memory = loaded.piece, loaded.memory[: loaded.piece.nbytes]
         if loaded.transfer is not None:
             try:
                 loaded.transfer.wait()
             except OSError as error:
-                raise _lost(piece, f"cannot be read: {error.strerror}") from None
-            if (found := _hash(memory)) != piece.hash:
-                raise _lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
+                raise lost(piece, f"cannot be read: {error.strerror}") from None
+            if (found := hash_of(memory)) != piece.hash:
+                raise lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
         return memory
 
-    def _start_write(self, piece: _Piece, memory: Tensor) -> None:
-        piece.hash = _hash(memory[: piece.nbytes])
-        piece.writing = _Write(self._submit(piece, memory), memory)
+    def _start_write(self, piece: Piece, memory: Tensor) -> None:
+        piece.hash = hash_of(memory[: piece.nbytes])
+        piece.writing = Write(self._submit(piece, memory), memory)
         self._writes.append(piece)
 
-    def _submit(self, piece: _Piece, memory: Tensor) -> Transfer:
-        return self._queue.write(piece.file.handle, piece.offset, memory[: _padded(piece.nbytes)])
+    def _submit(self, piece: Piece, memory: Tensor) -> Transfer:
+        return self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
 
     def _drain(self, leave: int = 0) -> None:
         """Wait for writes, the oldest first. Raises UserError: 604, one fails again and again."""
@@ -309,9 +313,9 @@ class Disk:
             try:
                 write.transfer.wait()
             except OSError as error:
-                if write.tries == _TRIES:
-                    raise _unwritten(piece, error) from None
-                piece.writing = _Write(self._submit(piece, write.memory), write.memory, write.tries + 1)
+                if write.tries == TRIES:
+                    raise unwritten(piece, error) from None
+                piece.writing = Write(self._submit(piece, write.memory), write.memory, write.tries + 1)
                 continue
             self._writes.popleft()
             piece.writing = None
@@ -321,45 +325,32 @@ class Disk:
     def _memory(self, size: int) -> Tensor:
         """Return memory for a piece; wait for writes that have some where no more may be taken."""
         free = self._free.setdefault(size, [])
-        while not free and self._left < size and self._writes:
-            self._drain(len(self._writes) - 1)
+        while not free and self._left < size and not self._shrink(size) and (self._expected or self._writes):
+            if self._expected:  # the last one is needed last
+                _, loaded = self._expected.popitem()
+                self._drop(loaded)
+            else:
+                self._drain(len(self._writes) - 1)
         if free:
             return free.pop()
-        self._left -= size  # below zero where so many pieces are needed at once
+        self._left -= size
         self._ledger.hold("host_pieces", size)
-        return aligned(size)
+        return self._crossing.memory(size)
+
+    def _shrink(self, size: int) -> bool:
+        """Free memory of pieces of other sizes, which nobody uses now; return whether that is enough."""
+        for other, free in self._free.items():
+            while free and self._left < size:
+                free.pop()
+                self._left += other
+                self._ledger.hold("host_pieces", -other)
+        return self._left >= size
 
     def _give(self, memory: Tensor) -> None:
         self._free[len(memory)].append(memory)
 
-    def _reserve(self, numel: int, itemsize: int) -> _Piece:
+    def _reserve(self, numel: int, itemsize: int) -> Piece:
         disk = min(range(len(self._files)), key=self._sizes.__getitem__)
         offset = self._sizes[disk]
-        self._sizes[disk] += _padded(numel * itemsize)
-        return _Piece(self._files[disk], offset, numel * itemsize, PIECE * itemsize)
-
-
-def _grow(file: UnnamedFile, size: int) -> None:
-    try:
-        file.reserve(size)
-    except OSError as error:
-        what = f"expected room for {size:,} bytes of this rank, got: {error.strerror}"
-        raise UserError(602, what, "free some, or give a larger disk", where=file.folder) from None
-
-
-def _lost(piece: _Piece, why: str) -> UserError:
-    what = f"bytes {piece.offset:,} to {piece.offset + piece.nbytes:,} of what a rank keeps there: {why}"
-    return UserError(603, what, "look at the disk, and resume from the last checkpoint", where=piece.file.folder)
-
-
-def _unwritten(piece: _Piece, error: OSError) -> UserError:
-    what = f"{piece.nbytes:,} bytes could not be written, {_TRIES} times: {error.strerror}"
-    return UserError(604, what, "look at the disk, and resume from the last checkpoint", where=piece.file.folder)
-
-
-def _hash(memory: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(memory.numpy().data)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._sizes[disk] += padded(numel * itemsize)
+        return Piece(self._files[disk], offset, numel * itemsize, self.window * itemsize)

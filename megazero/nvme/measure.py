@@ -22,7 +22,7 @@ _RANDOM = 1 << 20  # bytes, again and again: nothing that a file system could co
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What one setting reaches.
+    """The speed that one setting reaches.
 
     Attributes:
         engine: how the system was asked.

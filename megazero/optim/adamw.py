@@ -7,7 +7,6 @@ rounded parameters in the same pass (`kernels/csrc/cpu.cpp`; the same bits). Whe
 step count stay as they were, and the host need not know.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megazero.comm.pool import same_place
 from megazero.kernels.operations import Operations
 from megazero.zero.unit import Unit
 
@@ -65,16 +65,11 @@ class AdamW:
     ):
         self.betas, self.eps = betas, eps
         self._adamw = ops.adamw_ if all(unit.updated.values.dtype.itemsize == 2 for unit in units) else None
-        self.state = {unit: {name: torch.zeros_like(unit.masters) for name in self.STATE} for unit in units}
+        self.state = {unit: {name: unit.resting.new_state() for name in self.STATE} for unit in units}
         self._pieces = {unit: _pieces(unit, weight_decay, bucket if self._widens(unit) else None) for unit in units}
-        widened = [
-            piece.where.stop - piece.where.start
-            for unit, pieces in self._pieces.items()
-            for piece in pieces
-            if self._widens(unit)
-        ]
-        some = units[0].masters
-        self._staging = torch.empty(max(widened, default=0), dtype=some.dtype, device=some.device)
+        widened = [piece for unit in units if self._widens(unit) for piece in self._pieces[unit]]
+        longest = max((piece.where.stop - piece.where.start for piece in widened), default=0)
+        self._staging = torch.empty(longest, dtype=units[0].masters.dtype, device=_updates_on(units[0]))
 
     @property
     def staging_bytes(self) -> int:
@@ -92,69 +87,84 @@ class AdamW:
             scale: 0-dim, any float dtype.
             skip: 0-dim fp32; when 1 nothing changes.
         """
-        first, second = self.state[unit].values()
-        divide_by: Tensor | None = None
-        if unit.masters.dtype == torch.float64:
+        pieces, divide_by = iter(self._pieces[unit]), scale.reciprocal().to(torch.float32)
+        piece = next(pieces, None)
+        for where, (masters, gradients, first, second, updated) in unit.update_windows(self.state[unit], skip):
+            while piece is not None and piece.where.stop <= where.stop:  # no piece is cut by a window
+                here = slice(piece.where.start - where.start, piece.where.stop - where.start)
+                flats = (masters[here], gradients[here], first[here], second[here])
+                if self._adamw is None:
+                    self._update(piece, *flats, lr=lr, scale=scale, divide_by=divide_by, skip=skip)
+                else:
+                    factors = (lr * piece.lr_factor, *self.betas, self.eps, piece.decay)
+                    self._adamw(*flats, updated[here], piece.step, divide_by, skip, *factors)
+                piece = next(pieces, None)
+            if self._adamw is None and not same_place(updated, masters):
+                updated.copy_(masters)
+        assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece lies within a window"
+
+    def _update(
+        self,
+        piece: _Piece,
+        masters: Tensor,
+        gradients: Tensor,
+        first: Tensor,
+        second: Tensor,
+        *,
+        lr: float,
+        scale: Tensor,
+        divide_by: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Update one piece by torch's kernel."""
+        wide = masters.dtype == torch.float64
+        if wide:
             # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
             # A skipped step's scale may be infinite, and padding has to stay zero.
-            unit.reduced_gradients.mul_(torch.where(skip > 0, 0.0, scale))
-        else:
-            divide_by = scale.reciprocal().to(torch.float32)
-        if self._adamw is not None and divide_by is not None:
-            self._update_in_one_pass(self._adamw, unit, lr=lr, divide_by=divide_by, skip=skip)
-            return
-        for piece in self._pieces[unit]:
-            adamw(
-                [unit.masters[piece.where]],
-                [self._gradients(unit, piece.where)],
-                [first[piece.where]],
-                [second[piece.where]],
-                [],
-                [piece.step],
-                fused=True,
-                grad_scale=divide_by,
-                found_inf=skip,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=lr * piece.lr_factor,
-                weight_decay=piece.decay,
-                eps=self.eps,
-                maximize=False,
-            )
-        unit.round_masters()
-
-    def _update_in_one_pass(
-        self, kernel: Callable[..., None], unit: Unit, *, lr: float, divide_by: Tensor, skip: Tensor
-    ) -> None:
-        flats = (unit.masters, unit.reduced_gradients, *self.state[unit].values(), unit.updated.values)
-        for piece in self._pieces[unit]:
-            kernel(
-                *(flat[piece.where] for flat in flats),
-                *(piece.step, divide_by, skip),
-                *(lr * piece.lr_factor, *self.betas, self.eps, piece.decay),
-            )
+            gradients.mul_(torch.where(skip > 0, 0.0, scale))
+        elif gradients.dtype != masters.dtype:
+            gradients = self._staging[: len(gradients)].copy_(gradients)
+        adamw(
+            [masters],
+            [gradients],
+            [first],
+            [second],
+            [],
+            [piece.step],
+            fused=True,
+            grad_scale=None if wide else divide_by,
+            found_inf=skip,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=lr * piece.lr_factor,
+            weight_decay=piece.decay,
+            eps=self.eps,
+            maximize=False,
+        )
 
     def _widens(self, unit: Unit) -> bool:
         """Return whether gradients are copied to the masters' precision before the update."""
         return self._adamw is None and unit.reduced_gradients.dtype != unit.masters.dtype
 
-    def _gradients(self, unit: Unit, where: slice) -> Tensor:
-        """Return some gradients in the masters' precision."""
-        gradients = unit.reduced_gradients[where]
-        if gradients.dtype == unit.masters.dtype:
-            return gradients
-        return self._staging[: len(gradients)].copy_(gradients)
+
+def _updates_on(unit: Unit) -> torch.device:
+    """Return the device that updates a unit: the host what rests on disks."""
+    return torch.device("cpu") if unit.masters.is_meta else unit.masters.device
 
 
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
-    """Return the groups of a unit's shard, in pieces of `bucket` bytes."""
-    longest = unit.numel if bucket is None else max(bucket // unit.masters.element_size() // 16 * 16, 16)
+    """Return the groups of a unit's shard, cut where windows begin, and in pieces of at most `bucket` bytes."""
+    longest = unit.window
+    if bucket is not None:  # a power of two, as the length of a window is
+        longest = min(longest, 1 << max(bucket // unit.masters.element_size(), 16).bit_length() - 1)
     pieces = []
     for group, elements in unit.layout.group_slices(unit.shard):
         assert group.optimizer == AdamW.KIND, f"unit {unit.layout.name}: a group for {group.optimizer}"
-        for cut in range(elements.start, elements.stop, longest):
-            where = slice(cut, min(cut + longest, elements.stop))
-            step = torch.zeros((), dtype=torch.float32, device=unit.masters.device)
-            pieces.append(_Piece(where, weight_decay if group.decay else 0.0, group.lr_factor, step))
+        cut = elements.start
+        while cut < elements.stop:
+            stop = min((cut // longest + 1) * longest, elements.stop)
+            step = torch.zeros((), dtype=torch.float32, device=_updates_on(unit))
+            pieces.append(_Piece(slice(cut, stop), weight_decay if group.decay else 0.0, group.lr_factor, step))
+            cut = stop
     return pieces

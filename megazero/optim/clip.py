@@ -46,8 +46,16 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
     """Return the sum of squares of each of some units that have the same axes: fp64 [units]."""
     sharded = shard.size > 1 and units[0].axes.stage.optimizer is Placement.SHARD
     parts, counts = 1 if sharded else shard.size, tensor.rank == 0
-    cut = [piece for unit in units for piece in unit.reduced_gradients.split(_lengths(unit, parts, counts=counts))]
-    squares = ops.sums_of_squares(cut).view(len(units), parts, -1)
+    lengths = {unit: _lengths(unit, parts, counts=counts) for unit in units}
+    if units[0].reduced_gradients.is_meta:  # one after the other in memory
+        found = []
+        for unit in units:
+            with unit.reduced_gradients_in_memory() as gradients:
+                found.append(ops.sums_of_squares(gradients.split(lengths[unit])))
+        squares = torch.cat(found)
+    else:
+        squares = ops.sums_of_squares([cut for unit in units for cut in unit.reduced_gradients.split(lengths[unit])])
+    squares = squares.view(len(units), parts, -1)
     first, *others = (squares[..., 0] if counts else squares[..., 0] + 0.0 * squares[..., 1]).unbind(1)
     for other in others:
         first = first + other

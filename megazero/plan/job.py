@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from megazero.plan.model import Micro, ModelShape
 from megazero.plan.placements import STAGES, Placement, ZeroStage
@@ -30,6 +31,8 @@ class Job:
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
         graphs: blocks are replayed as CUDA graphs.
         offload_optimizer, offload_parameters: to the host.
+        disk_optimizer, disk_parameters: to disks instead.
+        apart: the host's memory is not the device's.
         delayed: the host updates beside the next step, which takes no more memory.
         dropout: the model has dropout, so there are masks.
         documents: attention does not cross the ends of documents.
@@ -54,6 +57,9 @@ class Job:
     graphs: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    disk_optimizer: bool = False
+    disk_parameters: bool = False
+    apart: bool = True
     delayed: bool = False
     dropout: bool = False
     documents: bool = False
@@ -68,6 +74,7 @@ class Job:
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
         words += ["Pa+cpu" if self.offload else "Pa"] * self.partition + ["graphs"] * self.graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
+        words += ["nvme-optimizer"] * self.disk_optimizer + ["nvme-parameters"] * self.disk_parameters
         return " ".join(words) or "one process"
 
     @property
@@ -124,6 +131,28 @@ class Job:
         """Return which model states rest on the host: none | optimizer | parameters | both."""
         words = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
         return "both" if len(words) == 2 else "".join(words) or "none"
+
+    @property
+    def optimizer_away(self) -> bool:
+        """Return whether masters and moments rest elsewhere than on the device, and the host updates."""
+        return self.offload_optimizer or self.disk_optimizer
+
+    @property
+    def parameters_away(self) -> bool:
+        """Return whether parameters rest elsewhere than on the device."""
+        return self.offload_parameters or self.disk_parameters
+
+    @property
+    def one_home(self) -> bool:
+        """Return whether masters rest where parameters do: of one dtype they are the same memory."""
+        return (self.offload_optimizer, self.disk_optimizer) == (self.offload_parameters, self.disk_parameters)
+
+    @property
+    def gradients_away(self) -> Literal["host", "disk"] | None:
+        """Return where reduced gradients wait for the update; None: on the device."""
+        if self.disk_optimizer and self.shards_gradients:
+            return "disk"
+        return "host" if self.offload_optimizer or (self.disk_optimizer and self.apart) else None
 
     @property
     def ties_ranks(self) -> bool:

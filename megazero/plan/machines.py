@@ -50,6 +50,8 @@ class Machine:
         price_per_hour: dollars for a device; None: not known.
         launch: seconds that a kernel takes if there is nothing to do.
         reached: the shares of these that training gets.
+        disk_bytes, disk_read, disk_write: each device's part of the node's disks and of their bandwidth by direct I/O;
+            0: there are none, or they are not known.
         nccl_channels: that NCCL makes for a collective among the devices of a node; 0: it is not used. NCCL_DEBUG=INFO
             shows them: 24 among 8 A100 on NVSwitch.
     """
@@ -70,6 +72,9 @@ class Machine:
     launch: float
     reached: Efficiency
     nccl_channels: int = 24
+    disk_bytes: float = 0.0
+    disk_read: float = 0.0
+    disk_write: float = 0.0
 
     def peak(self, item: int) -> float | None:
         """Return FLOP/s at so many bytes an element; of 16 bits the better of bf16 and fp16. None: not known."""
@@ -110,6 +115,9 @@ _DGX_2 = Machine(  # DGX-2: 16 devices on NVSwitch, 8 x 100 Gb/s EDR, 1.5 TB of 
     launch=4e-6,
     reached=V100,
     nccl_channels=12,
+    disk_bytes=28.1e12 / 16,
+    disk_read=1.6e9,  # ZeRO-Infinity (2104.07857), Fig. 2b, as the bytes; the others as supposed as their links
+    disk_write=1.6e9,
 )
 _DGX_A100 = Machine(  # DGX A100: 8 devices on NVSwitch, 8 x 200 Gb/s HDR, 2 TB of host memory
     name="a100-80gb",
@@ -127,6 +135,9 @@ _DGX_A100 = Machine(  # DGX A100: 8 devices on NVSwitch, 8 x 200 Gb/s HDR, 2 TB 
     price_per_hour=2.0,
     launch=4e-6,
     reached=A100,
+    disk_bytes=30e12 / 8,
+    disk_read=25e9 / 8,
+    disk_write=25e9 / 8,
 )
 _DGX_H100 = Machine(  # DGX H100: 8 devices on NVSwitch, 8 x 400 Gb/s NDR, 2 TB of host memory
     name="h100-80gb",
@@ -144,6 +155,9 @@ _DGX_H100 = Machine(  # DGX H100: 8 devices on NVSwitch, 8 x 400 Gb/s NDR, 2 TB 
     price_per_hour=3.0,
     launch=4e-6,
     reached=H100,
+    disk_bytes=30e12 / 8,
+    disk_read=25e9 / 8,
+    disk_write=25e9 / 8,
 )
 _DGX_H200 = replace(  # DGX H200: the H100 with more and faster memory
     _DGX_H100,

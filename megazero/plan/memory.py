@@ -17,8 +17,9 @@ Beside these a GPU holds, and no ledger counts (`planned`):
                     m micro-batches of b sequences: m (17 s b + 8 b), tokens and targets 8 each, a flag for each
                     target, numbers of samples; with documents 8 m s b more for positions
 
-What is offloaded has `host_` before its category. With stage 1 to 3 on the host: masters and moments; in stages 2 and 3
-gradients too; parameters of stage 3.
+What is offloaded has `host_` before its category, or `nvme_` on disks. With stage 1 to 3: masters and moments; in
+stages 2 and 3 gradients too; parameters of stage 3. What is on its way to disks and back takes host memory up to a
+bound that is an option (`host_pieces` of the ledger), whatever the job.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from megazero.plan.peak import peak
 from megazero.plan.pool import pool
 from megazero.plan.states import UnitSize, states, units
 
+HOST, DISK = "host_", "nvme_"  # begin the categories of what is offloaded
 _ALIGNED = 16  # bytes, of a tensor among those that are packed
 
 
@@ -46,11 +48,15 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Return the bytes on the device."""
-        return sum(self.held.values()) - self.host
+        return sum(self.held.values()) - self.host - self.disk
 
     @property
     def host(self) -> int:
-        return sum(size for category, size in self.held.items() if category.startswith("host_"))
+        return sum(size for category, size in self.held.items() if category.startswith(HOST))
+
+    @property
+    def disk(self) -> int:
+        return sum(size for category, size in self.held.items() if category.startswith(DISK))
 
 
 def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
@@ -209,19 +215,25 @@ class _Walk:
 def _offloaded(job: Job, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
     found, item = dict(held), job.bytes
     share = sum(unit.padded(job.shard) for unit in sizes) // job.shard
-    # Parameters that are their own masters are so only where both rest in one place.
-    if item.master == item.parameter and job.offload_optimizer != job.offload_parameters:
+    if item.master == item.parameter and not job.one_home:  # else parameters are their own masters
         found["optimizer"] += item.master * share
-    if job.offload_parameters:
-        found["host_parameters"] = found.pop("parameters")
-    if job.offload_optimizer:
-        found["host_optimizer"] = found.pop("optimizer")
-        found["host_gradients"] = item.gradient * share
+    if job.parameters_away:
+        found[f"{_there(job.disk_parameters)}parameters"] = found.pop("parameters")
+    if job.optimizer_away:
+        found[f"{_there(job.disk_optimizer)}optimizer"] = found.pop("optimizer")
+        if job.gradients_away is not None:
+            found[f"{_there(job.gradients_away == 'disk')}gradients"] = item.gradient * share
         if job.shards_gradients:
             del found["gradients"]
-        if item.master != item.parameter and not job.offload_parameters:
-            found["host_parameters"] = item.parameter * share  # rounded, on their way to the device
+        # Rounded, on their way to the device or a disk; what a disk's update writes for the device goes that way too.
+        rounded = job.offload_optimizer and not job.one_home and item.master != item.parameter
+        if rounded or (job.disk_optimizer and not job.parameters_away and job.apart):
+            found["host_parameters"] = item.parameter * share
     return {category: size for category, size in found.items() if size}
+
+
+def _there(disk: bool) -> str:
+    return DISK if disk else HOST
 
 
 def _blocks(parts: range, layers: int) -> int:

@@ -33,18 +33,18 @@ def pool(job: Job, stages: Iterable[range]) -> int:
     paths = [_path(job, parts) for parts in stages]
     ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
     whole, gradients = Counter[int](), Counter[int]()
-    if job.shards_parameters and (shard > 1 or job.offload_parameters):
+    if job.shards_parameters and (shard > 1 or job.parameters_away):
         for there in (moment for path in paths for moment in _gathered(path)):
             whole |= Counter(unit.padded(shard) for unit in there)
-    if job.shards_gradients and (shard > 1 or job.offload_optimizer):
-        shards = shard > 1 and job.offload_optimizer
+    if job.shards_gradients and (shard > 1 or job.optimizer_away):
+        shards = shard > 1 and job.optimizer_away
         for there, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
             of_shards = Counter(unit.padded(shard) // shard for unit in on_their_way if shards)
             gradients |= of_shards + Counter(unit.padded(shard) for unit in there)
     one_tie = job.pipeline > 1 and len(ties) == 1
-    if job.shards_optimizer and not job.shards_gradients and job.offload_optimizer and one_tie:
+    if job.shards_optimizer and not job.shards_gradients and job.gradients_away and one_tie:
         gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
-    if job.offload_optimizer and job.replicas > 1:  # summed over the replicas one after the other
+    if job.gradients_away and job.replicas > 1:  # summed over the replicas one after the other
         gradients |= Counter({unit.padded(shard) // shard: 1 for path in paths for part in path for unit in part})
     staged = _staged(job, paths, ties) if item.summed != item.gradient else Counter[int]()
     return item.parameter * _elements(whole) + item.gradient * _elements(gradients) + item.summed * _elements(staged)

@@ -80,7 +80,7 @@ def fullest(layout: Job, machine: Machine) -> RankMemory:
 
 
 def fits(found: RankMemory, machine: Machine) -> bool:
-    return found.peak <= usable(machine) and found.host <= machine.host_memory_bytes
+    return _lack(found, machine) <= 1
 
 
 def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool], count: int = 10) -> Search:
@@ -146,8 +146,9 @@ def _fastest(
 
 
 def _lack(found: RankMemory, machine: Machine) -> float:
-    """Return needed bytes over available ones, on the device or the host."""
-    return max(found.peak / usable(machine), found.host / machine.host_memory_bytes)
+    """Return needed bytes over available ones, on the device, the host or the disks."""
+    there = found.disk / machine.disk_bytes if machine.disk_bytes else float("inf") if found.disk else 0.0
+    return max(found.peak / usable(machine), found.host / machine.host_memory_bytes, there)
 
 
 def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool]) -> Found | None:

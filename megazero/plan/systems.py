@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from megazero.plan.job import Job
 from megazero.plan.liveness import liveness
 from megazero.plan.machines import MACHINES, Machine
-from megazero.plan.memory import RankMemory, memory
+from megazero.plan.memory import DISK, HOST, RankMemory, memory
 
 TIME_ERROR = 0.20  # four of five rows of published tables that no fit has seen are this close (docs/published.md)
 UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine on GPUs: not measured"
@@ -61,7 +61,7 @@ class System:
         if self.stored_scores:
             held["scores"] = _scores(job, rank)
         if self.allocator:
-            on_device = sum(size for category, size in held.items() if not category.startswith("host_"))
+            on_device = sum(size for category, size in held.items() if not category.startswith((HOST, DISK)))
             held["allocator"] = int(self.allocator * on_device)
         return RankMemory(held, found.cause)
 

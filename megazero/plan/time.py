@@ -331,23 +331,35 @@ def _rest(traffic: float, computation: float, units: int) -> float:
 
 
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
-    """Return the seconds of the update on the device, and those waited for what is offloaded to the host."""
+    """Return the seconds of the update on the device, and those waited for what is offloaded."""
     job = compute.job
     m = job.micro_batches
     moved: dict[str, float] = {}
     for flow in own:
-        if flow.axis == "host":
-            moved[flow.purpose] = moved.get(flow.purpose, 0.0) + flow.bytes / machine.host_bandwidth
+        if flow.axis in ("host", "disk"):
+            moved[flow.purpose] = moved.get(flow.purpose, 0.0) + flow.bytes / _rate(machine, flow)
     out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
     offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)
     back = moved.get("parameters back", 0.0)
-    if job.offload_parameters:  # gathered from the host beside the passes
+    if job.parameters_away:  # gathered from there beside the passes
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
-    if not job.offload_optimizer:
+    if not job.optimizer_away:
         return compute.update(elements), offload
     update = elements * job.bytes.moved_by_update / machine.host_memory_bandwidth
+    # A disk reads and writes in turns, beside the update.
+    update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
     if job.delayed:  # the rest of it is waited for when the next step ends
         update = max(0.0, update - m * (busy.forward + busy.backward))
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
     return 0.0, offload + gradients + max(update, back)
+
+
+def _rate(machine: Machine, flow: Flow) -> float:
+    """Return bytes a second of a flow to or from the host or a disk. Raises ValueError: the disks are not known."""
+    if flow.axis == "host":
+        return machine.host_bandwidth
+    found = machine.disk_read if flow.purpose.endswith("back") else machine.disk_write
+    if not found:
+        raise ValueError(f"the disks of {machine.name} are not known")
+    return found

@@ -26,7 +26,7 @@ Gradients along these axes and at the ends count in the bytes in which they are 
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
     norm, loss      fp64 scalars: a sum of squares for each unit; over all ranks the loss, the count of its tokens, and
                     the votes on ending the run
-    host            what is offloaded, to and fro
+    host, disk      what is offloaded, to and fro
 
 In stage 3 a forward gathers every unit of the stage; a backward those of the blocks, because the embedding needs none
 and the head's are still there.
@@ -116,7 +116,7 @@ def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str,
 
 def sent(found: dict[str, dict[str, int]]) -> int:
     """Return the bytes sent to other ranks, over all axes and purposes."""
-    return sum(size for axis, purposes in found.items() if axis != "host" for size in purposes.values())
+    return sum(size for axis, purposes in found.items() if axis not in ("host", "disk") for size in purposes.values())
 
 
 def fullest(job: Job) -> int:
@@ -135,7 +135,7 @@ def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> d
     """
     result: dict[str, dict[str, int]] = {}
     for axis, purposes in found.items():
-        if axis == "host":
+        if axis in ("host", "disk"):
             continue
         together = ranks_in_node(job, axis, devices)
         size = sum(purposes.values())
@@ -271,9 +271,9 @@ def _tails(job: Job, own: list[_Unit], shard_rank: int) -> Iterator[Flow]:
         length = _tail(job, unit, shard_rank)
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
-        if job.offload_optimizer:
-            yield Flow("host", "gradients back", unit.count, unit.count * length * item)
-            yield Flow("host", "gradients out", unit.count, unit.count * length * item)
+        if job.gradients_away is not None:
+            yield Flow(job.gradients_away, "gradients back", unit.count, unit.count * length * item)
+            yield Flow(job.gradients_away, "gradients out", unit.count, unit.count * length * item)
 
 
 def _tail(job: Job, unit: _Unit, shard_rank: int) -> int:
@@ -324,29 +324,48 @@ def _ends(job: Job) -> int:
     return 2 if job.shape.learned_positions or not job.shape.tied else 1
 
 
+def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
+    """Yield what the norm and the update of a step read from disks, and write back."""
+    item, gradients = job.bytes, job.gradients_away == "disk"
+    numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
+    states = 3 * item.master  # masters and two moments
+    if gradients:
+        copies = _tied(job, share, own) if share.head else []  # the norm counts them on the first stage
+        elements = shard - sum(_shard(job, unit) for unit in copies)
+        yield Flow("disk", "gradients back", numbers - len(copies), elements * item.gradient)
+    yield Flow("disk", "optimizer back", (3 + gradients) * numbers, shard * (states + gradients * item.gradient))
+    rounded = job.disk_parameters and item.master != item.parameter
+    yield Flow("disk", "optimizer out", (3 + rounded) * numbers, shard * (states + rounded * item.parameter))
+
+
 def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
+    """Yield what goes to the host or to disks, and comes back."""
     m, g, p = job.micro_batches, job.bytes.gradient, job.bytes.parameter
     numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
-    if job.offload_optimizer:
+    if (there := job.gradients_away) is not None:
         times = m if job.shards_gradients else 1
-        yield Flow("host", "gradients out", times * numbers, times * shard * g)
-        yield Flow("host", "gradients back", (times - 1) * numbers, (times - 1) * shard * g)
+        yield Flow(there, "gradients out", times * numbers, times * shard * g)
+        yield Flow(there, "gradients back", (times - 1) * numbers, (times - 1) * shard * g)
         if job.replicas > 1:
-            yield Flow("host", "gradients back", numbers, shard * g)
-            yield Flow("host", "gradients out", numbers, shard * g)
+            yield Flow(there, "gradients back", numbers, shard * g)
+            yield Flow(there, "gradients out", numbers, shard * g)
         for unit in _tied(job, share, own):
-            yield Flow("host", "gradients back", 1, _shard(job, unit) * g)
-            yield Flow("host", "gradients out", 1, _shard(job, unit) * g)
-        if not job.offload_parameters:
-            yield Flow("host", "parameters back", numbers, shard * p)
+            yield Flow(there, "gradients back", 1, _shard(job, unit) * g)
+            yield Flow(there, "gradients out", 1, _shard(job, unit) * g)
+    if job.disk_optimizer:
+        yield from _from_disks(job, share, own)
+    if (job.offload_optimizer or (job.disk_optimizer and job.apart)) and not job.parameters_away:
+        yield Flow("host", "parameters back", numbers, shard * p)
     ops, gathered = _gathered(job, share)
     if job.shard > 1:
         sent = gathered // job.shard * (job.shard - 1) * p
         yield Flow(job.shard_axis, "parameters", ops, sent)
-    if job.offload_parameters:
-        yield Flow("host", "parameters back", ops, gathered // job.shard * p)
-        if not job.offload_optimizer:
-            yield Flow("host", "parameters out", numbers, shard * p)
+    if job.parameters_away:
+        there = "disk" if job.disk_parameters else "host"
+        yield Flow(there, "parameters back", ops, gathered // job.shard * p)
+        # A disk's update writes parameters where they are; the host's only those of the host.
+        if not job.disk_optimizer and not job.one_home:
+            yield Flow(there, "parameters out", numbers, shard * p)
     if job.offload and job.recompute == "full":
         split = job.tensor if job.sequence or job.partition else 1
         size = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * p

@@ -43,6 +43,7 @@ from megazero.run.checkpointing import (
     checkpoints_of,
     holdings_to_load,
 )
+from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
 from megazero.run.ledger_file import write_ledger
@@ -84,9 +85,10 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
-    if config.zero.offload.optimizer == "cpu" and device.type != "cpu":
+    if config.zero.offload.optimizer != "none" and device.type != "cpu":
         host_ops = for_host(config.precision.kernels, precision_of(config).masters)
-    built = build(config, grid, device, ops, host_ops=host_ops)
+    disks = open_disks(config, device, grid.comm.ledger)
+    built = build(config, grid, device, ops, host_ops=host_ops, disks=disks)
     settle_attention(config, built.model, device, first=grid["world"].rank == 0)
     engine, pipeline = built.engine, built.pipeline
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)

@@ -18,7 +18,7 @@ from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.observe.sinks import warn
 from megazero.plan.job import Job
-from megazero.plan.memory import RankMemory, memory
+from megazero.plan.memory import DISK, HOST, RankMemory, memory
 from megazero.plan.traffic import traffic
 
 # Less is working memory that a plan leaves out: pieces of the gradient norm, numbers for each token of the loss.
@@ -81,5 +81,5 @@ def expected(job: Job, rank: int, ops: Operations) -> RankMemory:
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:
     """Return the bytes of the device by the plan's categories."""
-    held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith("host_")}
+    held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith((HOST, DISK))}
     return {name: size for name, size in held.items() if name not in NOT_PLANNED} | {"activations": activations}

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def resume(
         return None
     first, store, damaged = world.rank == 0, job.store, []
     if job.load == "weights":
-        holdings = [ShardState(holding.pieces, {"weight": holding.tensors["weight"]}) for holding in holdings]
+        holdings = [replace(holding, tensors={"weight": holding.tensors["weight"]}) for holding in holdings]
 
     def note(step: int, fault: str) -> None:
         damaged.append(step)

@@ -191,6 +191,7 @@ class Trainer:
         try:
             self.loader.close()
             self.checkpoints.close()
+            self.engine.close()
         finally:
             self.recorder.close()
 

@@ -102,7 +102,7 @@ class Engine:
         grid: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use, where the update is.
-        offload: what rests on the host, and is updated there; None: nothing.
+        offload: what rests on the host or on disks; None: nothing.
         halts: no step updates after one that was not finite; False: each is skipped by itself.
 
     Attributes:
@@ -125,14 +125,15 @@ class Engine:
         halts: bool = True,
     ):
         self._halts = halts
-        self._host = None if offload is None else offload.updater
+        self._offload = offload or Offload()
         self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device
         self.gather = Gather(device)
         self._delayed: Delayed | None = None
-        if self._host is not None and offload is not None and offload.delayed:
-            self._delayed = Delayed(self.gather.publish, self._host.thread())
+        if self._offload.delayed:
+            assert self._offload.host is not None, "the host is late"
+            self._delayed = Delayed(self.gather.publish, self._offload.host.thread())
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.stages = list(self._stage_gradients(stages, device))
@@ -197,8 +198,7 @@ class Engine:
             beside: sum of squared gradients, over all ranks, of what is updated elsewhere, fp64: the norm has it.
         """
         sum_tp_replicated(reversed(self.units))
-        if self._host is not None:
-            self._host.settle()
+        self._offload.settle()
         squares = unit_squares(self._counted, self._places, self._num_units, self.grid["pipeline"], self.ops)
         loss_sum, valid, *_ = self._sum_totals(votes).unbind()
         loss_scale = self.loss_scale.scale.clone()
@@ -214,15 +214,15 @@ class Engine:
         self.loss_scale.update(finite, counts=~empty)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         applied = scale
-        if self._host is not None:  # which does the update
-            scale, skip = self._host.read(scale, skip)
+        if self._offload.optimizer is not None and self._offload.host is not None:  # which does the update
+            scale, skip = self._offload.host.read(scale, skip)
 
         def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
 
-        if self._delayed is not None and self._host is not None:
+        if self._delayed is not None:
             self._delayed.flush_delayed()
-            self._host.settle()  # what is published has left the place where the next update writes
+            self._offload.settle()  # what is published has left the place where the next update writes
             self._delayed.begin(self.units, update)
         else:
             for unit in self.units:
@@ -253,6 +253,11 @@ class Engine:
         if self._delayed is not None:
             self._delayed.flush_delayed()
 
+    def close(self) -> None:
+        """End what is under way with disks; what rests there is gone."""
+        if self._offload.disks is not None:
+            self._offload.disks.close()
+
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Continue from masters and moments that have been loaded.
 
@@ -264,7 +269,7 @@ class Engine:
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)
-            unit.round_masters()
+            unit.resting.round_masters()
             self.gather.publish(unit)
         if self.loss_scale.dynamic and loss_scale is not None:
             self.loss_scale.scale.fill_(loss_scale)

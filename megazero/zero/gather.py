@@ -29,6 +29,12 @@ class Gather:
                 with self._time(unit), self._stream.queued():
                     self._coming[unit] = unit.start_unshard()
 
+    def expect(self, units: list[Unit]) -> None:
+        """Start to read from disks what will be prefetched next."""
+        for unit in units:
+            if unit.whole is None and unit not in self._coming:
+                unit.expect()
+
     def unshard(self, units: list[Unit]) -> None:
         """Wait for units that are needed now."""
         self.prefetch(units)

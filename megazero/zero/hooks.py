@@ -82,6 +82,8 @@ class _Call:
         self.gather.unshard(self.needed)
         if self.before is not None:
             self.gather.prefetch(self.before.needed)
+            if self.before.before is not None:
+                self.gather.expect(self.before.before.needed)
 
     def post_backward(self, _: object = None) -> None:
         """Release the layer's units, except those that the layer before needs."""
@@ -126,6 +128,8 @@ class ShardedLayer:
             return self.layer(x, *arguments)
         next_units = self.after.units if self.after is not None else []
         self._gather.prefetch(next_units)
+        if self.after is not None and self.after.after is not None:
+            self._gather.expect(self.after.after.units)
         if torch.is_grad_enabled():
             return self._with_backward(x, arguments, next_units)
         y = self.layer(x, *arguments)

@@ -92,6 +92,12 @@ class UnitLayout:
         """Return the number of elements with the padding that lets `parts` ranks have equal shards."""
         return aligned(self.aligned, parts)
 
+    def padding(self, numel: int) -> Iterator[slice]:
+        """Yield the elements of a buffer of `numel` that belong to no parameter."""
+        starts = [interval.start for interval in self.intervals]
+        stops = [interval.stop for interval in self.intervals]
+        yield from (slice(a, b) for a, b in zip([0, *stops], [*starts, numel], strict=True) if a < b)
+
     def group_slices(self, elements: slice) -> Iterator[tuple[Group, slice]]:
         """Yield each group that has some of `elements`, with these, counted from the first of `elements`."""
         starts = [start for _, start in self.groups]

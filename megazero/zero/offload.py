@@ -1,15 +1,16 @@
-"""Keep masters, moments, gradients or parameter shards of a unit in the memory of the host.
+"""Keep masters, moments, gradients or parameter shards of a unit in the memory of the host, or on disks.
 
     zero.offload.optimizer     masters and moments, updated by the host; and, where they rest sharded, gradients
     zero.offload.parameters    the shards of stage 3
 
-(Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840; stage 3 parameters: Rajbhandari et al. 2021, ZeRO-Infinity, arXiv
-2104.07857.)
+(Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840; disks, and stage 3 parameters: Rajbhandari et al. 2021, ZeRO-Infinity,
+arXiv 2104.07857.)
 
-The reduced gradients of a unit are sent to the host while backward computes those of the unit before. With several
+The reduced gradients of a unit are sent away while backward computes those of the unit before. With several
 micro-batches the accumulated sum comes back, and the next micro-batch's is added on the device, so sums are taken in
 the same place and order as without offload. After the update each unit's parameters are sent to the device while the
-host updates the next unit. Results are the same bit for bit.
+host updates the next unit. From disks an update reads masters, moments and gradients window by window, and writes them
+back behind it (`home.py`). Results are the same bit for bit.
 """
 
 from collections.abc import Callable
@@ -18,38 +19,62 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
+from megazero.plan.placements import Placement
 from megazero.zero.placement import FlatBuffer, redistribute
 
 
 @dataclass(frozen=True, eq=False)
 class Offload:
-    """The choice of a unit's values that rest on the host.
+    """The choice of a unit's values that rest elsewhere than on the device.
 
     Attributes:
-        host: the host, whose memory is apart from the device's; None: nothing rests there.
-        optimizer, parameters: whether these rest there.
+        host: the host; None: nothing rests elsewhere.
+        optimizer, parameters: the home of these; None: the device.
+        disks: those of the two homes that are disks; None: neither is.
         delayed: updates go on beside the next step (`optim/delayed.py`).
     """
 
-    host: Host | None
-    optimizer: bool = False
-    parameters: bool = False
+    host: Host | None = None
+    optimizer: Home | None = None
+    parameters: Home | None = None
+    disks: PagedHome | None = None
     delayed: bool = False
 
-    @property
-    def updater(self) -> Host | None:
-        """Return the host that updates, or None: the device does."""
-        return self.host if self.optimizer else None
+    def gradients(self, placement: Placement) -> Home | None:
+        """Return the home of reduced gradients between their reduction and the update, of a placement in the table.
+
+        The host updates what is on disks, and takes gradients that rest whole on the device from there.
+        """
+        if self.optimizer is None or self.optimizer is not self.disks or placement is Placement.SHARD:
+            return self.optimizer
+        return self.relay
 
     @property
-    def parameters_home(self) -> Host | None:
-        """Return the host on which the parameters rest, or None: they rest on the device."""
-        return self.host if self.parameters else None
+    def relay(self) -> Home | None:
+        """Return the host, if its memory is not the device's: what goes from disks to the device stops there."""
+        return self.host if self.host is not None and self.host.apart else None
+
+    def join(self) -> None:
+        """Queue later work behind all that was sent, whose memory may still be read."""
+        for home in self._homes():
+            home.join()
+
+    def settle(self) -> None:
+        """Wait until what an update reads has arrived, and what it writes is not on its way any more."""
+        for home in self._homes():
+            if home is not self.parameters or home in (self.optimizer, self.disks):
+                home.settle()
+
+    def _homes(self) -> list[Home]:
+        """Return the distinct places that something is sent to."""
+        through = self.relay if self.optimizer is not None and self.optimizer is self.disks else None
+        return [home for home in dict.fromkeys((self.optimizer, self.parameters, through)) if home is not None]
 
 
-class HostGradients:
-    """The reduced gradients of one unit's shard, on the host between the reductions of a step and its update.
+class OffloadedGradients:
+    """The reduced gradients of one unit's shard, away from the device between the reductions of a step and its update.
 
     Attributes:
         buffer: the shard's gradients.
@@ -57,8 +82,8 @@ class HostGradients:
         wait: returns when nobody reads the gradients of the step before any more.
     """
 
-    def __init__(self, host: Host, shard: slice, dtype: torch.dtype):
-        self.buffer = FlatBuffer(host.zeros(shard.stop - shard.start, dtype, "gradients"), {}, 0, host)
+    def __init__(self, home: Home, shard: slice, dtype: torch.dtype):
+        self.buffer = FlatBuffer(home.zeros(shard.stop - shard.start, dtype, "gradients"), {}, 0, home)
         self.begun = False
         self.wait: Callable[[], object] = lambda: None
 
@@ -70,4 +95,5 @@ class HostGradients:
 
     def bring(self, into: Tensor, at: int = 0) -> None:
         """Copy elements [at, ...) to the device."""
-        redistribute(self.buffer.part(slice(at, at + len(into))), FlatBuffer(into, {}, at), "gradients")
+        part = self.buffer.part(slice(at, at + len(into)))
+        redistribute(part, FlatBuffer(into, {}, at), "gradients").wait()

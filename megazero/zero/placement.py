@@ -13,6 +13,7 @@ shard is one of `size` equal intervals of a unit's flat buffer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from megazero.comm.collectives import (
     start_reduce_scatter,
 )
 from megazero.comm.grid import Axis
-from megazero.comm.host import Host
+from megazero.comm.home import Home, PagedHome
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.placements import STAGES, Placement, ZeroStage
@@ -81,13 +82,13 @@ class FlatBuffer:
         values: flat.
         placements: along each axis; REPLICATE along those that are not named.
         first: the element of the unit's whole flat buffer at which `values` begins.
-        host: the host in whose memory the values are; None: they are in the device's.
+        home: where the values are; None: in the device's memory.
     """
 
     values: Tensor
     placements: Mapping[Axis, Placement]
     first: int = 0
-    host: Host | None = None
+    home: Home | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -100,7 +101,18 @@ class FlatBuffer:
     def part(self, elements: slice, placements: Mapping[Axis, Placement] | None = None) -> "FlatBuffer":
         """Return some of the elements, in the same memory; with other placements, if given."""
         values = self.values[elements.start - self.first : elements.stop - self.first]
-        return FlatBuffer(values, self.placements if placements is None else placements, elements.start, self.host)
+        return FlatBuffer(values, self.placements if placements is None else placements, elements.start, self.home)
+
+    def write(self, values: Tensor, first: int) -> None:
+        """Write the values of elements [first, ...) of the unit's flat buffer, as far as these are here."""
+        begin, end = max(first, self.first), min(first + len(values), self.first + len(self.values))
+        if begin < end:
+            new = FlatBuffer(values[begin - first : end - first], {}, begin)
+            into = self.part(new.elements)
+            if into.values.is_meta:
+                redistribute(new, into, "initial values")
+            else:
+                into.values.copy_(new.values)
 
 
 def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
@@ -141,11 +153,10 @@ def redistribute(
             return _sum_through(through, source, target, axis, purpose, accumulate=accumulate)
         if after is Placement.SHARD:
             return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
-        _copy(source, target, purpose)
+        _copy(source, target, purpose).wait()
         start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
         return start(target.values, axis, purpose)
-    _copy(source, target, purpose)
-    return done(target.values)
+    return _copy(source, target, purpose)
 
 
 def _sum_through(
@@ -169,15 +180,32 @@ def _sum_through(
     return pending.then(land)
 
 
-def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> None:
-    """Copy the elements of `source` to their place in `target`, rounded to its dtype, if they are not there."""
+def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> Pending:
+    """Start to copy the elements of `source` to their place in `target`, rounded to its dtype, if they are not there.
+
+    What leaves a disk is there when it has been waited for, all else for what is queued on the device from now on.
+    """
     into = target.part(source.elements).values
     if same_place(source.values, into):
-        return
-    if source.host is target.host:
+        return done(target.values)
+    if source.values.is_meta:
+        return _brought(source, into, target, purpose)
+    if source.home is target.home:
         into.copy_(source.values)
-    elif source.host is not None:
-        source.host.bring(source.values, into, purpose)
+    elif source.home is not None and not into.is_meta:
+        source.home.bring(source.values, into, purpose)
     else:
-        assert target.host is not None, "one of two different memories is the host's"
-        target.host.send(source.values.to(into.dtype), into, purpose)
+        assert target.home is not None, "one of two different memories is a home"
+        target.home.send(source.values.to(into.dtype), into, purpose)
+    return done(target.values)
+
+
+def _brought(source: FlatBuffer, into: Tensor, target: FlatBuffer, purpose: str) -> Pending:
+    disks = cast(PagedHome, source.home)
+    coming = disks.start_bring(source.values, into, purpose)
+
+    def finish() -> Tensor:
+        coming.result()
+        return target.values
+
+    return Pending(None, purpose, finish)

@@ -20,9 +20,12 @@ def resting_table(units: list[Unit]) -> str:
         ("gradients", stage.gradients),
         ("optimizer", stage.optimizer),
     ):
-        here, there = (held[category].now if category in held else 0 for category in (name, f"host_{name}"))
-        size, share = here + there, _WORDS[placement].format(size=axes.shard.size)
+        places = (name, f"host_{name}", f"nvme_{name}")
+        here, there, disk = (held[place].now if place in held else 0 for place in places)
+        size, share = here + there + disk, _WORDS[placement].format(size=axes.shard.size)
         lines.append(f"  {name:<11}{share:>6}{size / 1e6:>10,.1f} MB{size / parameters:>8.2f} bytes per parameter")
         if there:
             lines.append(f"  {'on the host':<17}{there / 1e6:>10,.1f} MB of these")
+        if disk:
+            lines.append(f"  {'on disks':<17}{disk / 1e6:>10,.1f} MB of these")
     return "\n".join(lines)

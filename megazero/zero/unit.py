@@ -1,32 +1,24 @@
-"""Hold the part of a unit's parameters and gradients that rests on this rank; the model sees views of it.
-
-Whatever rests is allocated once and kept for the whole run, each kind in one flat buffer, on the device or on the host
-(`offload.py`):
-
-    parameters   all, or this rank's shard, in the precision that forward and backward compute with
-    gradients    all, or this rank's shard
-    masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
-                 where that is the same
+"""Give the model views of a unit's parameters, and collect its gradients; what rests of it is in `resting.py`.
 
 Values that do not rest whole are whole for a while in a buffer of the pool: gathered parameters (`whole`) between
 `install` and `release`, the gradients of one micro-batch (`partial`) from the first delivery until they are reduced.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm.collectives import Pending
-from megazero.comm.host import Host
+from megazero.comm.home import Access, windows
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import Interval, UnitLayout
-from megazero.zero.offload import HostGradients, Offload
-from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute, shard_slice
-
-_INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once: some 10 MB in fp64
+from megazero.zero.offload import Offload
+from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute
+from megazero.zero.resting import RestingState
 
 
 class Unit:
@@ -39,7 +31,7 @@ class Unit:
         device: the device that computes.
         pools: for whole parameters and whole gradients.
         reduction: for gradients that are summed over ranks in another dtype; None: they are summed as they are.
-        offload: the values that rest on the host; None: none.
+        offload: the values that rest elsewhere than on the device; None: none.
         ops: the kernels to use where gradients are wider than parameters.
         trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
 
@@ -49,6 +41,7 @@ class Unit:
         parameters, gradients: those that rest here.
         masters: the values that the optimizer updates, flat.
         updated: where an update writes parameters in the precision of forward and backward; `depart` sends them on.
+        disks: where those rest that have no data here (`comm/home.py`); None: all are in memory.
         whole: all parameters, while this rank has them; else None.
         partial: this rank's gradients of all parameters, while it has them; else None.
         parameters_rest_whole, gradients_rest_whole: all of them rest on the device.
@@ -71,29 +64,14 @@ class Unit:
         self.trainable = trainable
         self.on_event: Callable[[str], object] = lambda event: None
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
-        self._offload = offload = offload or Offload(None)
-        stage, updater = axes.stage, offload.updater
-        self.numel = layout.padded(axes.shard.size)
-        self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)
-        resting = shard_slice(self.numel, stage.parameters, axes.shard)
-        self.parameters = self._rest(resting, precision.parameters, "parameters", offload.parameters_home)
-        # A delayed update may not touch what the step beside it sees.
-        apart = trainable and (updater is not offload.parameters_home or offload.delayed)
-        masters = self.own_parameters
-        if apart or (trainable and precision.masters != precision.parameters):
-            masters = self._rest(self.shard, precision.masters, "optimizer", updater)
-        self.masters = masters.values
-        self.host_gradients: HostGradients | None = None
-        if updater is not None and trainable:
-            self.host_gradients = HostGradients(updater, self.shard, precision.gradients)
-        elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
-        elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
-        self.gradients = self._rest(elements, precision.gradients, "gradients", None)
-        self.updated = masters if apart else self.own_parameters
-        if updater is not None and apart and precision.masters != precision.parameters:
-            self.updated = self._rest(self.shard, precision.parameters, "parameters", updater)
+        self._offload = offload = offload or Offload()
+        self.disks = offload.disks
+        self.resting = resting = RestingState(layout, axes, precision, device, offload, trainable=trainable)
+        self.numel, self.shard, self.updated = resting.numel, resting.shard, resting.updated
+        self.parameters, self.gradients, self.masters = resting.parameters, resting.gradients, resting.masters.values
+        self.offloaded_gradients = resting.offloaded_gradients
         # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
-        self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters_home is None
+        self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters is None
         self.gradients_rest_whole = len(self.gradients) == self.numel
         self.whole: Tensor | None = self.parameters.values if self.parameters_rest_whole else None
         self.partial: Tensor | None = self.gradients.values if self.gradients_rest_whole else None
@@ -101,22 +79,11 @@ class Unit:
         self.deliveries = DeliveryCounter(layout.name)
         self.views = {i.name: GradientAccumulator(self, i.name, ops) for i in layout.intervals}
         self._members: list[nn.Parameter] = []  # in buffer order
-        self._padding = list(_gaps(layout, self.numel))
+        self._padding = list(layout.padding(self.numel))
         self._places: dict[int, list[Tensor]] = {}  # of each buffer that a pool has given, by its storage
         self._nothing = torch.empty(0, dtype=precision.parameters, device=device)
         if self.partial is not None:
             self._show_gradients()
-
-    def _rest(self, elements: slice, dtype: torch.dtype, category: str, host: Host | None) -> FlatBuffer:
-        """Return zeros for elements that rest here: in the memory of `host`, or, if that is None, on the device."""
-        numel = elements.stop - elements.start
-        placement = Placement.SHARD if numel < self.numel else Placement.REPLICATE
-        if host is not None:
-            values = host.zeros(numel, dtype, category)
-        else:
-            self.axes.shard.comm.ledger.hold(category, numel * dtype.itemsize)
-            values = torch.zeros(numel, dtype=dtype, device=self.device)
-        return FlatBuffer(values, {self.axes.shard: placement}, elements.start, host)
 
     @property
     def name(self) -> str:
@@ -129,11 +96,6 @@ class Unit:
         return self.whole._version + sum(parameter._version for parameter in self._members)
 
     @property
-    def own_parameters(self) -> FlatBuffer:
-        """Return the parameters that this rank updates, in the precision of forward and backward."""
-        return self.parameters.part(self.shard, {self.axes.shard: self.axes.stage.optimizer})
-
-    @property
     def own_gradients(self) -> Tensor:
         """Return the memory on the device that receives the reduced gradients of this rank's shard."""
         if self.gradients_rest_whole:
@@ -141,29 +103,29 @@ class Unit:
         if len(self.gradients):
             return self.gradients.values
         share = self._share if self._share is not None else self.partial
-        assert share is not None, f"the gradients of unit {self.layout.name} are on the host"
+        assert share is not None, f"the gradients of unit {self.layout.name} are elsewhere"
         return share
 
     @property
     def reduced_gradients(self) -> Tensor:
-        """Return the reduced gradients that the update reads at the end of a step: on the device or on the host."""
-        return self.own_gradients if self.host_gradients is None else self.host_gradients.buffer.values
+        """Return the reduced gradients that the update reads at the end of a step, wherever they rest."""
+        return self.own_gradients if self.offloaded_gradients is None else self.offloaded_gradients.buffer.values
 
-    def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
-        """Write the initial values that rest here; `initial(name, start, stop)` gives an interval of one parameter."""
-        first = min(self.parameters.first, self.shard.start)
-        last = max(self.parameters.elements.stop, self.shard.stop)
-        own = self.own_parameters.values
-        for interval in self.layout.intervals:
-            end = min(interval.stop, last)
-            for start in range(max(interval.start, first), end, _INITIAL_PIECE):
-                stop = min(start + _INITIAL_PIECE, end)
-                values = initial(interval.name, start - interval.start, stop - interval.start)
-                values = values.to(self.masters.dtype)  # rounded as an update rounds: a skipped one changes nothing
-                _write(values, start, self.parameters.values, self.parameters.first)
-                if not same_place(self.masters, own):
-                    _write(values, start, self.masters, self.shard.start)
-        self.round_masters()  # a skipped update leaves `updated` as it is
+    @contextmanager
+    def reduced_gradients_in_memory(self) -> Iterator[Tensor]:
+        """Hold the reduced gradients in memory: those that rest on disks are brought to that of the host."""
+        away = self.offloaded_gradients
+        if away is None or not self.reduced_gradients.is_meta:
+            yield self.reduced_gradients
+            return
+        numel, dtype, here = len(self.masters), self.reduced_gradients.dtype, self.device.type == "cpu"
+        found = self._pools[1].take(numel) if here else torch.empty(numel, dtype=dtype)
+        try:
+            away.bring(found)
+            yield found
+        finally:
+            if here:
+                self._pools[1].give(found)
 
     def make_parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters: views of this unit's memory, which `install` and `release` move."""
@@ -179,9 +141,14 @@ class Unit:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
         self.on_event("gather")
         if self._pools[0] is self._pools[1]:
-            self._join_host()  # which may still read gradients there
+            self._offload.join()  # gradients may still be read there
         whole = FlatBuffer(self._pools[0].take(self.numel), {})
         return whole.values, redistribute(self.parameters, whole, "parameters")
+
+    def expect(self) -> None:
+        """Start to read parameters that rest on disks, because they will be gathered soon."""
+        if self.parameters.values.is_meta and self.disks is not None:
+            self.disks.expect(self.parameters.values)
 
     def install(self, whole: Tensor) -> None:
         """Show the model its parameters in this buffer, of `start_unshard`."""
@@ -201,14 +168,34 @@ class Unit:
             parameter.data = self._nothing
         self.on_event("released")
 
-    def round_masters(self) -> None:
-        """Write the masters to `updated`, rounded to the precision of forward and backward."""
-        if not same_place(self.updated.values, self.masters):
-            self.updated.values.copy_(self.masters)
+    @property
+    def window(self) -> int:
+        """Return the elements of a window of `update_windows`; windows begin at multiples of it."""
+        return max(self.numel, 1) if self.disks is None else self.disks.window
+
+    def update_windows(self, state: Mapping[str, Tensor], skip: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield what an update reads and writes of this rank's shard, some elements at a time.
+
+        Args:
+            state: what the optimizer keeps of each element.
+            skip: 0-dim; 1: nothing will change, so what is on disks is not even read.
+
+        Yields:
+            (their place; masters, reduced gradients, each of the state, and `updated`, which may be the masters).
+        """
+        if self.masters.is_meta and bool(skip):
+            return
+        flats: list[tuple[Tensor, Access]] = [(self.masters, "update"), (self.reduced_gradients, "read")]
+        flats.extend((each, "update") for each in state.values())
+        apart = not same_place(self.updated.values, self.masters)
+        if apart:
+            flats.append((self.updated.values, "write"))
+        for where, window in windows(self.disks, flats, "optimizer"):
+            yield where, window if apart else [*window, window[0]]
 
     def depart(self) -> None:
         """Copy updated parameters to where they rest, if `updated` is other memory."""
-        redistribute(self.updated, self.own_parameters, "parameters")
+        redistribute(self.updated, self.resting.own_parameters, "parameters")
 
     @property
     def publishes(self) -> bool:
@@ -217,7 +204,7 @@ class Unit:
 
     def start_publish(self) -> Pending:
         """Start to gather the updated parameters into the memory where all of them rest."""
-        return redistribute(self.own_parameters, self.parameters, "parameters")
+        return redistribute(self.resting.own_parameters, self.parameters, "parameters")
 
     def open_gradients(self) -> None:
         """Make sure that there is memory for the gradients of all parameters."""
@@ -225,9 +212,9 @@ class Unit:
             return
         self.partial = self._pools[1].take(self.numel)
         self._show_gradients()
-        self._join_host()
-        if self.host_gradients is not None and self.host_gradients.begun and len(self.masters) == self.numel:
-            self.host_gradients.bring(self.partial)  # with one shard rank gradients are accumulated here alone
+        self._offload.join()
+        if self.offloaded_gradients is not None and self.offloaded_gradients.begun and len(self.masters) == self.numel:
+            self.offloaded_gradients.bring(self.partial)  # with one shard rank gradients are accumulated here alone
             for view in self.views.values():
                 view.fresh = False
         else:
@@ -257,16 +244,16 @@ class Unit:
         """Make sure that there is memory for the reduced gradients; fill it with those reduced before if asked for."""
         if self.gradients_rest_whole or len(self.gradients):
             return
-        assert self.host_gradients is not None, "reduced gradients rest on the host"
+        assert self.offloaded_gradients is not None, "reduced gradients rest elsewhere"
         self._share = self._pools[1].take(len(self.masters))
-        self._join_host()
+        self._offload.join()
         if accumulate:
-            self.host_gradients.bring(self._share)
+            self.offloaded_gradients.bring(self._share)
 
     def end_reduce(self) -> None:
-        """Send the reduced gradients to the host, if the update is there."""
-        if self.host_gradients is not None:
-            self.host_gradients.send(self.own_gradients)
+        """Send the reduced gradients to where the update reads them, if they do not rest on the device."""
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.send(self.own_gradients)
         if self._share is not None:
             self._pools[1].give(self._share)
             self._share = None
@@ -274,16 +261,16 @@ class Unit:
 
     def take_reduced(self, first: int) -> Tensor:
         """Return reduced gradients from element `first` of the shard on; `put_reduced` has to follow."""
-        if self.host_gradients is None:
+        if self.offloaded_gradients is None:
             return self.own_gradients[first:]
         reduced = self._pools[1].take(len(self.masters) - first)
-        self.host_gradients.bring(reduced, first)
+        self.offloaded_gradients.bring(reduced, first)
         return reduced
 
     def put_reduced(self, first: int, reduced: Tensor) -> None:
         """Write the reduced gradients back and free the buffer."""
-        if self.host_gradients is not None:
-            self.host_gradients.send(reduced, first)
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.send(reduced, first)
             self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
@@ -314,8 +301,8 @@ class Unit:
         """Forget the gradients of the step before."""
         self.deliveries.clear()
         self.forget_gradients()
-        if self.host_gradients is not None:
-            self.host_gradients.begun = False
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.begun = False
 
     def forget_gradients(self) -> None:
         """Let the next delivery to each parameter be the first."""
@@ -341,8 +328,8 @@ class Unit:
     def whole_gradients(self) -> Tensor:
         """Return the reduced gradients of the whole unit, in new memory. Every rank calls it."""
         shard = self.axes.shard
-        host = None if self.host_gradients is None else self.host_gradients.buffer.host
-        own = FlatBuffer(self.reduced_gradients, {shard: self.axes.stage.optimizer}, self.shard.start, host)
+        home = None if self.offloaded_gradients is None else self.offloaded_gradients.buffer.home
+        own = FlatBuffer(self.reduced_gradients, {shard: self.axes.stage.optimizer}, self.shard.start, home)
         whole = torch.empty(self.numel, dtype=own.values.dtype, device=self.device)
         found = redistribute(own, FlatBuffer(whole, {}), "gradients").wait()
         partial = FlatBuffer(found, {self.axes.replica: Placement.PARTIAL})
@@ -354,20 +341,13 @@ class Unit:
         for interval in self.layout.intervals:
             if interval.name not in names:
                 continue
-            values = self.whole[interval.start : interval.stop]
-            _write(values, interval.start, self.parameters.values, self.parameters.first)
-            _write(values, interval.start, self.masters, self.shard.start)
-        self.round_masters()
+            self.resting.write(self.whole[interval.start : interval.stop], interval.start)
+        self._offload.join()
 
     def whole_views(self) -> list[Tensor]:
         """Return the values of all parameters of a unit that is whole here, in buffer order, as views."""
         assert self.whole is not None, f"unit {self.layout.name} is not there"
         return self._views_of(self.whole)
-
-    def _join_host(self) -> None:
-        """Queue later work behind copies to the host, which may still read the buffer."""
-        if self._offload.host is not None:
-            self._offload.host.join()
 
     def _show_gradients(self) -> None:
         assert self.partial is not None
@@ -382,19 +362,5 @@ class Unit:
         return self._places[key]
 
 
-def _gaps(layout: UnitLayout, numel: int) -> Iterator[slice]:
-    """Yield the elements of a buffer that belong to no parameter."""
-    starts = [interval.start for interval in layout.intervals]
-    stops = [interval.stop for interval in layout.intervals]
-    yield from (slice(a, b) for a, b in zip([0, *stops], [*starts, numel], strict=True) if a < b)
-
-
 def _view(flat: Tensor, interval: Interval) -> Tensor:
     return flat[interval.start : interval.stop].view(interval.shape)
-
-
-def _write(values: Tensor, start: int, flat: Tensor, first: int) -> None:
-    """Write the values of elements [start, ...) to `flat`, which holds elements [first, ...), as far as it does."""
-    begin, end = max(start, first), min(start + len(values), first + len(flat))
-    if begin < end:
-        flat[begin - first : end - first] = values[begin - start : end - start]

@@ -67,7 +67,7 @@ MODES: dict[str, tuple[Memory, Offload]] = {
     "selective": (Memory(recompute="selective"), Offload()),
     "full": (Memory(recompute="full"), Offload()),
     "Pa": (Memory(recompute="full", partition=True), Offload()),
-    "Pa+cpu": (Memory(recompute="full", partition=True, offload=True), Offload()),
+    "Pa+cpu": (Memory(recompute="full", partition=True, offload="cpu"), Offload()),
     "offload": (Memory(), Offload(optimizer="cpu")),
 }
 IN_ONE = ("none", "selective", "full")
@@ -186,7 +186,7 @@ def predicted(mode: str, tensor: int) -> dict[str, int]:
     micro = Micro(MICRO, tensor, False, 4, False)
     if memory.recompute == "full":
         kept = LAYERS * kept_by_block(shape, micro, "full", memory.partition)
-        found["host_inputs" if memory.offload else "inputs"] = kept
+        found["host_inputs" if memory.offload == "cpu" else "inputs"] = kept
         if memory.partition:  # two of them whole
             found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
     fused = choose("auto", CPU, torch.float32) is not REFERENCE

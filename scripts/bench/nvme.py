@@ -146,7 +146,7 @@ def updated(folder: Path, size: int, depth: int) -> Call:
         disk.send(torch.ones(len(handle)), handle, "test")
 
     def once() -> float:
-        for _, window in disk.windows(handles, [True] * FLATS, "test"):
+        for _, window in disk.windows([(handle, "update") for handle in handles], "test"):
             for values in window:
                 values.mul_(0.5)
         return 0.0

@@ -86,7 +86,7 @@ def fill(engine: Engine, seed: int) -> None:
         for interval in unit.layout.intervals:
             part = masters[max(interval.start - unit.shard.start, 0) : max(interval.stop - unit.shard.start, 0)]
             part.fill_(1.0) if interval.name.endswith("norm.weight") else part.normal_(0, 0.02, generator=generator)
-        unit.round_masters()
+        unit.resting.round_masters()
         engine.gather.publish(unit)
 
 

@@ -20,7 +20,7 @@ from megazero.memory import partition
 from megazero.memory.activation_store import Arena
 from megazero.model import linear
 from megazero.zero.gather import Gather
-from megazero.zero.offload import HostGradients
+from megazero.zero.offload import OffloadedGradients
 from megazero.zero.placement import Precision
 from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
@@ -164,13 +164,13 @@ def plant_queued(patch: pytest.MonkeyPatch) -> None:
 
 def plant_wait(patch: pytest.MonkeyPatch) -> None:
     """The host sends gradients while the delayed update still reads those of the step before."""
-    honest = HostGradients.send
+    honest = OffloadedGradients.send
 
-    def send(self: HostGradients, reduced: Tensor, at: int = 0) -> None:
+    def send(self: OffloadedGradients, reduced: Tensor, at: int = 0) -> None:
         self.wait = lambda: None
         honest(self, reduced, at)
 
-    patch.setattr(HostGradients, "send", send)
+    patch.setattr(OffloadedGradients, "send", send)
 
 
 def plant_chunk(patch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,8 @@ LAYOUTS = {
     "tp2-dp2-stage3-offload": job_on(
         tensor=2, data=2, accumulation=2, stage=3, offload_optimizer=True, offload_parameters=True
     ),
+    "dp2-stage1-nvme": job_on(data=2, accumulation=4, stage=1, disk_optimizer=True),
+    "tp2-dp2-stage3-nvme": job_on(tensor=2, data=2, accumulation=2, stage=3, disk_optimizer=True, disk_parameters=True),
 }
 
 
@@ -49,7 +51,13 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 # One process reads what every grid wrote, and these, together, read it all once more.
-READERS = ("dp8-stage3", "dp4-shard2-stage3", "pp2-interleaved-dp2-stage2", "tp2-pp2-zb-v-dp2-stage1")
+READERS = (
+    "tp2-dp2-stage3-nvme",
+    "dp8-stage3",
+    "dp4-shard2-stage3",
+    "pp2-interleaved-dp2-stage2",
+    "tp2-pp2-zb-v-dp2-stage1",
+)
 COVER = {
     "one": tuple(LAYOUTS),
     **{name: tuple(dict.fromkeys([name, *list(LAYOUTS)[k :: len(READERS)]])) for k, name in enumerate(READERS)},

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -18,6 +19,7 @@ from megazero.checkpoint import save, shard, snapshot
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
+from megazero.nvme.disk import Disk
 from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
@@ -65,20 +67,33 @@ POINTS: dict[str, tuple[Any, str, int]] = {
 FIRST_ONLY = ("write the manifest", "rename the folder", "delete an old step", "write a row", "write the last row")
 FIRST_ONLY += ("draw the loss",)
 IN_LOADING = ("read a manifest", "load tensors", "publish what was loaded")
+ON_DISKS: dict[str, tuple[Any, str, int]] = {
+    "reserve room": (Disk, "zeros", 3),
+    "read a piece": (Disk, "_start_read", 30),
+    "check a piece": (Disk, "_arrived", 31),
+    "write a piece": (Disk, "_start_write", 40),
+    "wait for writes": (Disk, "_drain", 9),
+    "end an update": (Disk, "_take_back", 20),
+}
+POINTS |= ON_DISKS
 LAYOUTS = {
     "data": ("zero.stage=2",),
     "tensor": ("parallel.tensor=2", "parallel.sequence=true"),
     "pipeline": ("parallel.pipeline=2", "zero.stage=3"),
+    "nvme": ("zero.stage=3", "zero.offload.optimizer=nvme", "zero.offload.parameters=nvme"),
 }
+LAYOUTS["nvme"] += (f"zero.offload.path={tempfile.gettempdir()}", "zero.offload.host_mb=256")
 CASES = [
     (layout, rank, point)
     for layout in LAYOUTS
     for point in POINTS
+    if point not in (("copy",) if layout == "nvme" else ON_DISKS)  # what is on disks is read when it is written
     for rank in ((0,) if point in FIRST_ONLY else (0, 1))
 ]
 # Behind the commit of the last step, where there is nothing left to train.
 LAST = ("write the last row", "validate the last step", "draw the loss")
 COVER = [case for number, case in enumerate(CASES) if number % 17 == 0 or case[::2] in product(["data"], LAST)]
+COVER += [case for case in CASES if case in (("nvme", 1, "write a piece"), ("nvme", 0, "end an update"))]
 
 
 def job(config: Any, point: str | None, rank: int) -> int:

@@ -59,13 +59,16 @@ def test_text_of_one_option(capsys):
         "memory.partition = false   [true | false]",
         "    Pa: kept block inputs are split over the tensor axis.",
         "    memory.partition true needs memory.recompute full (Pa splits the saved inputs of recompute)",
-        "    memory.offload true needs memory.partition true (Pa+cpu moves what Pa has split)",
+        "    memory.offload cpu or nvme needs memory.partition true (Pa+cpu moves what Pa has split)",
         "",
     ]
-    assert explained(capsys, "zero.offload.path").split("\n")[2:] == [
-        "    not built yet: runs start with null only",
+    assert explained(capsys, "memory.offload").split("\n")[3:] == [
+        "    not built yet: runs start with none or cpu only",
         "",
     ]
+    assert explained(capsys, "zero.offload.path").startswith(
+        "zero.offload.path = null   [text or [text, ...] or null]\n"
+    )
 
 
 def test_sections_and_subsections(capsys):
@@ -73,7 +76,9 @@ def test_sections_and_subsections(capsys):
         return [option["key"] for option in json.loads(explained(capsys, "--json", *arguments))]
 
     assert keys("batch") == ["batch.global", "batch.micro"]
-    assert keys("zero.offload") == [f"zero.offload.{key}" for key in ("optimizer", "parameters", "path", "delayed")]
+    assert keys("zero.offload") == [
+        f"zero.offload.{key}" for key in ("optimizer", "parameters", "path", "host_mb", "delayed")
+    ]
     assert keys("data.valid") == ["data.valid"]  # not data.valid_every
 
 

@@ -121,10 +121,10 @@ ROWS: dict[str, Works | Refused] = {
         "0.001", held, ("precision.dtype=bf16", "zero.grad_dtype=param", "precision.kernels=reference")
     ),
     # zero.offload.optimizer, zero.offload.delayed: tests/zero/test_offload.py
-    "zero.offload.parameters": Refused("nvme", ("zero.stage=3",)),
-    "zero.offload.path": Refused("somewhere"),
+    # zero.offload.parameters, zero.offload.path, zero.offload.host_mb: tests/run/test_disks.py
+    "memory.offload": Refused("nvme", ("memory.recompute=full", "memory.partition=true")),
     "memory.recompute": Works("full", held),
-    # memory.partition, memory.offload: tests/memory/test_recompute.py; memory.cuda_graphs: tests/memory/test_graphs.py
+    # memory.partition: tests/memory/test_recompute.py; memory.cuda_graphs: tests/memory/test_graphs.py
     "precision.dtype": Works("fp64", losses),
     # precision.kernels: test_kernels
     "optimizer.lr": Works("0.01", losses),
@@ -169,10 +169,12 @@ OTHERWISE = {
     "precision.kernels",
     "batch.micro",
     "memory.partition",
-    "memory.offload",
     "memory.cuda_graphs",
     "observe.table",
     "zero.offload.optimizer",
+    "zero.offload.parameters",
+    "zero.offload.path",
+    "zero.offload.host_mb",
     "zero.offload.delayed",
     "run.time_limit",
     "run.deterministic",

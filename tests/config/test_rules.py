@@ -39,6 +39,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
     "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
     "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
     "zero.stage >= 1 with zero.shard_ranks": (["zero.shard_ranks=2", "zero.stage=0"], "zero.stage=1"),
+    "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
 # The same for exclusions: one config for each (option, value that needs something).
@@ -49,18 +50,27 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     },
     ("pipeline.schedule", "zb-v"): (["pipeline.schedule=zb-v", "pipeline.chunks=3"], "pipeline.chunks=2"),
     **{
-        ("zero.offload.optimizer", place): ([f"zero.offload.optimizer={place}", "zero.stage=0"], "zero.stage=1")
+        ("zero.offload.optimizer", place): (
+            [f"zero.offload.optimizer={place}", "zero.stage=0", "zero.offload.path=here"],
+            "zero.stage=1",
+        )
         for place in ("cpu", "nvme")
     },
     **{
-        ("zero.offload.parameters", place): ([f"zero.offload.parameters={place}", "zero.stage=2"], "zero.stage=3")
+        ("zero.offload.parameters", place): (
+            [f"zero.offload.parameters={place}", "zero.stage=2", "zero.offload.path=here"],
+            "zero.stage=3",
+        )
         for place in ("cpu", "nvme")
     },
     ("zero.offload.delayed", True): (["zero.offload.delayed=true"], "zero.offload.optimizer=cpu"),
     ("zero.reduce_dtype", "bf16"): (["zero.reduce_dtype=bf16", "precision.dtype=fp16"], "precision.dtype=bf16"),
     ("zero.reduce_dtype", "fp32"): (["zero.reduce_dtype=fp32", "precision.dtype=fp64"], "precision.dtype=fp16"),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
-    ("memory.offload", True): (["memory.offload=true", "memory.recompute=full"], "memory.partition=true"),
+    **{
+        ("memory.offload", place): ([f"memory.offload={place}", "memory.recompute=full"], "memory.partition=true")
+        for place in ("cpu", "nvme")
+    },
     ("memory.cuda_graphs", True): (["memory.cuda_graphs=true"], "memory.recompute=full"),
 }
 GRAPHS = ["memory.cuda_graphs=true", "memory.recompute=full"]
@@ -128,12 +138,11 @@ def test_exclusion_is_broken_alone(file: str, option: str, value: object):
 
 def test_limits_hold_for_the_defaults_and_are_reported_together(file: str):
     assert beyond_limits(flatten(resolved(Config()))) == []
-    config = load(file, ["zero.offload.optimizer=nvme", "zero.offload.path=here", "run.steps=7"])
+    config = load(file, ["memory.offload=nvme", "memory.partition=true", "memory.recompute=full", "run.steps=7"])
     with pytest.raises(FaultList) as caught:
         refuse_unbuilt(config)
     assert str(caught.value).split("\n") == [
-        "MZ-109: zero.offload.optimizer = nvme is not built yet; today it must be none or cpu",
-        "MZ-109: zero.offload.path = here is not built yet; today it must be null",
+        "MZ-109: memory.offload = nvme is not built yet; today it must be none or cpu",
     ]
     assert isinstance(caught.value, UserError) and caught.value.exit_code == 2
 

@@ -18,8 +18,9 @@ DEFAULTS = {
     "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "tensor_chunks": 1, "timeout": 120}
     | {"start_timeout": 900},
     "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "reduce_dtype": None, "bucket_mb": 64.0}
-    | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None, "offload.delayed": False},
-    "memory": {"recompute": "none", "partition": False, "offload": False, "cuda_graphs": False},
+    | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None, "offload.host_mb": 1024}
+    | {"offload.delayed": False},
+    "memory": {"recompute": "none", "partition": False, "offload": "none", "cuda_graphs": False},
     "pipeline": {"schedule": "1f1b", "chunks": 1},
     "precision": {"dtype": "fp32", "kernels": "auto"},
     "optimizer": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0},

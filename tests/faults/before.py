@@ -19,8 +19,10 @@ usage("sizes that do not divide", "MZ-106 …model.hidden % model.heads == 0 is 
 usage("an override without a value", "MZ-108 …", "run.steps")
 usage(
     "what is not built yet",
-    "MZ-109: zero.offload.optimizer = nvme is not built yet; today it must be none or cpu",
-    "zero.offload.optimizer=nvme",
+    "MZ-109: memory.offload = nvme is not built yet; today it must be none or cpu",
+    "memory.recompute=full",
+    "memory.partition=true",
+    "memory.offload=nvme",
 )
 usage(
     "more ranks than the batch divides",

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "launcher": {"comm", "store"},
     "kernels": set(),
     "schedules": set(),
-    "nvme": {"comm.ledger", "kernels.build"},
+    "nvme": {"comm.home", "comm.ledger", "comm.pinned", "kernels.build"},
     "plan": {"comm.axes", "schedules"},
     "config": set(),
     # first floor

@@ -13,17 +13,11 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.comm.ledger import DISK, Ledger
-from megazero.nvme import disk as module
 from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import DiskQueue, Transfer
 
 PIECE = 1 << 12
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", PIECE)
 
 
 class Faulty(DiskQueue):
@@ -56,7 +50,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def of(*folders: Path, queue: DiskQueue | None = None, memory: int = 1 << 20) -> Disk:
-    return Disk(folders, Ledger(), memory, queue or Faulty(depth=4, block=1 << 13))
+    return Disk(folders, Ledger(), memory, queue or Faulty(depth=4, block=1 << 13), window=PIECE)
 
 
 def counted(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -110,8 +104,8 @@ def test_an_update_in_windows_is_the_one_in_memory(disk: Disk, numel: int) -> No
         disk.send(x, handle, "test")
     for _ in range(3):
         seen = 0
-        flats = [*handles, rounded]
-        for where, (p, m, g, r) in disk.windows(flats, [True, True, False, True], "test"):
+        flats = list(zip([*handles, rounded], ("update", "update", "read", "write"), strict=True))
+        for where, (p, m, g, r) in disk.windows(flats, "test"):
             assert where.start == seen and len(p) == len(r) == where.stop - where.start
             seen = where.stop
             m.mul_(0.9).add_(g.float())
@@ -134,7 +128,7 @@ def test_memory_for_pieces_is_bounded(tmp_path: Path) -> None:
     handles = [disk.zeros(40 * PIECE, torch.float32, "test") for _ in range(2)]
     for handle in handles:
         disk.send(torch.ones(40 * PIECE), handle, "test")
-    for _, (a, b) in disk.windows(handles, [True, True], "test"):
+    for _, (a, b) in disk.windows([(handle, "update") for handle in handles], "test"):
         a.add_(b)
     assert disk._ledger.bytes["host_pieces"].peak <= 8 * PIECE * 4
     assert disk._ledger.bytes["nvme_test"].now == 80 * PIECE * 4
@@ -221,7 +215,7 @@ def test_windows_that_end_early_give_their_memory_back(disk: Disk, ends: str) ->
     for _ in range(5):
         queue.fails = ["read"] if ends == "read" else []
         try:
-            for _, _ in disk.windows([handle], [True], "test"):
+            for _, _ in disk.windows([(handle, "update")], "test"):
                 if ends == "break":
                     break
                 if ends == "error":

@@ -99,7 +99,7 @@ def frozen_norms(rig: Rig) -> None:
             if "norm" in interval.name:
                 first, last = (max(end - unit.shard.start, 0) for end in (interval.start, interval.stop))
                 unit.masters[first:last] = before[first:last]
-        unit.round_masters()
+        unit.resting.round_masters()
 
     _around_update(rig, wrong)
 
@@ -253,9 +253,9 @@ def swapped_chunks(rig: Rig) -> None:
 
 
 def lost_on_the_way(rig: Rig) -> None:
-    host_gradients = _block(rig).host_gradients
-    assert host_gradients is not None, "the layout offloads"
-    host_gradients.send = lambda reduced, at=0: None  # type: ignore[method-assign]
+    away = _block(rig).offloaded_gradients
+    assert away is not None, "the layout offloads"
+    away.send = lambda reduced, at=0: None  # type: ignore[method-assign]
 
 
 def published_at_once(rig: Rig) -> None:

@@ -89,12 +89,8 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
         engine.begin_step()
         passes(step)
         done = engine.finish_step(lr)
-        if step == 0:  # the update has multiplied them by the clip factor, which depends on all others
-            factor = clip_factor(done.grad_norm, clip)
-            for unit in engine.units:
-                if unit.host_gradients is not None:
-                    unit.host_gradients.wait()  # an update under way changes them
-            note("gradient", ((name, value / factor.to(value.device)) for name, value in reduced_gradients(engine)))
+        if step == 0:
+            note("gradient", reduced_gradients(engine, clip_factor(done.grad_norm, clip)))
         if step + 1 == steps:
             engine.flush_delayed()
         note(f"weight/{step}", engine.named_parameters())
@@ -103,10 +99,17 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
     return results
 
 
-def reduced_gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield this tensor rank's part of the reduced gradients, from the device or the host."""
+def reduced_gradients(engine: Engine, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield this tensor rank's part of the reduced gradients behind an update, without its clip factor.
+
+    Args:
+        clipped: the factor, which depends on all gradients; the update has multiplied those in memory by it.
+    """
     for unit in engine.units:
-        own = unit.reduced_gradients
-        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
-        for interval in unit.layout.intervals:
-            yield interval.name, flat[interval.start : interval.stop].view(interval.shape)
+        if unit.offloaded_gradients is not None:
+            unit.offloaded_gradients.wait()  # an update under way changes them
+        factor = 1.0 if unit.reduced_gradients.is_meta else clipped.to(unit.reduced_gradients.device)
+        with unit.reduced_gradients_in_memory() as own:
+            flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
+            for interval in unit.layout.intervals:
+                yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
+from megazero.base.machine import free_memory, share
 from megazero.base.terminal import wrapped
 from megazero.tools.doctor import host, software
 from megazero.tools.doctor.finding import Finding, amount, duration, examine, reason
@@ -157,14 +158,14 @@ def _devices(size: int) -> "tuple[list[Finding], Hardware | str]":
     on_gpus = torch.cuda.device_count() > 0  # does not touch them
     try:
         with doing(f"measuring what {size} rank{'s' * (size > 1)} compute and send"):
-            messages, devices = ranks.measure(size, host.free_memory(), on_gpus=on_gpus)
+            messages, devices = ranks.measure(size, free_memory(), on_gpus=on_gpus)
     except Exception as error:  # an odd machine: the other probes go on
         return [_broken(reason(error))], "ranks cannot be started"
     lines = [_broken(why) for why in dict.fromkeys((messages.broken, devices.broken)) if why]
     lines += [*_speeds(devices), *_messages(messages, devices)]
     try:
         name = gpu_name() if on_gpus else f"{host.processor_name()}, {_threads(devices.values.get('threads', 1))}"
-        memory, network = host.share().memory, network_rate()
+        memory, network = share().memory, network_rate()
         return lines, hardware_of(name, messages, devices, memory, network, on_gpus=on_gpus)
     except Exception as error:
         return lines, reason(error)

@@ -10,53 +10,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.base.files import write_all
+from megazero.base.machine import cgroup_limits, file_system_of, known_memory, num_cores
 from megazero.tools.doctor.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-_UNLIMITED = 1 << 60  # bytes; version 1 of cgroups writes a number beyond it for "no limit"
 _LEAST, _FIRST, _MOST = 1 << 20, 16 << 20, 128 << 20  # bytes written to a disk: if little is free, at first, if fast
 _FAST = 0.25  # seconds
 _QUIET = 0.25  # processes a core that leave a measurement alone
 _LITTLE = 2 << 30  # bytes of a disk
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of a machine that a job may use.
-
-    Attributes:
-        cores: processor cores, a fraction where a quota says so.
-        memory: bytes.
-    """
-
-    cores: float
-    memory: int
-
-
-def share(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Share:
-    """Return this job's share: all of the machine, or what affinity and cgroups leave of it."""
-    quota, limit = cgroup_limits(proc / "self/cgroup", cgroups)
-    cores, total = float(_num_cores()), _memory(proc)["MemTotal"]
-    return Share(min(cores, quota) if quota else cores, min(total, limit) if limit else total)
-
-
-def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
-    """Return (cores, bytes) that the job's cgroups of either version allow; None: they do not limit it."""
-    quotas: list[float] = []
-    limits: list[int] = []
-    for line in listing.read_text().splitlines() if listing.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        for folder in _upwards(path):
-            quotas += _quota_v2(root / folder) if controllers == "" else []
-            quotas += _quota_v1(root / "cpu" / folder) if "cpu" in names else []
-            limits += _bytes_of(root / folder / "memory.max") if controllers == "" else []
-            limits += _bytes_of(root / "memory" / folder / "memory.limit_in_bytes") if "memory" in names else []
-    return min(quotas, default=None), min(limits, default=None)
 
 
 def system() -> Iterator[Finding]:
@@ -65,7 +29,7 @@ def system() -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    cores = _num_cores()
+    cores = num_cores()
     features = ", ".join(_features()) or "no wide vectors known"
     text = f"{processor_name()}, {cores} of {os.cpu_count()} cores usable; {features}"
     yield Finding("processor", text, values={"cores": cores})
@@ -73,7 +37,7 @@ def processor() -> Iterator[Finding]:
 
 def load() -> Iterator[Finding]:
     """Yield what else runs; called before anything is measured."""
-    others, cores = os.getloadavg()[0], _num_cores()
+    others, cores = os.getloadavg()[0], num_cores()
     text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
     if others > _QUIET * cores:
         values = {"busy": others / cores}
@@ -83,7 +47,7 @@ def load() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
-    known = _memory(Path("/proc"))
+    known = known_memory(Path("/proc"))
     free = known.get("MemAvailable")
     text = amount(known["MemTotal"], "B") + (f", {amount(free, 'B')} free" if free is not None else "")
     values = {"total_bytes": known["MemTotal"]} | ({"free_bytes": free} if free is not None else {})
@@ -103,12 +67,6 @@ def limits() -> Iterator[Finding]:
     yield Finding("limits", ", ".join(words) or "none", values=values)
 
 
-def free_memory() -> int:
-    """Return the bytes that may be allocated now without swapping; half of all where the system does not say."""
-    known = _memory(Path("/proc"))
-    return min(known.get("MemAvailable", known["MemTotal"] // 2), share().memory)
-
-
 def processor_name() -> str:
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text().splitlines() if listing.exists() else []
@@ -122,7 +80,7 @@ def disk(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(place).free
     few = {"do": "a checkpoint takes 12 bytes or more for each parameter"} if free < _LITTLE else {}
     state = "absent" if few else "there"
-    text = f"{amount(free, 'B')} free ({_file_system(place)})"
+    text = f"{amount(free, 'B')} free ({file_system_of(place)})"
     yield Finding(f"room in {folder}", text, state, values={"free_bytes": free}, **few)
     try:
         size, wrote, read = _written_and_read(place, max(min(_MOST, free // 4), _LEAST))
@@ -175,51 +133,8 @@ def _written_and_read(folder: Path, most: int) -> tuple[int, float, float]:
             return size, size / wrote, size / (time.perf_counter() - began)
 
 
-def _file_system(place: Path) -> str:
-    """Return the type of the file system of a folder; a shared or a memory one is worth knowing."""
-    listing = Path("/proc/mounts")
-    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
-    holding = [row for row in rows if place.resolve().is_relative_to(row[1])]
-    return max(holding, key=lambda row: len(row[1]))[2] if holding else "unknown file system"
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _features() -> list[str]:
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text().splitlines() if listing.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
     return [feature for feature in _FEATURES if feature in flags]
-
-
-def _memory(proc: Path) -> dict[str, int]:
-    """Return MemTotal, and where the system says so MemAvailable, in bytes."""
-    listing = proc / "meminfo"
-    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
-    known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[0] in ("MemTotal:", "MemAvailable:")}
-    return known if "MemTotal" in known else {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-
-
-def _upwards(path: str) -> list[str]:
-    """Return a cgroup's path and those above it, without their first slash: a limit of any of them holds."""
-    parts = path.strip("/").split("/")
-    return ["/".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""] * bool(parts[0])
-
-
-def _bytes_of(file: Path) -> list[int]:
-    text = file.read_text().strip() if file.is_file() else ""
-    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []
-
-
-def _quota_v2(folder: Path) -> list[float]:
-    file = folder / "cpu.max"
-    words = file.read_text().split() if file.is_file() else []
-    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() else []
-
-
-def _quota_v1(folder: Path) -> list[float]:
-    files = [folder / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-    words = [file.read_text().strip() for file in files if file.is_file()]
-    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() and words[1] != "0" else []

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.base.doing import Doing, doing
+from megazero.base.errors import UserError
 from megazero.build.assemble import DTYPES, Built, StageInputs, assemble, bucket_of, feeds_of, precision_of
 from megazero.build.job import job_of
 from megazero.comm.fake_group import IdleHost, alone
@@ -86,8 +87,12 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
         device: the hardware: "cuda", or "cpu" for ranks of one host.
 
     Raises:
-        UserError: 106, the sizes do not fit; 114, kernels that this device does not have.
+        UserError: 106, the sizes do not fit; 114, kernels that this device does not have; 109, disks.
     """
+    offload = config.zero.offload
+    if "nvme" in (offload.optimizer, offload.parameters):
+        what = "a dry run does not count disks yet; plan does"
+        raise UserError(109, what, "take zero.offload.*=cpu for it", where="zero.offload")
     with FakeTensorMode():
         grid = alone(
             rank,

@@ -100,7 +100,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         system: the software that trains.
 
     Raises:
-        UserError: 118, the machine has no peak for the config's precision.
+        UserError: 118, the machine has no peak for the config's precision, or no disks that it asks for.
     """
     _check_peak(config, machine)
     job = job_of(config, ranks)
@@ -226,6 +226,7 @@ def _memory(rank: RankMemory) -> dict[str, Any]:
         "buffers_bytes": sum(held.get(name, 0) for name in BUFFERS),
         "peak_bytes": rank.peak,
         "host_bytes": rank.host,
+        "disk_bytes": rank.disk,
         "cause": rank.cause,
         "categories": held,
     }
@@ -240,6 +241,7 @@ def _row(found: Found) -> dict[str, Any]:
         "mfu": found.time.mfu,
         "peak_bytes": found.fullest.peak,
         "host_bytes": found.fullest.host,
+        "disk_bytes": found.fullest.disk,
     }
 
 
@@ -248,6 +250,10 @@ def _check_peak(config: Config, machine: Machine) -> None:
     if dtype not in machine.peaks:
         what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
         raise UserError(118, what, "take another precision.dtype", where="plan")
+    offload = config.zero.offload
+    if "nvme" in (offload.optimizer, offload.parameters) and not machine.disk_bytes:
+        do = "give `disk` in a machine's file (docs/planning.md)"
+        raise UserError(118, f"the disks of {machine.name} are not known", do, where="plan")
 
 
 def _total(sent: dict[str, dict[str, int]]) -> int:

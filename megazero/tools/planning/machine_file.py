@@ -13,6 +13,7 @@ off. A file of data sheet figures says in `reached` how much of them training ge
     host_link_bandwidth: 5e10
     host_memory_bytes: 250000000000  # a device's share
     host_memory_bandwidth: 7.5e10    # a device's share; optional (the link's), and so is what follows
+    disk: {bytes: 3750000000000, read: 3.1e9, write: 3.1e9}  # a device's share, by direct I/O (`megazero doctor`)
     price_per_hour: 3.0              # dollars a device
     launch: 4e-6                     # seconds of a kernel that has nothing to do
     nccl_channels: 24                # of a collective in a node (NCCL_DEBUG=INFO); 0: ranks on a CPU
@@ -62,6 +63,12 @@ class _Reached(_Strict):
     beside: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
+class _Disk(_Strict):
+    bytes: _Bytes
+    read: _Rate
+    write: _Rate
+
+
 class _MachineFile(_Strict):
     name: Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]
     memory_bytes: _Bytes
@@ -73,6 +80,7 @@ class _MachineFile(_Strict):
     host_link_bandwidth: _Rate
     host_memory_bytes: _Bytes
     host_memory_bandwidth: _Rate | None = None
+    disk: _Disk | None = None
     price_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
     launch: _Seconds = 4e-6
     nccl_channels: Annotated[int, Field(ge=0, le=64)] = 24
@@ -128,4 +136,7 @@ def _machine(read: _MachineFile) -> Machine:
         launch=read.launch,
         nccl_channels=read.nccl_channels,
         reached=Efficiency(**shares, fitted="from a file"),
+        disk_bytes=read.disk.bytes if read.disk else 0.0,
+        disk_read=read.disk.read if read.disk else 0.0,
+        disk_write=read.disk.write if read.disk else 0.0,
     )

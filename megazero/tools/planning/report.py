@@ -146,10 +146,17 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     room, need = usable(plan.machine), plan.fullest.peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield f"{verdict}: {need / 1e9:,.2f} GB of {room / 1e9:,.2f} on the fullest rank" + (
-        f", {plan.fullest.host / 1e9:,.2f} GB of {plan.machine.host_memory_bytes / 1e9:,.2f} on the host"
-        if plan.fullest.host
-        else ""
+    yield (
+        f"{verdict}: {need / 1e9:,.2f} GB of {room / 1e9:,.2f} on the fullest rank"
+        + (
+            f", {plan.fullest.host / 1e9:,.2f} GB of {plan.machine.host_memory_bytes / 1e9:,.2f} on the host"
+            if plan.fullest.host
+            else ""
+        )
+        + (
+            f", {plan.fullest.disk / 1e9:,.2f} GB of {plan.machine.disk_bytes / 1e9:,.2f} on disks"
+            * bool(plan.fullest.disk)
+        )
     )
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megazero.base.machine import cgroup_limits, free_memory, share
 from megazero.tools.doctor.finding import amount, duration
-from megazero.tools.doctor.host import cgroup_limits, direct, disk, free_memory, limits, share
+from megazero.tools.doctor.host import direct, disk, limits
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

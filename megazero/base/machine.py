@@ -1,0 +1,91 @@
+"""Read what this machine has, and what of it this job may use: cores, memory, file systems. Imports no torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60  # bytes; version 1 of cgroups writes a number beyond it for "no limit"
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a machine that a job may use.
+
+    Attributes:
+        cores: processor cores, a fraction where a quota says so.
+        memory: bytes.
+    """
+
+    cores: float
+    memory: int
+
+
+def share(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Share:
+    """Return this job's share: all of the machine, or what affinity and cgroups leave of it."""
+    quota, limit = cgroup_limits(proc / "self/cgroup", cgroups)
+    cores, total = float(num_cores()), known_memory(proc)["MemTotal"]
+    return Share(min(cores, quota) if quota else cores, min(total, limit) if limit else total)
+
+
+def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
+    """Return (cores, bytes) that the job's cgroups of either version allow; None: they do not limit it."""
+    quotas: list[float] = []
+    limits: list[int] = []
+    for line in listing.read_text().splitlines() if listing.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        for folder in _upwards(path):
+            quotas += _quota_v2(root / folder) if controllers == "" else []
+            quotas += _quota_v1(root / "cpu" / folder) if "cpu" in names else []
+            limits += _bytes_of(root / folder / "memory.max") if controllers == "" else []
+            limits += _bytes_of(root / "memory" / folder / "memory.limit_in_bytes") if "memory" in names else []
+    return min(quotas, default=None), min(limits, default=None)
+
+
+def free_memory() -> int:
+    """Return the bytes that may be allocated now without swapping; half of all where the system does not say."""
+    known = known_memory(Path("/proc"))
+    return min(known.get("MemAvailable", known["MemTotal"] // 2), share().memory)
+
+
+def known_memory(proc: Path) -> dict[str, int]:
+    """Return MemTotal, and where the system says so MemAvailable, in bytes."""
+    listing = proc / "meminfo"
+    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
+    known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[0] in ("MemTotal:", "MemAvailable:")}
+    return known if "MemTotal" in known else {"MemTotal": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+
+
+def file_system_of(place: Path) -> str:
+    """Return the type of the file system of a folder; a shared or a memory one is worth knowing."""
+    listing = Path("/proc/mounts")
+    rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
+    holding = [row for row in rows if place.resolve().is_relative_to(row[1])]
+    return max(reversed(holding), key=lambda row: len(row[1]))[2] if holding else "unknown file system"
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _upwards(path: str) -> list[str]:
+    """Return a cgroup's path and those above it, without their first slash: a limit of any of them holds."""
+    parts = path.strip("/").split("/")
+    return ["/".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""] * bool(parts[0])
+
+
+def _bytes_of(file: Path) -> list[int]:
+    text = file.read_text().strip() if file.is_file() else ""
+    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []
+
+
+def _quota_v2(folder: Path) -> list[float]:
+    file = folder / "cpu.max"
+    words = file.read_text().split() if file.is_file() else []
+    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() else []
+
+
+def _quota_v1(folder: Path) -> list[float]:
+    files = [folder / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    words = [file.read_text().strip() for file in files if file.is_file()]
+    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() and words[1] != "0" else []

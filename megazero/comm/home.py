@@ -1,0 +1,85 @@
+"""Describe the places beside the device's memory where values may rest: the host's memory, and disks.
+
+What rests on disks is too large for memory: a tensor without data (of torch's meta device) stands for it, and only
+windows of it are in memory at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Literal, Protocol
+
+from torch import Tensor, dtype
+
+Access = Literal["read", "write", "update"]  # write: all of it, whatever it was
+
+
+class Home(Protocol):
+    """Memory beside the device's: the host's (`host.py`), or disks (`nvme/disk.py`)."""
+
+    def zeros(self, numel: int, dtype: dtype, category: str) -> Tensor:
+        """Return a new flat buffer of zeros."""
+        ...
+
+    def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        """Start to copy to this home. `x` may be freed at once, but must not be written to before `join`."""
+        ...
+
+    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        """Copy from this home, after all that was sent before."""
+        ...
+
+    def join(self) -> None:
+        """Let later work wait for all that was sent: it may be written to afterwards."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was sent has arrived."""
+        ...
+
+
+class PagedHome(Home, Protocol):
+    """Disks.
+
+    Attributes:
+        window: elements of a window; each begins at a multiple of it.
+    """
+
+    @property
+    def window(self) -> int: ...
+
+    def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> "Future[None]":
+        """Start to copy from this home, after all that was sent before."""
+        ...
+
+    def expect(self, x: Tensor) -> None:
+        """Start to read what will be brought soon, as far as there is memory for it."""
+        ...
+
+    def clear(self, x: Tensor) -> None:
+        """Let a whole buffer be zeros again."""
+        ...
+
+    def close(self) -> None:
+        """End what is under way; the buffers are gone."""
+        ...
+
+    def windows(self, flats: Sequence[tuple[Tensor, Access]], purpose: str) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield some flat buffers of one length window by window; see `windows` below."""
+        ...
+
+
+def windows(
+    home: PagedHome | None, flats: Sequence[tuple[Tensor, Access]], purpose: str
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield (elements, these of each flat buffer): all at once where all are in memory, else window by window.
+
+    What the caller changes of a window is written back when it asks for the next one.
+
+    Args:
+        home: of those that are not in memory; None: all are.
+        flats: of one length, and what is done to each.
+    """
+    if home is None or not any(flat.is_meta for flat, _ in flats):
+        yield slice(0, len(flats[0][0])), [flat for flat, _ in flats]
+    else:
+        yield from home.windows(flats, purpose)

@@ -1,0 +1,73 @@
+"""Open the disks that state is offloaded to (`zero.offload.*: nvme`), or say in one line why they cannot serve."""
+
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megazero.base.errors import UserError
+from megazero.base.machine import file_system_of, free_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from megazero.comm.ledger import Ledger
+    from megazero.config.schema import Config
+    from megazero.nvme.disk import Disk
+
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "9p", "wekafs")
+_NETWORK += tuple(f"fuse.{name}" for name in ("sshfs", "glusterfs", "ceph", "juicefs", "s3fs", "gcsfuse"))
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def open_disks(config: Config, device: torch.device, ledger: Ledger) -> Disk | None:
+    """Return the disks of a rank, or None where nothing is offloaded to any.
+
+    Raises:
+        UserError: 601, a folder cannot be written; 605, it is on another machine; 606, too little memory; 607, no
+            queue of transfers can be built.
+    """
+    offload = config.zero.offload
+    if "nvme" not in (offload.optimizer, offload.parameters):
+        return None
+    from megazero.kernels.build import BuildError
+    from megazero.nvme.disk import Disk
+    from megazero.nvme.disk_queue import DiskQueue
+
+    folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
+    for folder in folders:
+        _require_local(folder)
+    needed, there = offload.host_mb << 20, free_memory()
+    if needed > there:
+        what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each rank"
+        raise UserError(606, f"{what}, got {there >> 20:,} MiB", "lower zero.offload.host_mb")
+    try:
+        queue = DiskQueue()
+    except (BuildError, OSError) as error:
+        do = "run megazero doctor, which says what is missing"
+        raise UserError(607, f"no queue of transfers to disks: {error}", do) from None
+    try:
+        disks = Disk(folders, ledger, needed, queue, device)
+    except UserError:
+        queue.close()
+        raise
+    way = "past the system's cache" if disks.direct else "through the system's cache: no direct I/O there"
+    where = ", ".join(map(str, folders))
+    logging.getLogger("megazero").info(f"nvme: {where} by {queue.engine}, {way}; {offload.host_mb} MiB of memory")
+    return disks
+
+
+def _require_local(folder: Path) -> None:
+    """Refuse a folder that is on another machine, or in memory. Raises UserError: 601 and 605."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        do = "give another zero.offload.path"
+        raise UserError(601, f"cannot be made: {error.strerror}", do, where=folder) from None
+    kind = file_system_of(folder)
+    if kind.startswith(_NETWORK):
+        what = f"expected a disk of this machine, got {kind}"
+        raise UserError(605, what, "give another zero.offload.path", where=folder)
+    if kind in _IN_MEMORY:
+        logging.getLogger("megazero").warning(f"{folder} is in memory ({kind}): state that goes there saves none")

@@ -1,0 +1,133 @@
+"""Allocate the values of a unit that rest on this rank between steps, each kind in one flat buffer, once for the run.
+
+    parameters   all, or this rank's shard, in the precision that forward and backward compute with
+    gradients    all, or this rank's shard
+    masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
+                 where that is the same
+
+Each rests on the device, on the host or on disks (`offload.py`).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megazero.comm.home import Access, Home, windows
+from megazero.comm.pool import same_place
+from megazero.zero.layout import UnitLayout
+from megazero.zero.offload import Offload, OffloadedGradients
+from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
+
+_INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once, as many as a disk has in a piece
+
+
+class RestingState:
+    """What rests of one unit.
+
+    Args:
+        trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
+
+    Attributes:
+        numel: elements of the whole flat buffer with its padding, which is zero and stays so.
+        shard: the elements that this rank updates.
+        parameters, gradients, masters: see above.
+        updated: where an update writes parameters in the precision of forward and backward.
+        offloaded_gradients: the reduced gradients, where they do not rest on the device.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        axes: UnitAxes,
+        precision: Precision,
+        device: torch.device,
+        offload: Offload,
+        *,
+        trainable: bool,
+    ):
+        self._layout, self._axes, self._device, self._offload = layout, axes, device, offload
+        stage, updater = axes.stage, offload.optimizer
+        self.numel = layout.padded(axes.shard.size)
+        self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)
+        elements = shard_slice(self.numel, stage.parameters, axes.shard)
+        self.parameters = self._rest(elements, precision.parameters, "parameters", offload.parameters)
+        # A delayed update may not touch what the step beside it sees.
+        apart = trainable and (updater is not offload.parameters or offload.delayed)
+        self.masters = self.own_parameters
+        if apart or (trainable and precision.masters != precision.parameters):
+            self.masters = self._rest(self.shard, precision.masters, "optimizer", updater)
+        self.offloaded_gradients: OffloadedGradients | None = None
+        if trainable and (home := offload.gradients(stage.gradients)) is not None:
+            self.offloaded_gradients = OffloadedGradients(home, self.shard, precision.gradients)
+        elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
+        elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
+        self.gradients = self._rest(elements, precision.gradients, "gradients", None)
+        self.updated = self._updated(precision) if apart else self.own_parameters
+
+    def _rest(self, elements: slice, dtype: torch.dtype, category: str, home: Home | None) -> FlatBuffer:
+        """Return zeros for elements that rest here: in `home`, or, if that is None, on the device."""
+        numel = elements.stop - elements.start
+        placement = Placement.SHARD if numel < self.numel else Placement.REPLICATE
+        if home is not None:
+            values = home.zeros(numel, dtype, category)
+        else:
+            self._axes.shard.comm.ledger.hold(category, numel * dtype.itemsize)
+            values = torch.zeros(numel, dtype=dtype, device=self._device)
+        return FlatBuffer(values, {self._axes.shard: placement}, elements.start, home)
+
+    def _updated(self, precision: Precision) -> FlatBuffer:
+        """Return the buffer for `updated` where the masters have memory of their own."""
+        offload = self._offload
+        if self.masters.values.is_meta and (offload.parameters is not None or offload.relay is None):
+            return self.own_parameters
+        through = offload.relay if self.masters.values.is_meta else offload.optimizer
+        if through is not None and (self.masters.values.is_meta or precision.masters != precision.parameters):
+            return self._rest(self.shard, precision.parameters, "parameters", through)
+        return self.masters
+
+    @property
+    def own_parameters(self) -> FlatBuffer:
+        """Return the parameters that this rank updates, in the precision of forward and backward."""
+        return self.parameters.part(self.shard, {self._axes.shard: self._axes.stage.optimizer})
+
+    def new_state(self) -> Tensor:
+        """Return zeros for what an optimizer keeps of each element that this rank updates, where the masters are."""
+        masters, home = self.masters.values, self._offload.optimizer
+        if masters.is_meta or home is None:
+            return self._rest(self.shard, masters.dtype, "optimizer", home).values
+        self._axes.shard.comm.ledger.hold("host_optimizer", masters.nbytes)
+        return torch.zeros_like(masters)  # the host alone reads and writes it: pages that a GPU reads would be dearer
+
+    def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
+        """Write the initial values that rest here; `initial(name, start, stop)` gives an interval of one parameter."""
+        first = min(self.parameters.first, self.shard.start)
+        last = max(self.parameters.elements.stop, self.shard.stop)
+        for interval in self._layout.intervals:
+            end = min(interval.stop, last)
+            start = max(interval.start, first)
+            while start < end:
+                stop = min(first + ((start - first) // _INITIAL_PIECE + 1) * _INITIAL_PIECE, end)
+                values = initial(interval.name, start - interval.start, stop - interval.start)
+                # Rounded as an update rounds: one that is skipped changes nothing, and leaves `updated` as it is.
+                self.write(values.to(self.masters.values.dtype), start)
+                start = stop
+        if self._offload.disks is not None:
+            self._offload.disks.settle()
+
+    def write(self, values: Tensor, start: int) -> None:
+        """Write the values of elements [start, ...) to all buffers that have parameters, as far as they rest here."""
+        self.parameters.write(values, start)
+        own, masters, updated = (one.values for one in (self.own_parameters, self.masters, self.updated))
+        if not same_place(masters, own):
+            self.masters.write(values, start)
+        if not same_place(updated, own) and not same_place(updated, masters):
+            self.updated.write(values, start)
+
+    def round_masters(self) -> None:
+        """Write the masters to `updated`, rounded to the precision of forward and backward."""
+        if same_place(self.updated.values, self.masters.values):
+            return
+        both: list[tuple[Tensor, Access]] = [(self.masters.values, "read"), (self.updated.values, "write")]
+        for _, (masters, updated) in windows(self._offload.disks, both, "optimizer"):
+            updated.copy_(masters)
