@@ -20,7 +20,7 @@ from megazero.memory import partition
 from megazero.memory.activation_store import Arena
 from megazero.model import linear
 from megazero.zero.gather import Gather
-from megazero.zero.offload import OffloadedGradients
+from megazero.zero.offload import Offload, OffloadedGradients
 from megazero.zero.placement import Precision
 from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
@@ -69,7 +69,7 @@ def plant_keep(patch: pytest.MonkeyPatch) -> None:
 
 def plant_open(patch: pytest.MonkeyPatch) -> None:
     """The memory for gradients is written to while its last content is still on its way to the host."""
-    patch.setattr(Unit, "_join_host", lambda _: None)
+    patch.setattr(Offload, "join", lambda _: None)
 
 
 def plant_settle(patch: pytest.MonkeyPatch) -> None:

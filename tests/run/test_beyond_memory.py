@@ -61,3 +61,17 @@ def test_states_of_four_times_the_memory(tiny_data: TinyData, tmp_path: Path) ->
     code, whole = limited(tiny_data, tmp_path / "here", free, *WIDE, "zero.stage=3")
     assert code == 0 and whole > base + states // 2
     assert rows(tmp_path / "there") == rows(tmp_path / "here")
+
+
+@pytest.mark.full
+def test_a_billion_parameters_are_born_trained_saved_and_resumed(tiny_data: TinyData, tmp_path: Path) -> None:
+    """16 GB of states, 12 of them saved, under 4 GiB of resident memory."""
+    run, disk = tmp_path / "run", f"zero.offload.path={tmp_path / 'disk'}"
+    large = ("model.layers=20", "model.hidden=2048", "model.heads=16", "batch.global=1", "batch.micro=1")
+    large += (*NVME[:3], disk, "zero.offload.host_mb=1024", "schedule.decay=constant", "checkpoint.every=3")
+    for steps, options in ((3, ()), (4, ("checkpoint.resume=auto",))):
+        code, resident = limited(
+            tiny_data, run, resource.RLIM_INFINITY, *large, f"run.steps={steps}", "checkpoint.keep=1", *options
+        )
+        assert code == 0 and resident <= 4 << 30, (steps, code, resident)
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
