@@ -12,6 +12,8 @@ from megazero.plan.states import Bytes
 if TYPE_CHECKING:
     from megazero.config.schema import Config
 
+PATH = "/local/nvme"  # stands for a folder on a local disk, which a job does not know
+
 
 def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     """Return a config's job on some ranks.
@@ -55,7 +57,8 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
 
 def options_of(job: Job) -> dict[str, Any]:
     """Return the options that lay a config out as a job is: all but model, precision, global batch and data axis."""
-    return {
+    where = {"zero.offload.path": PATH} if job.disk_optimizer or job.disk_parameters else {}
+    return where | {
         "parallel.tensor": job.tensor,
         "parallel.pipeline": job.pipeline,
         "parallel.sequence": job.sequence,

@@ -74,7 +74,6 @@ class Job:
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
         words += ["Pa+cpu" if self.offload else "Pa"] * self.partition + ["graphs"] * self.graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
-        words += ["nvme-optimizer"] * self.disk_optimizer + ["nvme-parameters"] * self.disk_parameters
         return " ".join(words) or "one process"
 
     @property
@@ -128,9 +127,13 @@ class Job:
 
     @property
     def offloaded(self) -> str:
-        """Return which model states rest on the host: none | optimizer | parameters | both."""
-        words = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
-        return "both" if len(words) == 2 else "".join(words) or "none"
+        """Return which model states rest elsewhere: none | optimizer | parameters | both, on disks after "nvme-"."""
+        host = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
+        disks = ["optimizer"] * self.disk_optimizer + ["parameters"] * self.disk_parameters
+        named = (
+            (prefix, "both" if len(words) == 2 else "".join(words)) for prefix, words in (("", host), ("nvme-", disks))
+        )
+        return "+".join(prefix + words for prefix, words in named if words) or "none"
 
     @property
     def optimizer_away(self) -> bool:

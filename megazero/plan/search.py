@@ -4,9 +4,10 @@ Tried are all sizes of the axes that divide the ranks (tensor ranks stay within 
 schedules where they are regular (`time.regular`), stages, micro-batches that divide a data rank's share (up to 64),
 sequence parallelism, and of what saves memory and costs time: without offload, with optimizer state, with parameters,
 with both on the host, the least recompute that is enough (none, selective, full, Pa, Pa+cpu): more of it only costs.
+Where nothing fits so, and the machine has disks, optimizer state, and then parameters too, are put there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -32,6 +33,11 @@ OFFLOAD: tuple[dict[str, object], ...] = (
     {"offload_optimizer": True},
     {"offload_parameters": True},
     {"offload_optimizer": True, "offload_parameters": True},
+)
+DISKS: tuple[dict[str, object], ...] = (
+    {},
+    {"disk_optimizer": True},
+    {"disk_optimizer": True, "disk_parameters": True},
 )
 
 
@@ -96,15 +102,17 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
     best: list[Found] = []
     excluded: list[Found] = []
     layouts: list[Job] = []
-    for widest in dict.fromkeys((min(machine.devices_per_node, ranks), ranks)):
-        layouts = [one for one in spreads(job, ranks, widest, machine.devices_per_node) if not _hopeless(one, machine)]
-        best, excluded = _fastest(layouts, machine, allowed, count)
+    tiers = (OFFLOAD, DISKS) if machine.disk_bytes else (OFFLOAD,)
+    for tier, widest in product(tiers, dict.fromkeys((min(machine.devices_per_node, ranks), ranks))):
+        room = usable(machine) + machine.host_memory_bytes + (machine.disk_bytes if tier is DISKS else 0.0)
+        layouts = [one for one in spreads(job, ranks, widest, machine.devices_per_node) if not _hopeless(one, room)]
+        best, excluded = _fastest(layouts, machine, allowed, count, tier)
         if best:
             return Search(best, excluded, len(layouts))
     frugal = {
         layout: _lack(planned(layout, 0, machine), machine)
         for one in spreads(job, ranks, ranks, machine.devices_per_node)
-        for *_, layout in savings(one)
+        for *_, layout in savings(one, tiers[-1])
     }
     least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
     nearest = None if least is None else Found(least, step_time(least, machine), fullest(least, machine))
@@ -112,9 +120,16 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
 
 
 def _fastest(
-    layouts: list[Job], machine: Machine, allowed: Callable[[Job], bool], count: int
+    layouts: list[Job],
+    machine: Machine,
+    allowed: Callable[[Job], bool],
+    count: int,
+    tier: Sequence[Mapping[str, object]],
 ) -> tuple[list[Found], list[Found]]:
     """Return the fastest that fit, and those that would be faster than all of these.
+
+    Args:
+        tier: the ways to offload; the first is none.
 
     A layout is fastest without savings. So one that is slower without savings than enough others with theirs is not
     tried.
@@ -125,7 +140,7 @@ def _fastest(
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
-        plain, *others = savings(layout)
+        plain, *others = savings(layout, tier)
         found = _least(plain, machine, allowed)
         ways = [] if found is None else [found]
         if found is None or found.job != layout:
@@ -198,10 +213,10 @@ def _shard_ranks(data: int, in_node: int) -> Iterator[int | None]:
         yield in_node
 
 
-def savings(layout: Job) -> Iterator[list[Job]]:
+def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iterator[list[Job]]:
     """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
-    for offload in OFFLOAD:
-        rests = "parameters" if "offload_parameters" in offload else "optimizer"
+    for offload in tier:
+        rests = "parameters" if {"offload_parameters", "disk_parameters"} & offload.keys() else "optimizer"
         stage = max(layout.stage, min(stages_that_shard(rests))) if offload else layout.stage
         if layout.data > 1 and stage != layout.stage:
             continue  # that stage is tried by itself
@@ -223,11 +238,11 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
     return [n for n in range(1, min(number, most or number) + 1) if not number % n]
 
 
-def _hopeless(layout: Job, machine: Machine) -> bool:
-    """Return whether even half of an even share of the model states is more than device and host together have."""
+def _hopeless(layout: Job, room: float) -> bool:
+    """Return whether even half of an even share of the model states is more than there is room for."""
     sizes = layout.bytes
     shard = layout.shard if layout.shards_parameters else 1
     each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.shards_gradients else 1)
     each += sizes.optimizer / (layout.shard if layout.shards_optimizer else 1)
     held = layout.shape.parameters() / (layout.tensor * layout.pipeline) * each
-    return held / 2 > usable(machine) + machine.host_memory_bytes
+    return held / 2 > room

@@ -45,6 +45,16 @@ def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: 
     assert all(one.time.step_s < limit for one in found.excluded)
 
 
+def test_what_fits_nowhere_else_goes_to_disks() -> None:
+    job = Job(SMALL, HALF, global_batch=8, dropout=True)
+    machine = replace(tight(1.3), host_memory_bytes=1e6, disk_bytes=1e12)
+    found = search(job, 4, machine, lambda layout: True)
+    assert found.best and all(one.job.disk_optimizer and one.fullest.disk for one in found.best)
+    assert not search(job, 4, replace(machine, disk_bytes=0.0), lambda layout: True).best
+    slow = replace(machine, disk_read=1e8, disk_write=1e8)
+    assert search(job, 4, slow, lambda layout: True).best[0].time.step_s > found.best[0].time.step_s
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> Job:
     tensor, pipeline, data = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2, 4, 8)))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from megazero.launcher.scratch import scratch_folder
 from megazero.launcher.spawn import run_local
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES
-from megazero.plan.search import OFFLOAD, RECOMPUTE
+from megazero.plan.search import DISKS, OFFLOAD, RECOMPUTE
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
@@ -40,6 +41,8 @@ OFFLOADS = [
     for offload in OFFLOAD
     for delayed in ((False, True) if "offload_optimizer" in offload else (False,))
 ]
+OFFLOADS += DISKS[1:]
+_HOST_MB = 256  # for what is on its way to disks
 # Sequence parallelism and chunks, of one tensor rank and of several.
 TENSOR = {False: [(False, 1)], True: list(product((False, True), (1, 2)))}
 _SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "tensor_chunks", "schedule")
@@ -160,7 +163,7 @@ class Certificate:
         lines: list[str] = []
         name = f"{self._config.precision.dtype} {layout}"
         with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
-            config = laid_out(self._config, layout)
+            config = _configured(self._config, layout, folder)
             code = run_local(
                 layout.ranks,
                 lambda place: train_rank(place, config, self._steps, folder, plant),
@@ -244,9 +247,18 @@ def _tolerance(config: Config) -> Tolerance:
     return tolerance_of(config.precision.dtype, reduced=sizes.summed < sizes.gradient)
 
 
+def _configured(config: Config, layout: Job, folder: Path) -> Config:
+    """Return a config of a layout whose disks, if it has any, are a folder."""
+    changed = laid_out(config, layout)
+    if not (layout.disk_optimizer or layout.disk_parameters):
+        return changed
+    offload = changed.zero.offload.model_copy(update={"path": str(folder), "host_mb": _HOST_MB})
+    return changed.model_copy(update={"zero": changed.zero.model_copy(update={"offload": offload})})
+
+
 def admits(config: Config, layout: Job) -> bool:
     """Return whether a config can be trained in a layout."""
-    changed = laid_out(config, layout)
+    changed = _configured(config, layout, Path("anywhere"))
     values = flatten(changed)
     if broken_relations(values) or broken_exclusions(values):
         return False

@@ -4,15 +4,17 @@ A fault changes what has been built on a rank (`Rig`), on every rank or on one, 
 the layout that it is planted into; that layout must pass without it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megazero.build.assemble import StageInputs
 from megazero.checkpoint.save import ShardState
+from megazero.comm.home import Access
 from megazero.data.loader import MicroBatch
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
@@ -29,6 +31,7 @@ PIPELINE: Variant = partial(replace, pipeline=2)
 SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
 CHUNKS: Variant = partial(replace, tensor=2, sequence=True, tensor_chunks=2)
 OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
+ON_DISKS: Variant = partial(replace, data=2, stage=2, disk_optimizer=True)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
 
@@ -258,6 +261,17 @@ def lost_on_the_way(rig: Rig) -> None:
     away.send = lambda reduced, at=0: None  # type: ignore[method-assign]
 
 
+def unwritten(rig: Rig) -> None:
+    disks = _block(rig).disks
+    assert disks is not None, "the layout has disks"
+    windows = disks.windows
+
+    def read_only(flats: Sequence[tuple[Tensor, Access]], purpose: str) -> Iterator[tuple[slice, list[Tensor]]]:
+        return windows([(flat, "read" if access == "update" else access) for flat, access in flats], purpose)
+
+    disks.windows = read_only  # type: ignore[method-assign]
+
+
 def published_at_once(rig: Rig) -> None:
     engine = rig.built.engine
     finish = engine.finish_step
@@ -310,6 +324,8 @@ FAULTS = (
     Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, incomplete_tails),
     Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, swapped_chunks),
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, lost_on_the_way),
+    Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, lost_on_the_way),
+    Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, unwritten),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),
     Fault("held-twice", "a piece of a parameter is held twice", DATA, _of_one_rank(held_twice)),
     Fault("held-by-nobody", "an element is held by nobody", DATA, _of_one_rank(held_by_nobody)),

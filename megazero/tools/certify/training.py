@@ -32,6 +32,7 @@ from megazero.launcher.rendezvous import connect, disconnect
 from megazero.model.parameter import declaration_of
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
+from megazero.run.disks import open_disks
 from megazero.tools.certify.rank import Results, record, write_results
 from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, eps_of
 
@@ -79,7 +80,9 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     grid = grid_of(config, comm, place.world)
     device = torch.device("cpu")
     host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
-    built = build(config, grid, device, choose(config.precision.kernels, device, DTYPES[config.precision.dtype]), host)
+    ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
+    disks = open_disks(config, device, comm.ledger)
+    built = build(config, grid, device, ops, host, disks=disks)
     data, model = config.data, config.model
     train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
     loader = loader_of(config, train, grid["data"], device)
@@ -88,6 +91,7 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     plant(rig)
     write_results(_trained(rig, config, steps), folder, grid["world"].rank)
     loader.close()
+    built.engine.close()
     disconnect()
 
 
@@ -117,10 +121,20 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
 def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
     """Return each piece that this rank would save, with its elements of each kind of tensor."""
     return [
-        (piece, {kind: flat[piece.at : piece.at + piece.stop - piece.start] for kind, flat in holding.tensors.items()})
+        (piece, {kind: _values(holding, flat, piece) for kind, flat in holding.tensors.items()})
         for holding in rig.holdings()
         for piece in holding.pieces
     ]
+
+
+def _values(holding: ShardState, flat: Tensor, piece: Piece) -> Tensor:
+    """Return the elements of a piece, from a disk in memory of their own."""
+    there = flat[piece.at : piece.at + piece.stop - piece.start]
+    if holding.disks is None:
+        return there
+    found = torch.empty(len(there), dtype=there.dtype)
+    holding.disks.bring(there, found, "examination")
+    return found
 
 
 def _samples(batch: MicroBatch) -> list[tuple[int, str]]:
