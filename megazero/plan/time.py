@@ -31,7 +31,7 @@ from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.systems import OURS, System
-from megazero.plan.traffic import Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
+from megazero.plan.traffic import AWAY, Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
@@ -336,7 +336,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
     m = job.micro_batches
     moved: dict[str, float] = {}
     for flow in own:
-        if flow.axis in ("host", "disk"):
+        if flow.axis in AWAY:
             moved[flow.purpose] = moved.get(flow.purpose, 0.0) + flow.bytes / _rate(machine, flow)
     out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
     offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)

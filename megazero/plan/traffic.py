@@ -42,6 +42,8 @@ from megazero.plan.states import UnitSize, units
 WIDE = 8  # bytes of a scalar that ranks sum
 TOTALS = 10  # scalars of a step that all ranks sum: loss, count of its tokens, votes (`zero/engine.py`)
 
+AWAY = ("host", "disk")  # the ways to what is offloaded, told like axes
+
 
 @dataclass(frozen=True)
 class Share:
@@ -116,7 +118,7 @@ def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str,
 
 def sent(found: dict[str, dict[str, int]]) -> int:
     """Return the bytes sent to other ranks, over all axes and purposes."""
-    return sum(size for axis, purposes in found.items() if axis not in ("host", "disk") for size in purposes.values())
+    return sum(size for axis, purposes in found.items() if axis not in AWAY for size in purposes.values())
 
 
 def fullest(job: Job) -> int:
@@ -135,7 +137,7 @@ def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> d
     """
     result: dict[str, dict[str, int]] = {}
     for axis, purposes in found.items():
-        if axis in ("host", "disk"):
+        if axis in AWAY:
             continue
         together = ranks_in_node(job, axis, devices)
         size = sum(purposes.values())

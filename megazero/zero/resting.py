@@ -23,7 +23,7 @@ _INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once, as
 
 
 class RestingState:
-    """What rests of one unit.
+    """Hold what rests of one unit.
 
     Args:
         trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
