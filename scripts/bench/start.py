@@ -1,7 +1,6 @@
 """The start of many ranks, rehearsed on this host with a real store: seconds and requests of each stage.
 
-    python scripts/bench/start.py                       # 8, 64, 512 and 2048 ranks, a table
-    python scripts/bench/start.py --ranks 8 --json
+    python scripts/bench/start.py [--ranks 8 64 512 2048] [--launches 3] [--json] [--save]
 
 A rank is a thread with connections of its own; `PROCESSES` processes have them, and one more has rank 0 and the store,
 as in a job. Eight ranks are a pretended host. What is rehearsed is what goes through the store: connecting with the
@@ -9,9 +8,13 @@ job's token, the roll call, the hosts' boards, one key for each communicator of 
 pipeline 4, where there are so many ranks), and a failure, on which every rank publishes its slot and one reads them
 all. The roll is unpacked once in a process (20 ms for 2,048 ranks, which real ranks take at the same time). Neither
 torch's process groups nor NCCL's connections are made, and nothing goes over a network.
+
+Seconds are those until the last rank is through a stage, the median of the launches. *Requests* of a rank to the store,
+over all stages, are the median of all ranks but rank 0; rank 0, which answers for all, has a column of its own.
 """
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -23,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
@@ -37,7 +39,8 @@ from megazero.launcher.job_board import JobBoard, job_board
 from megazero.launcher.lobby import Lobby
 from megazero.store.client import JobStore
 from megazero.store.server import StoreServer
-from scripts.bench.figures import machine, versions
+from scripts.bench import figures
+from scripts.bench.harness import LAUNCHES
 
 RANKS = (8, 64, 512, 2048)
 PROCESSES, PER_HOST = 8, 8
@@ -79,17 +82,18 @@ class Rehearsed:
 
 
 def main() -> int:
-    """Print the table, or with --json its rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of each (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
     options = parser.parse_args()
-    rows = [row(rehearse(size, PROCESSES)) for size in options.ranks]
-    if options.json:
-        print(json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=1))
-    else:
-        print(f"{machine()}; {PROCESSES} processes\n\n{table(rows)}")
-    return 0
+    rows = []
+    for size in options.ranks:
+        launches = [rehearse(size, PROCESSES) for _ in range(options.launches)]
+        rows.append({"system": f"{size:,} ranks", "columns": columns_of(launches)})
+    report = figures.report_of("starting many ranks", rows, launches=options.launches)
+    return figures.tell([report], as_json=options.json, save=options.save)
 
 
 def rehearse(size: int, processes: int) -> list[Rehearsed]:
@@ -112,27 +116,20 @@ def rehearse(size: int, processes: int) -> list[Rehearsed]:
     return sorted(found, key=lambda one: one.rank)
 
 
-def row(found: Sequence[Rehearsed]) -> dict[str, Any]:
-    """Return the figures of one number of ranks; requests are the most of any rank but rank 0."""
-    ends = [max(one.ends[stage] for one in found) for stage in range(len(STAGES) + 1)]
-    others = found[1:]
+def columns_of(launches: Sequence[Sequence[Rehearsed]]) -> dict[str, float]:
+    """Return the figures of one number of ranks, by the heads of their columns."""
+    seconds = [_seconds(found) for found in launches]
     return {
-        "ranks": len(found),
-        "seconds": {name: ends[at + 1] - ends[at] for at, name in enumerate(STAGES)},
-        "requests": {name: max(one.requests[at] for one in others) for at, name in enumerate(STAGES)},
-        "requests_median": statistics.median(sum(one.requests) for one in others),
-        "requests_of_rank_0": dict(zip(STAGES, found[0].requests, strict=True)),
+        **{f"{name} s": statistics.median(one[at] for one in seconds) for at, name in enumerate(STAGES)},
+        "requests": statistics.median(sum(one.requests) for found in launches for one in found[1:]),
+        "of rank 0": statistics.median(sum(found[0].requests) for found in launches),
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows as a Markdown table."""
-    heads = ["ranks", *(f"{name} s" for name in STAGES), "requests of a rank", "of rank 0"]
-    lines = [heads, ["---:"] * len(heads)]
-    for one in rows:
-        cells = [f"{one['ranks']:,}", *(f"{seconds:.2f}" for seconds in one["seconds"].values())]
-        lines.append([*cells, f"{one['requests_median']:g}", str(sum(one["requests_of_rank_0"].values()))])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _seconds(found: Sequence[Rehearsed]) -> list[float]:
+    """Return the seconds of each stage, until the last rank is through it."""
+    ends = [max(one.ends[at] for one in found) for at in range(len(STAGES) + 1)]
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 class _Once:

@@ -19,7 +19,7 @@ from megazero.launcher.environment import INTERFACES, RankContext, World
 from megazero.launcher.lobby import Lobby
 from megazero.launcher.rendezvous import connect
 from megazero.launcher.roll_call import absent, call_roll
-from scripts.bench.start import STAGES, Rehearsed, rehearse, row
+from scripts.bench.start import STAGES, Rehearsed, columns_of, rehearse
 
 MOST = {"connect": 0, "roll call": 7, "boards": 1, "axes": 5, "failure": 6}  # requests of a rank that is not rank 0
 MOST_KEYS = 10  # named in the requests of its roll call
@@ -37,7 +37,8 @@ def test_requests_per_rank_do_not_grow_with_the_ranks():
         at = STAGES.index(stage)
         assert max(one.requests[at] for one in large[1:-1]) <= most, stage
     assert max(keys(small, "roll call"), keys(large, "roll call")) <= MOST_KEYS
-    assert row(large)["requests_of_rank_0"]["roll call"] <= 8  # as long as one answer holds the presences of all
+    assert large[0].requests[STAGES.index("roll call")] <= 8  # as long as one answer holds the presences of all
+    assert columns_of([large])["requests"] <= sum(MOST.values())
 
 
 def presence(rank: int, fingerprint: str = "same") -> Presence:
