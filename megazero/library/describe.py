@@ -33,7 +33,7 @@ def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
 def _table_row(table: RowShard) -> tuple[str, ...]:
     whole = table.whole * table.values.shape[1]
     held = table.values.nbytes, 0, sum(state.nbytes for state in table.state.values())
-    counts = (whole, 0, *held) if table.trained else (0, whole, *held)
+    counts = (whole, 0, *held) if table.state else (0, whole, *held)
     return (f"{table.name} (rows)", *(f"{count:,}" for count in counts))
 
 

@@ -27,7 +27,7 @@ from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parts import ROOT, Member, Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
-from megazero.library.tables import Table, Tables, split_rows
+from megazero.library.tables import Table, split_rows
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
@@ -110,9 +110,9 @@ def shard(
     adopt_buffers(module, grid["world"], device, initial)
     engine = _engine(built, recipe, grid, memory, clip)
     calls = Calls(built, engine.gather)
-    shards = [split_rows(f"{name}.weight", table, rows, grid["world"], device, dtype) for name, table in by_row.items()]
+    split = split_rows(by_row, rows, grid["world"], device, dtype)
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
-    return Sharded(module, built, engine, calls, Tables(shards, rows, grid["world"]), grid, recipe.lr, cast)
+    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast)
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:

@@ -132,6 +132,19 @@ class Sharded:
             self._checked = self.steps + 1
         return self.module(*self._cast(arguments), **self._cast(named))
 
+    def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
+        """Look up in several tables whose rows are split, in one exchange; their next look-up returns what came.
+
+        Every rank calls it before a forward, with the ids of that forward.
+
+        Args:
+            ids: by the name of the table.
+
+        Raises:
+            UserError: 511, there is no such table, or an id is no row; 507, other ranks ask other tables.
+        """
+        self._tables.fetch(ids)
+
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
         """Compute the gradients of a loss, and reduce them over the ranks.
 

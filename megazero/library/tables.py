@@ -1,49 +1,32 @@
 """Split the rows of embedding tables over the ranks: row-wise ZeRO.
 
-Of a table of R rows on N ranks each rank has the rows [k R/N, (k+1) R/N), with what the optimizer keeps of them, and is
-their only owner: nothing is gathered or reduced whole. A look-up of a batch:
-
-    ids        the distinct rows that this rank's samples ask for, each sent to its owner
-    values     come back, D numbers for each, and the module's own look-up runs on them
-    gradients  of the same rows go to the owners in backward, D numbers for each
-
-So memory is R D / N and traffic is proportional to the rows of a batch. Owners keep what has come until the step, sum
-it over ranks and micro-batches in that order, and update only the rows that were touched (`row_optimizers.py`). The
-gradients of tables are part of the global norm.
+Each rank owns an interval of a table's rows, with what the optimizer keeps of them; nothing is gathered or reduced
+whole. A look-up asks the owners for the rows of a batch, and gives them those rows' gradients in backward
+(`row_groups.py`). So memory is R D / N and traffic is proportional to the rows of a batch. The gradients of tables are
+part of the global norm.
 """
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megazero.base.errors import FailedElsewhere, UserError
+from megazero.base.errors import UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-from megazero.comm.rows import exchange_counts, exchange_rows
 from megazero.kernels import counter
 from megazero.library.adopt import from_first
+from megazero.library.row_groups import RowGroup, TableShape
 from megazero.library.row_optimizers import RowOptimizer
 
 _PIECE = 1 << 20  # elements of a table that are made, sent or read at a time
 Table = nn.Embedding | nn.EmbeddingBag
 
 
-@dataclass(frozen=True)
-class _Arrived:
-    """Gradients that have come to their owner: of its rows, counted from its first."""
-
-    rows: Tensor
-    gradients: Tensor
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RowShard:
     """The rows of one table that this rank owns.
 
@@ -53,12 +36,6 @@ class RowShard:
         first: the first row that this rank owns.
         values: its rows [n, D].
         state: what the optimizer keeps of them, by name.
-        trained: whether they are updated.
-
-    Attributes:
-        arrived: gradients of this step.
-        open: a backward runs.
-        step: the number of updates so far.
     """
 
     name: str
@@ -67,36 +44,6 @@ class RowShard:
     values: Tensor
     state: dict[str, Tensor]
     world: Axis
-    trained: bool
-    arrived: list[_Arrived] = field(default_factory=list)
-    open: bool = False
-    step: int = 0
-
-    def look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the distinct rows among `ids`, their values, and for each id its place among them.
-
-        Every rank calls it. Raises UserError 511: an id is no row.
-        """
-        distinct, places = torch.unique(ids, return_inverse=True)
-        odd = [int(distinct[end]) for end in (0, -1) if len(distinct) and not 0 <= int(distinct[end]) < self.whole]
-        each = self.world.shard(self.whole)
-        ends = torch.arange(1, self.world.size + 1, device=ids.device) * each
-        starts = torch.searchsorted(distinct, torch.cat([ends.new_zeros(1), ends])).tolist()
-        own = [stop - start for start, stop in pairwise(starts)]
-        said = exchange_counts([*own, int(bool(odd)), zlib.crc32(self.name.encode())], self.world, ids.device)
-        if odd:
-            raise UserError(511, f"{self.name}: row {odd[0]} of a table of {self.whole:,} rows", rank=self.world.rank)
-        for rank, of_rank in enumerate(said):  # all ranks know, and stop
-            if of_rank[-2]:
-                raise FailedElsewhere(rank, 511)
-            if of_rank[-1] != said[0][-1]:
-                raise UserError(507, f"it looks up in another table than rank 0 in {self.name}", rank=rank)
-        counts = [of_rank[:-2] for of_rank in said]
-        asked = exchange_rows(distinct, counts, self.world, "row ids") - self.first
-        back = [list(column) for column in zip(*counts, strict=True)]
-        wants = torch.is_grad_enabled() and self.trained
-        values = _LookUp.apply(self, asked, counts, back, _anchor(self.values) if wants else None)
-        return distinct, values, places
 
     def pieces(self) -> Iterator[slice]:
         """Yield the rows of the whole table in pieces that are sent at a time."""
@@ -132,62 +79,40 @@ class RowShard:
                 whole[piece] = rows.cpu()
         return whole
 
-    def squares(self) -> Tensor:
-        """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
-        summed = self._summed()
-        self.arrived = [summed]
-        return summed.gradients.to(torch.float64).square().sum()
-
-    def _summed(self) -> _Arrived:
-        """Return the rows that a step has touched, each once, with their gradients."""
-        if not self.arrived:
-            return _Arrived(torch.empty(0, dtype=torch.int64, device=self.values.device), self.values[:0])
-        rows = torch.cat([one.rows for one in self.arrived])
-        touched, places = torch.unique(rows, return_inverse=True)
-        total = self.values.new_zeros((len(touched), self.values.shape[1]))
-        total.index_add_(0, places, torch.cat([one.gradients for one in self.arrived]))
-        return _Arrived(touched, total)
-
-
-class _LookUp(torch.autograd.Function):
-    """Fetch rows from their owners; in backward their gradients go there."""
-
-    @staticmethod
-    def forward(ctx: Any, table: RowShard, asked: Tensor, counts: Any, back: Any, anchor: Tensor | None) -> Tensor:
-        ctx.table, ctx.asked, ctx.counts, ctx.step = table, asked, counts, table.step
-        return exchange_rows(table.values[asked], back, table.world, "row values")
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        if not ctx.table.open or ctx.step != ctx.table.step:
-            what = f"{ctx.table.name}: gradients outside of sharded.backward, or of an earlier step"
-            raise UserError(506, what, "call sharded.backward(loss) between two steps")
-        (gradient,) = gradients
-        arrived = exchange_rows(gradient.contiguous(), ctx.counts, ctx.table.world, "row gradients")
-        ctx.table.arrived.append(_Arrived(ctx.asked, arrived))
-        return (None,) * 5
-
-
-def _anchor(like: Tensor) -> Tensor:
-    return torch.zeros((), requires_grad=True, device=like.device)
-
 
 class Tables:
-    """All tables of a module whose rows are split.
+    """All tables of a module whose rows are split, in groups of one width and dtype.
 
     Args:
-        optimizer: of all.
+        shards: of all tables.
+        groups: each with its tables, by the names of their modules and their numbers in the group.
     """
 
-    def __init__(self, shards: Sequence[RowShard], optimizer: RowOptimizer, world: Axis):
-        self.shards, self._optimizer, self._world = shards, optimizer, world
+    def __init__(self, shards: Sequence[RowShard], groups: Sequence[tuple[RowGroup, dict[str, int]]], world: Axis):
+        self.shards, self._world = shards, world
+        self._groups = [group for group, _ in groups]
+        self._places = {name: (group, number) for group, numbers in groups for name, number in numbers.items()}
+
+    def fetch(self, ids: Mapping[str, Tensor]) -> None:
+        """Look up in several tables at once; their next look-up finds it. Every rank calls it.
+
+        Args:
+            ids: by the name of the table's module.
+
+        Raises:
+            UserError: 511, there is no such table, or an id is no row; 507, other ranks ask other tables.
+        """
+        if odd := next((name for name in ids if name not in self._places), None):
+            raise UserError(511, f"prefetch_rows: {odd} is no table whose rows are split", "name it in tables=")
+        for group in self._groups:
+            if asked := {self._places[name][1]: one for name, one in ids.items() if self._places[name][0] is group}:
+                group.fetch(asked)
 
     def squares(self) -> Tensor | None:
         """Return the sum of squares of the gradients of all tables over all ranks; None: there are no tables."""
-        if not self.shards:
+        if not self._groups:
             return None
-        own = torch.stack([shard.squares() for shard in self.shards]).sum()
-        return all_reduce(own, self._world, "norm")
+        return all_reduce(torch.stack([group.squares() for group in self._groups]).sum(), self._world, "norm")
 
     def update(self, lr: float | None, scale: Tensor, step: int, *, skipped: bool) -> None:
         """Update the touched rows with gradients multiplied by `scale`, and forget them.
@@ -195,67 +120,74 @@ class Tables:
         Args:
             lr: None: the optimizer's own.
         """
-        for shard in self.shards:
-            if shard.trained and not skipped:
-                (one,) = shard.arrived  # `squares` has summed them
-                gradients = one.gradients * scale.to(one.gradients.dtype)
-                rate = self._optimizer.lr if lr is None else lr
-                self._optimizer.update(shard.values, shard.state, one.rows, gradients, rate, step)
-            shard.arrived.clear()
-            shard.step += 1
+        for group in self._groups:
+            group.update(lr, scale, step, skipped=skipped)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Be around a backward: gradients may come."""
-        for shard in self.shards:
-            shard.open = True
+        for group in self._groups:
+            group.open(True)
         try:
             yield
         finally:
-            for shard in self.shards:
-                shard.open = False
+            for group in self._groups:
+                group.open(False)
 
     def forget(self) -> None:
         """Forget the gradients of this step."""
-        for shard in self.shards:
-            shard.arrived.clear()
+        for group in self._groups:
+            group.forget()
 
 
 def split_rows(
-    name: str,
-    table: Table,
+    tables: Mapping[str, Table],
     optimizer: RowOptimizer,
     world: Axis,
     device: torch.device,
     computes: torch.dtype | None = None,
-) -> RowShard:
-    """Split a table's rows over the ranks; its module looks up in them from then on. Every rank calls it.
+) -> Tables:
+    """Split the rows of tables over the ranks; their modules look up in them from then on. Every rank calls it.
 
     Values are those of rank 0, a piece at a time; of a table on meta normal ones, a function of name and row.
 
     Args:
+        tables: by the names of their modules.
         computes: the dtype of what is looked up; None: that of the rows.
 
     Raises:
-        UserError: 511, the table renorms rows, or scales gradients by frequency.
+        UserError: 511, a table renorms rows, or scales gradients by frequency.
     """
-    if table.max_norm is not None or table.scale_grad_by_freq:
-        raise UserError(511, f"{name}: max_norm and scale_grad_by_freq need the whole table", "leave them out")
-    whole, width = table.weight.shape
-    each = world.shard(whole)
-    first, last = min(world.rank * each, whole), min((world.rank + 1) * each, whole)
-    values = torch.empty((last - first, width), dtype=table.weight.dtype, device=device)
-    shard = RowShard(name, whole, first, values, {}, world, table.weight.requires_grad)
+    alike: dict[tuple[int, torch.dtype, bool], list[str]] = {}
+    for name, table in tables.items():
+        if table.max_norm is not None or table.scale_grad_by_freq:
+            raise UserError(511, f"{name}: max_norm and scale_grad_by_freq need the whole table", "leave them out")
+        weight = table.weight
+        alike.setdefault((weight.shape[1], weight.dtype, weight.requires_grad), []).append(name)
+    shards, groups = dict[str, RowShard](), []
+    for (width, dtype, trained), names in alike.items():
+        wholes = {name: len(tables[name].weight) for name in names}
+        shapes = [TableShape(f"{name}.weight", whole, world.shard(whole)) for name, whole in wholes.items()]
+        group = RowGroup(shapes, width, dtype, device, world, optimizer, trained=trained)
+        groups.append((group, {name: number for number, name in enumerate(names)}))
+        for number, name in enumerate(names):
+            shards[name] = _split(tables[name], group, number, world)
+            tables[name].forward = _forward(tables[name], group, number, computes)  # type: ignore[method-assign]
+        world.comm.ledger.hold("parameters", group.rows.nbytes)
+        world.comm.ledger.hold("optimizer", sum(state.nbytes for state in group.state.values()))
+    return Tables([shards[name] for name in tables], groups, world)
+
+
+def _split(table: Table, group: RowGroup, number: int, world: Axis) -> RowShard:
+    """Give a table the rows that this rank owns, in the place of all."""
+    shape, own = group.tables[number], group.own(number)
+    state = {name: values[own] for name, values in group.state.items()}
+    shard = RowShard(shape.name, shape.whole, shape.owned(world.rank).start, group.rows[own], state, world)
     if table.weight.is_meta:
         _draw(shard, table.padding_idx)
     else:
         shard.take(table.weight)
-    if shard.trained:
-        shard.state = optimizer.state(values)
-    world.comm.ledger.hold("parameters", values.nbytes)
-    world.comm.ledger.hold("optimizer", sum(state.nbytes for state in shard.state.values()))
-    table.weight = nn.Parameter(values, requires_grad=False)
-    table.forward = _forward(table, shard, computes)  # type: ignore[method-assign]
+    table.weight = nn.Parameter(shard.values, requires_grad=False)
     return shard
 
 
@@ -269,12 +201,12 @@ def _draw(shard: RowShard, padding: int | None) -> None:
         shard.values[padding - shard.first] = 0.0
 
 
-def _forward(table: Table, shard: RowShard, computes: torch.dtype | None) -> Callable[..., Tensor]:
+def _forward(table: Table, group: RowGroup, number: int, computes: torch.dtype | None) -> Callable[..., Tensor]:
     """Return the forward of a table whose rows are split."""
 
     def found(ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        distinct, values, places = shard.look_up(ids.reshape(-1))
-        padding = None if table.padding_idx is None else (distinct == table.padding_idx).nonzero().flatten().tolist()
+        rows, values, places = group.look_up(number, ids)
+        padding = None if table.padding_idx is None else (rows == table.padding_idx).nonzero().flatten().tolist()
         return places.view(ids.shape), values.to(computes or values.dtype), padding[0] if padding else None
 
     def embedding(ids: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
 The model is that of examples/recommender.py: 26 tables of width 16, of which the largest has --rows rows and each
 further one half as many, and dense layers. Two ranks of one thread, 256 samples each, fp32.
 
-    ours          `megazero.shard(..., tables=...)`: each row has one owner; row-wise AdaGrad of the rows of a batch
+    ours          `megazero.shard(..., tables=...)`: each row has one owner; row-wise AdaGrad of the rows of a batch;
+                  `prefetch_rows` fetches those of all tables in one exchange
     ours-sockets  the same through gloo's sockets, as the others'
     ddp-sparse    every rank has all tables, `EmbeddingBag(sparse=True)`; torch's Adagrad of the rows of a batch
     fsdp2         tables sharded as any matrix, gathered for each look-up; dense gradients, torch's Adagrad
@@ -109,6 +110,7 @@ def ours(sizes: list[int], transport: str, rank: int, size: int, store: str) -> 
 
     def step() -> float:
         dense, ids, clicks = next(batches)
+        sharded.prefetch_rows({f"tables.{table}": asked for table, asked in enumerate(ids)})
         loss = loss_of(sharded(dense, ids), clicks)
         sharded.backward(loss)
         sharded.step()

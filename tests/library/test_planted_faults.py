@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.library import tables
+from megazero.library import row_groups
 from megazero.library.calls import _Call
 from megazero.zero.unit import Unit
 from tests.library.odd_modules import of_numbers
@@ -106,9 +106,9 @@ def wrong_owner(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def trained_on_rows(plant: Callable[[Any], Any] | None) -> tuple[dict[str, Tensor], list[float]]:
     if plant is None:
-        return trained_tables(1, ADAGRAD, 0.05)
-    with patch.object(tables, "exchange_rows", plant(tables.exchange_rows)):
-        return trained_tables(1, ADAGRAD, 0.05)
+        return trained_tables(1, ADAGRAD, 0.05, True)
+    with patch.object(row_groups, "exchange_rows", plant(row_groups.exchange_rows)):
+        return trained_tables(1, ADAGRAD, 0.05, True)
 
 
 def test_a_gradient_at_another_row_is_found():

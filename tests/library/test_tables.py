@@ -37,11 +37,18 @@ def loss(module: Callable[..., Tensor], step: int, rank: int) -> Tensor:
     return loss_of(module(dense.double(), ids), clicks.double())
 
 
-def trained(stage: int, table_optimizer: Any, clip: float) -> tuple[dict[str, Tensor], list[float]]:
+def prefetch(sharded: Sharded, step: int) -> None:
+    _, ids, _ = batch(ROWS, step, sharded.rank, SAMPLES)
+    sharded.prefetch_rows({f"tables.{number}": one for number, one in enumerate(ids)})
+
+
+def trained(stage: int, table_optimizer: Any, clip: float, ahead: bool) -> tuple[dict[str, Tensor], list[float]]:
     sharded = sharded_model(stage, table_optimizer, clip=clip)
     norms = []
     for step in range(STEPS):
         for micro in range(2):
+            if ahead:
+                prefetch(sharded, 2 * step + micro)
             sharded.backward(loss(sharded, 2 * step + micro, sharded.rank) / 2, last=micro == 1)
         norms.append(sharded.step().grad_norm)
     return sharded.full_state_dict(), norms
@@ -80,27 +87,32 @@ def plain(table_optimizer: dict[str, Any], clip: float, ranks: int) -> tuple[dic
 
 
 @pytest.mark.parametrize("table_optimizer", [ADAGRAD, ADAM], ids=lambda options: options["name"])
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (3, 2), (3, 4)])
-def test_a_recommender_trains_as_in_one_process(table_optimizer: dict[str, Any], stage: int, ranks: int):
+@pytest.mark.parametrize(
+    ("stage", "ranks", "ahead"), [(0, 1, False), (1, 1, True), (1, 2, False), (3, 2, True), (3, 4, False), (2, 4, True)]
+)
+def test_a_recommender_trains_as_in_one_process(table_optimizer: dict[str, Any], stage: int, ranks: int, ahead: bool):
     expected, norms = plain(table_optimizer, 0.05, ranks)
-    (found, found_norms), *_ = on_ranks(ranks, trained, stage, table_optimizer, 0.05)
+    (found, found_norms), *_ = on_ranks(ranks, trained, stage, table_optimizer, 0.05, ahead)
     assert list(found) == list(expected) and found_norms == pytest.approx(norms, rel=1e-12)
     for name, values in expected.items():
         assert torch.allclose(found[name], values, rtol=1e-11, atol=1e-12), name
 
 
-def one_step(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def one_step(stage: int, ahead: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     sharded = sharded_model(stage, ADAGRAD)
     assert "row ids" not in sharded.traffic()["world"]
+    if ahead:
+        prefetch(sharded, 0)
     sharded.backward(loss(sharded, 0, sharded.rank))
     sharded.step()
     return sharded.traffic(), sharded.memory()
 
 
-def test_traffic_and_memory_are_the_formulas():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_traffic_and_memory_are_the_formulas(ahead: bool):
     """Of each distinct row that belongs to another rank: its id, its values to this rank, its gradient back."""
     ranks = 2
-    traffic, memory = zip(*on_ranks(ranks, one_step, 0), strict=True)
+    traffic, memory = zip(*on_ranks(ranks, one_step, 0, ahead), strict=True)
     asked = [[0] * ranks for _ in range(ranks)]  # by rank, of rank
     for rank in range(ranks):
         _, ids, _ = batch(ROWS, 0, rank, SAMPLES)
@@ -112,7 +124,7 @@ def test_traffic_and_memory_are_the_formulas():
         assert sent["row ids"]["elements"] == asked[rank][other]
         assert sent["row values"]["elements"] == asked[other][rank] * WIDTH
         assert sent["row gradients"]["elements"] == asked[rank][other] * WIDTH
-        assert sent["row counts"]["elements"] == TABLES * (ranks + 2) * (ranks - 1)
+        assert sent["row counts"]["elements"] == (1 if ahead else TABLES) * (ranks + 2) * (ranks - 1)
     own = [sum(min((k + 1) * -(-n // ranks), n) - min(k * -(-n // ranks), n) for n in ROWS) for k in range(ranks)]
     dense = [found["parameters"]["now"] - 8 * WIDTH * rows for found, rows in zip(memory, own, strict=True)]
     assert dense[0] == dense[1] < 8 * 40_000 and sum(own) == sum(ROWS)
@@ -226,6 +238,16 @@ def no_row() -> None:
     sharded(torch.tensor([[11]]), torch.tensor([0, 1]))
 
 
+def other_ids() -> None:
+    sharded = sharded_model(0, ADAGRAD)
+    prefetch(sharded, 0)
+    loss(sharded, 1, 0)
+
+
+def no_table() -> None:
+    sharded_model(0, ADAGRAD).prefetch_rows({"below.0": torch.tensor([0])})
+
+
 def other_optimizer() -> None:
     sharded_model(0, "lamb")
 
@@ -237,6 +259,8 @@ def other_optimizer() -> None:
         (renormed, "MZ-511.*max_norm"),
         (shared, "MZ-511.*shares its weight"),
         (no_row, "MZ-511.*words.weight: row 11 of a table of 11"),
+        (other_ids, "MZ-511.*tables.0.weight: looks up other ids"),
+        (no_table, "MZ-511.*below.0 is no table"),
         (other_optimizer, "MZ-501.*'lamb'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -1,0 +1,250 @@
+"""Look up in tables whose rows are split, and update them: all tables of one width and dtype together.
+
+Of a table of R rows on N ranks each rank has the rows [k R/N, (k+1) R/N), and is their only owner. The rows that a rank
+owns of all tables of a group lie in one buffer, one table after the other, with what the optimizer keeps of them beside
+it; so a look-up in all of them is three exchanges, and one update:
+
+    ids        the distinct rows that this rank's samples ask for, each sent to its owner as its place in that buffer
+    values     come back, D numbers for each
+    gradients  of the same rows go to the owners in backward, D numbers for each
+
+Owners keep what has come until the step, sum it over ranks and micro-batches in that order, and update only the rows
+that were touched (`row_optimizers.py`).
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.base.errors import FailedElsewhere, UserError
+from megazero.comm.grid import Axis
+from megazero.comm.rows import Counts, exchange_counts, exchange_rows
+from megazero.library.row_optimizers import RowOptimizer
+
+
+class TableShape(NamedTuple):
+    """A table of a group.
+
+    Attributes:
+        name: of its parameter.
+        whole: its rows, on all ranks.
+        each: the rows that a rank owns; the last have fewer.
+    """
+
+    name: str
+    whole: int
+    each: int
+
+    def owned(self, rank: int) -> range:
+        """Return the rows that a rank owns."""
+        first = min(rank * self.each, self.whole)
+        return range(first, min(first + self.each, self.whole))
+
+
+class FoundRows(NamedTuple):
+    """What a look-up in one table found: its distinct rows, their values [n, D], and of each id the place there."""
+
+    rows: Tensor
+    values: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """Gradients that have come to their owner: of rows of its buffer."""
+
+    rows: Tensor
+    gradients: Tensor
+
+
+class RowGroup:
+    """Tables of one width and dtype, whose rows are split over the ranks.
+
+    Args:
+        width: of a row.
+        trained: whether rows are updated.
+        optimizer: of the rows.
+
+    Attributes:
+        rows: those that this rank owns, of all tables [n, D].
+        state: what the optimizer keeps of them, by name.
+        steps: the number of updates so far.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableShape],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: Axis,
+        optimizer: RowOptimizer,
+        *,
+        trained: bool,
+    ):
+        owned = [[len(table.owned(rank)) for table in tables] for rank in range(world.size)]
+        begins = [[0, *accumulate(of_rank)] for of_rank in owned]
+        self.rows = torch.empty((begins[world.rank][-1], width), dtype=dtype, device=device)
+        self.state = optimizer.state(self.rows) if trained else {}
+        self.tables, self.trained, self._world, self._optimizer = tables, trained, world, optimizer
+        self._own_begins = begins[world.rank]
+        self._wholes = torch.tensor([table.whole for table in tables], device=device)
+        self._eaches = torch.tensor([max(table.each, 1) for table in tables], device=device)
+        self._begins = torch.tensor([of_rank[:-1] for of_rank in begins], device=device)  # [rank, table]
+        self._keys = self._wholes.cumsum(0) - self._wholes  # the key of each table's row 0
+        self._arrived: list[_Arrived] = []
+        self._fetched: dict[int, tuple[Tensor, FoundRows]] = {}
+        self._open = False  # a backward runs
+        self.steps = 0
+
+    def own(self, table: int) -> slice:
+        """Return where the rows of a table lie that this rank owns."""
+        return slice(self._own_begins[table], self._own_begins[table + 1])
+
+    def fetch(self, asked: Mapping[int, Tensor]) -> None:
+        """Look up in several tables at once; `look_up` with the same ids returns what was found. Every rank calls it.
+
+        Raises:
+            UserError: 511, an id is no row; 507, other ranks ask other tables.
+        """
+        order = sorted(asked)
+        found = self._look_up(order, [asked[table].reshape(-1) for table in order])
+        self._fetched = {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
+
+    def look_up(self, table: int, ids: Tensor) -> FoundRows:
+        """Look up in one table. Every rank calls it, unless what it asks for was fetched.
+
+        Raises:
+            UserError: as `fetch`; 511, other ids were fetched.
+        """
+        if table not in self._fetched:
+            return self._look_up([table], [ids.reshape(-1)])[0]
+        fetched, found = self._fetched.pop(table)
+        if not (fetched is ids or torch.equal(fetched, ids)):
+            what = f"{self.tables[table].name}: looks up other ids than prefetch_rows got"
+            raise UserError(511, what, "give prefetch_rows the ids of the forward that follows")
+        return found
+
+    def _look_up(self, tables: list[int], ids: Sequence[Tensor]) -> list[FoundRows]:
+        """Return what is found in tables of ascending number.
+
+        A row's key is its number among the rows of all tables, so the distinct keys are sorted by table; to be sent
+        they are sorted by owner.
+        """
+        device, world = self.rows.device, self._world
+        lengths = torch.tensor([len(one) for one in ids], device=device)
+        of_id = torch.tensor(tables, device=device).repeat_interleave(lengths)
+        wanted = torch.cat([one.long() for one in ids])
+        wrong = (wanted < 0) | (wanted >= self._wholes[of_id])
+        keys, places = torch.unique(wanted.where(~wrong, 0) + self._keys[of_id], return_inverse=True)
+        of_key = torch.searchsorted(self._keys, keys, right=True) - 1
+        rows = keys - self._keys[of_key]
+        owners = rows // self._eaches[of_key]
+        here = rows - owners * self._eaches[of_key] + self._begins[owners, of_key]
+        by_owner = torch.argsort(owners, stable=True)
+        found, own = of_key.bincount(minlength=len(self.tables)), owners.bincount(minlength=world.size)
+        *found, odd = torch.cat([found, own, wrong.any()[None]]).tolist()
+        found, own = found[: len(self.tables)], found[len(self.tables) :]
+        said = exchange_counts([*own, odd, zlib.crc32(repr(self._names(tables)).encode())], world, device)
+        if odd:
+            at = int(wrong.nonzero()[0])
+            table = self.tables[int(of_id[at])]
+            what = f"{table.name}: row {int(wanted[at])} of a table of {table.whole:,} rows"
+            raise UserError(511, what, rank=world.rank)
+        for rank, (*_, theirs, names) in enumerate(said):  # all ranks know, and stop
+            if theirs:
+                raise FailedElsewhere(rank, 511)
+            if names != said[0][-1]:
+                what = f"it looks up in other tables than rank 0 in {', '.join(self._names(tables))}"
+                raise UserError(507, what, rank=rank)
+        counts = [of_rank[: world.size] for of_rank in said]
+        asked = exchange_rows(here[by_owner], counts, world, "row ids")
+        wants = torch.is_grad_enabled() and self.trained
+        anchor = torch.zeros((), requires_grad=True, device=device) if wants else None
+        each = [found[table] for table in tables]
+        values = _LookUp.apply(self, asked, by_owner, each, counts, anchor)
+        firsts = accumulate(each, initial=0)
+        places_of = places.split([len(one) for one in ids])
+        return [
+            FoundRows(rows[first : first + len(one)], one, at - first)
+            for first, one, at in zip(firsts, values, places_of, strict=False)
+        ]
+
+    def _names(self, tables: list[int]) -> list[str]:
+        return [self.tables[table].name for table in tables]
+
+    def values_of(self, asked: Tensor, counts: Counts) -> Tensor:
+        """Return the values of the rows that each rank wants; here they come from their owners."""
+        back = [list(column) for column in zip(*counts, strict=True)]
+        return exchange_rows(self.rows[asked], back, self._world, "row values")
+
+    def take_gradients(self, step: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
+        """Send gradients to the owners of their rows, and keep those that come.
+
+        Raises:
+            UserError: 506, no backward runs, or the rows were looked up before the last update.
+        """
+        if not self._open or step != self.steps:
+            what = f"{self.tables[0].name}: gradients outside of sharded.backward, or of an earlier step"
+            raise UserError(506, what, "call sharded.backward(loss) between two steps")
+        self._arrived.append(_Arrived(asked, exchange_rows(gradients, counts, self._world, "row gradients")))
+
+    def squares(self) -> Tensor:
+        """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
+        self._arrived = [summed := self._summed()]
+        return summed.gradients.to(torch.float64).square().sum()
+
+    def _summed(self) -> _Arrived:
+        """Return the rows that a step has touched, each once, with their gradients."""
+        if not self._arrived:
+            return _Arrived(torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0])
+        rows = torch.cat([one.rows for one in self._arrived])
+        touched, places = torch.unique(rows, return_inverse=True)
+        total = self.rows.new_zeros((len(touched), self.rows.shape[1]))
+        total.index_add_(0, places, torch.cat([one.gradients for one in self._arrived]))
+        return _Arrived(touched, total)
+
+    def update(self, lr: float | None, scale: Tensor, step: int, *, skipped: bool) -> None:
+        """Update the touched rows with gradients multiplied by `scale`, and forget them.
+
+        Args:
+            lr: None: the optimizer's own.
+        """
+        if self.trained and not skipped:
+            (one,) = self._arrived  # `squares` has summed them
+            gradients = one.gradients * scale.to(one.gradients.dtype)
+            rate = self._optimizer.lr if lr is None else lr
+            self._optimizer.update(self.rows, self.state, one.rows, gradients, rate, step)
+        self.forget()
+        self.steps += 1
+
+    def open(self, now: bool) -> None:
+        """Say that a backward runs, or that none does: gradients may come, or not."""
+        self._open = now
+
+    def forget(self) -> None:
+        """Forget the gradients of this step, and what was fetched."""
+        self._arrived.clear()
+        self._fetched.clear()
+
+
+class _LookUp(torch.autograd.Function):
+    """Fetch rows of several tables from their owners; in backward their gradients go there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: RowGroup, asked: Tensor, by_owner: Tensor, each: list[int], counts: Counts, anchor: Any
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.asked, ctx.by_owner, ctx.counts, ctx.step = group, asked, by_owner, counts, group.steps
+        came = group.values_of(asked, counts)
+        return torch.empty_like(came).index_copy_(0, by_owner, came).split(each)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.group.take_gradients(ctx.step, ctx.asked, torch.cat(gradients)[ctx.by_owner], ctx.counts)
+        return (None,) * 6
