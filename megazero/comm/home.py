@@ -63,13 +63,15 @@ class PagedHome(Home, Protocol):
         """End what is under way; the buffers are gone."""
         ...
 
-    def windows(self, flats: Sequence[tuple[Tensor, Access]], purpose: str) -> Iterator[tuple[slice, list[Tensor]]]:
+    def windows(
+        self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield some flat buffers of one length window by window; see `windows` below."""
         ...
 
 
 def windows(
-    home: PagedHome | None, flats: Sequence[tuple[Tensor, Access]], purpose: str
+    home: PagedHome | None, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
 ) -> Iterator[tuple[slice, list[Tensor]]]:
     """Yield (elements, these of each flat buffer): all at once where all are in memory, else window by window.
 
@@ -78,8 +80,9 @@ def windows(
     Args:
         home: of those that are not in memory; None: all are.
         flats: of one length, and what is done to each.
+        skip: 0-dim; 1: nothing will change, so nothing is yielded of what is not in memory.
     """
     if home is None or not any(flat.is_meta for flat, _ in flats):
         yield slice(0, len(flats[0][0])), [flat for flat, _ in flats]
     else:
-        yield from home.windows(flats, purpose)
+        yield from home.windows(flats, purpose, skip)

@@ -132,7 +132,9 @@ class Disk:
         self.join()
         self._thread.submit(self._drain).result()
 
-    def windows(self, flats: Sequence[tuple[Tensor, Access]], purpose: str) -> Iterator[tuple[slice, list[Tensor]]]:
+    def windows(
+        self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield the elements of some flat buffers of one length piece by piece, and write back what was changed.
 
         The next windows are read, and the last ones written, while the caller computes. Nothing may be sent or brought
@@ -140,7 +142,10 @@ class Disk:
 
         Args:
             flats: handles, or tensors in memory, which are seen in place; and what is done to each.
+            skip: 0-dim; 1: nothing will change, so nothing is even read.
         """
+        if skip is not None and bool(skip):
+            return
         numel, ahead = len(flats[0][0]), deque[list[Loaded | Tensor]]()
         self.settle()
         for flat, access in flats:

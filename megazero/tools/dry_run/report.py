@@ -10,6 +10,7 @@ from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
 from megazero.comm.grid import Grid
 from megazero.observe.timeline import MemoryMoment, by_origin
+from megazero.plan.memory import DISK, HOST
 from megazero.run.plan_check import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
 from megazero.tools.dry_run.repetition import Repeated
@@ -41,10 +42,11 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
         line = f"  {megabytes(size):>11}  {count:>4} x {module}"
         whole = f"{line}  {operation}"
         lines += [whole] if len(whole) <= WIDEST_TABLE else [line, f"{operation:>{WIDEST_TABLE}}"]
-    host = {category: held.peak for category, held in found.ledger.bytes.items() if category.startswith("host_")}
-    if host:
-        lines += ["", "on the host                                MB"]
-        lines += [f"  {category.removeprefix('host_'):<26} {megabytes(size):>15}" for category, size in host.items()]
+    for where, prefix in (("on the host", HOST), ("on disks", DISK)):
+        away = {name: held.peak for name, held in found.ledger.bytes.items() if name.startswith(prefix)}
+        if away:
+            lines += ["", f"{where:<12}                               MB"]
+            lines += [f"  {name.removeprefix(prefix):<26} {megabytes(size):>15}" for name, size in away.items()]
     lines += ["", "sent in a step                       times              MB"]
     for axis, purposes in steady.traffic.items():
         for purpose, sent in purposes.items():

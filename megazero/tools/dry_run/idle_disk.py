@@ -1,0 +1,73 @@
+"""Count what a rank would have on disks, and read and write there, without a disk.
+
+What is on its way takes host memory up to `zero.offload.host_mb`; how much depends on the disks' speed, so it is not
+counted.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from megazero.comm.home import Access
+from megazero.comm.ledger import DISK, Ledger
+from megazero.nvme.disk import PIECE
+
+
+class IdleDisk:
+    """Disks that are done at once: what is read holds anything.
+
+    Args:
+        ledger: counts, as that of `nvme/disk.py`.
+    """
+
+    window = PIECE
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+        self._windows: dict[torch.dtype, Tensor] = {}  # what an update computes on; part of no step's own memory
+
+    def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
+        self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
+        self._windows.setdefault(dtype, torch.empty(self.window, dtype=dtype))
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        self._ledger.add(DISK, f"{purpose} out", x.numel(), x.element_size())
+
+    def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
+        self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        self.start_bring(x, into, purpose)
+
+    def windows(
+        self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield the first window alone: the others are like it, and no step is skipped."""
+        for flat, access in flats:
+            if flat.is_meta and access != "write":
+                self._ledger.add(DISK, f"{purpose} back", flat.numel(), flat.element_size())
+            if flat.is_meta and access != "read":
+                self._ledger.add(DISK, f"{purpose} out", flat.numel(), flat.element_size())
+        where = slice(0, min(len(flats[0][0]), self.window))
+        yield where, [self._windows[flat.dtype][where] if flat.is_meta else flat[where] for flat, _ in flats]
+
+    def expect(self, x: Tensor) -> None:
+        pass
+
+    def clear(self, x: Tensor) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
