@@ -115,7 +115,7 @@ def train(job: Job, flavour: str, precision: Precision, rank: Callable[..., Trai
         rank: does one rank's part, instead of `train_rank`.
     """
     shape = SHAPES[flavour]
-    axes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard": job.shard_ranks}
+    axes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard": job.neighbours}
     ranks = run_ranks(job.ranks, rank or train_rank, job, shape, precision, **axes)
     for other in ranks[1:]:
         assert other.losses == ranks[0].losses and other.norms == ranks[0].norms, "replicas differ"
@@ -196,6 +196,22 @@ def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
             result.gradients = {name: value.clone() for name, value in reduced_gradients(rank.engine, as_they_are)}
     result.weights = rank.weights()
     return result
+
+
+def second_step(
+    grid: Grid, job: Job, flavour: str, precision: Precision
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """The bytes sent by axis and purpose in the second step, and those held by category."""
+    rank, ledger = Rank(grid, job, SHAPES[flavour], precision), grid.comm.ledger
+    rank.step(0)
+    before = {(axis, what): sent.bytes_sent for axis, of in ledger.traffic.items() for what, sent in of.items()}
+    rank.step(1)
+    sent: dict[str, dict[str, int]] = {}
+    for axis, purposes in ledger.traffic.items():
+        for what, now in purposes.items():
+            if more := now.bytes_sent - before.get((axis, what), 0):
+                sent.setdefault(axis, {})[what] = more
+    return sent, {category: held.now for category, held in ledger.bytes.items()}
 
 
 def samples(ids: list[int], step: int, shape: Shape) -> tuple[Tensor, Tensor, Tensor, BatchContext]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.doing import doing
-from megazero.build.job import job_of
+from megazero.build.job import BITS, job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
 from megazero.build.upload import Upload
@@ -39,6 +39,7 @@ from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
+from megazero.zero.quantized import Quantizer, Quantizers
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -67,8 +68,13 @@ def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
         return single(comm)
     # What talks through the host's memory has groups for tensors of the host, whatever computes.
     parallel, device_type = config.parallel, "cuda" if comm.backend == "nccl" else "cpu"
-    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "shard_ranks": config.zero.shard_ranks}
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "shard_ranks": neighbours_of(config)}
     return make_grid(comm=comm, device_type=device_type, tied=job_of(config, world.size).ties_ranks, **sizes)
+
+
+def neighbours_of(config: Config) -> int | None:
+    """Return how many neighbouring data ranks are an axis of their own, for shards or second shards; None: all are."""
+    return config.zero.shard_ranks or config.zero.secondary_ranks
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
@@ -99,14 +105,23 @@ def precision_of(config: Config) -> Precision:
 def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
     """Return the function that gives each unit, by its name, the ranks that share it."""
     assert config.zero.stage is not None, "a resolved config"
-    axes = UnitAxes(
-        shard=grid["shard"],
-        tensor=grid["tensor"],
-        stage=STAGES[config.zero.stage],
-        replica=grid["replica"],
-        sequence=config.parallel.sequence,
-    )
+    stage, sequence = STAGES[config.zero.stage], config.parallel.sequence
+    along = {"shard": grid["shard"], "replica": grid["replica"]}
+    if config.zero.secondary_ranks is not None:  # shards are of all data ranks
+        along = {"shard": grid["data"], "near": _near(grid), "far": grid["replica"]}
+    axes = UnitAxes(**along, tensor=grid["tensor"], stage=stage, sequence=sequence)
     return lambda unit: replace(axes, copies=grid["ends"]) if unit == TIED else axes
+
+
+def _near(grid: Grid) -> Axis:
+    """Return the axis of neighbours, through memory only where all data ranks talk so.
+
+    Else a rank that waits for a socket of the one axis could be waited for by one that waits for memory of the other.
+    """
+    near, memory = grid["shard"], grid.comm.shared_memory
+    if memory is None or memory.reached.issuperset(grid["data"].ranks):
+        return near
+    return replace(near, comm=replace(near.comm, shared_memory=None))
 
 
 def offload_of(config: Config, host: Host, disks: PagedHome | None) -> Offload | None:
@@ -137,6 +152,7 @@ def build_units(
     ledger: Ledger,
     offload: Offload | None = None,
     ops: Operations = REFERENCE,
+    quantizers: Quantizers | None = None,
 ) -> list[Unit]:
     """Give each of the named units of the model memory for what of it rests on this rank, and initial values.
 
@@ -146,6 +162,7 @@ def build_units(
         seed: of the initial values; None: nobody looks at them, and they are left as they are.
         axes: of each unit, by its name.
         ops: the kernels to use, where gradients are delivered.
+        quantizers: of what is sent between shard ranks; None: it is sent as it is.
     """
     whole, partial = (Pool(dtype, device, ledger, "pool") for dtype in (precision.parameters, precision.gradients))
     apart = precision.reduced not in (None, precision.gradients)
@@ -157,13 +174,24 @@ def build_units(
                 continue
             declarations = declarations_by_name(members)
             layout = unit_layout_of(name, declarations)
-            unit = Unit(layout, axes(name), precision, device, (whole, partial), offload, ops=ops, reduction=reduction)
+            pools, told = (whole, partial), {"reduction": reduction, "quantizers": quantizers}
+            unit = Unit(layout, axes(name), precision, device, pools, offload, ops=ops, **told)
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             model.materialise(unit.make_parameters())
             units.append(unit)
             progress.advance()
     return units
+
+
+def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger: Ledger) -> Quantizers:
+    """Return how parameters and gradients are sent between shard ranks."""
+    kinds = (config.zero.quantize.parameters, config.zero.quantize.gradients)
+    parameters, gradients = (
+        None if bits is None else Quantizer(bits, ops, Pool(torch.uint8, device, ledger, "pool"))
+        for bits in (BITS[kind] for kind in kinds)
+    )
+    return Quantizers(parameters, gradients)
 
 
 def unit_layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
@@ -186,6 +214,7 @@ def build_engine(
     update_ops: Operations,
     recomputed: Container[Layer] = (),
     offload: Offload | None = None,
+    quantizers: Quantizers | None = None,
 ) -> Engine:
     """Build units, optimizer state, and the events of a step around the layers that this rank has.
 
@@ -196,6 +225,7 @@ def build_engine(
         update_ops: those to use where the update is, which may be the host.
         recomputed: layers that run again in their backward.
         offload: what rests elsewhere than on the device; None: nothing.
+        quantizers: of what is sent between shard ranks; None: it is sent as it is.
     """
     on_path = model.units_of_layers()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
@@ -211,6 +241,7 @@ def build_engine(
         ledger=comm.ledger,
         offload=offload,
         ops=ops,
+        quantizers=quantizers,
     )
     there = "host_" if offload is not None and offload.optimizer is not None else ""
     o = optimizer
@@ -303,6 +334,7 @@ def assemble(
         update_ops=(host_ops or ops) if updates_there else ops,
         recomputed=recomputed,
         offload=offload,
+        quantizers=quantizers_of(config, ops, device, grid.comm.ledger),
     )
     if model.rotary is not None:
         grid.comm.ledger.hold("angles", model.rotary.table_bytes(precision.parameters))

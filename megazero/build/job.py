@@ -12,6 +12,9 @@ from megazero.plan.states import Bytes
 if TYPE_CHECKING:
     from megazero.config.schema import Config
 
+# Of the codes of what is quantised, by the word of a config.
+BITS = {"none": None, "int8": 8, "int4": 4}
+_NAMES = {bits: name for name, bits in BITS.items()}
 PATH = "/local/nvme"  # stands for a folder on a local disk, which a job does not know
 
 
@@ -38,6 +41,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         chunks=config.pipeline.chunks,
         stage=config.zero.stage,
         shard_ranks=config.zero.shard_ranks,
+        secondary_ranks=config.zero.secondary_ranks,
         micro_batch=config.batch.micro,
         global_batch=config.batch.global_,
         recompute=memory.recompute,
@@ -48,6 +52,8 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         offload_parameters=offload.parameters == "cpu" and apart,
         disk_optimizer=offload.optimizer == "nvme",
         disk_parameters=offload.parameters == "nvme",
+        parameter_bits=BITS[config.zero.quantize.parameters],
+        gradient_bits=BITS[config.zero.quantize.gradients],
         apart=apart,
         delayed=offload.delayed and apart,
         dropout=config.model.dropout > 0,
@@ -67,6 +73,7 @@ def options_of(job: Job) -> dict[str, Any]:
         "pipeline.chunks": job.chunks,
         "zero.stage": job.stage,
         "zero.shard_ranks": job.shard_ranks,
+        "zero.secondary_ranks": job.secondary_ranks,
         "batch.micro": job.micro_batch,
         "memory.recompute": job.recompute,
         "memory.partition": job.partition,
@@ -75,6 +82,8 @@ def options_of(job: Job) -> dict[str, Any]:
         "zero.offload.optimizer": "nvme" if job.disk_optimizer else "cpu" if job.offload_optimizer else "none",
         "zero.offload.parameters": "nvme" if job.disk_parameters else "cpu" if job.offload_parameters else "none",
         "zero.offload.delayed": job.delayed,
+        "zero.quantize.parameters": _NAMES[job.parameter_bits],
+        "zero.quantize.gradients": _NAMES[job.gradient_bits],
     }
 
 

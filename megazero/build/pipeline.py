@@ -27,6 +27,9 @@ def check_world(config: Config, size: int, given: str = "") -> None:
     """
     parallel, batch = config.parallel, config.batch
     shard, replicas = shards_and_replicas(size, parallel.tensor, parallel.pipeline, config.zero.shard_ranks)
+    shards_and_replicas(
+        size, parallel.tensor, parallel.pipeline, config.zero.secondary_ranks, key="zero.secondary_ranks"
+    )
     data = shard * replicas
     if batch.global_ % (batch.micro * data):
         equation = "batch.global % (batch.micro * data ranks) == 0"

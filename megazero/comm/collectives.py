@@ -31,7 +31,7 @@ from torch._C._autograd import _profiler_enabled
 
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
-from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange, others
+from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange, others, swap
 from megazero.comm.transport.host_staging import HostStaging
 from megazero.comm.transport.shared_memory import SLOTS
 
@@ -219,6 +219,28 @@ def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, staging
     return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, land, whole)
 
 
+def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pending:
+    """Start to send each of `size` equal parts of flat x to the rank of its number.
+
+    `out` gets the parts that come, by rank; this rank's own part there may hold anything at the end. x must not be
+    touched until then.
+    """
+    tag = begin("all_to_all", x, axis, purpose, (axis.size - 1) * len(x) // axis.size)
+    if axis.comm.backend == "nccl":
+        return _nccl(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
+    if (pool := axis.comm.host_staging) is not None:
+        going, coming = HostStaging(x, pool), HostStaging(out, pool)
+        going.fetch(x)
+        swapped = swap(axis, tag, going.host.chunk(axis.size), coming.host.chunk(axis.size)).start()
+
+        def land() -> None:
+            coming.land(out)
+            going.release()
+
+        return _landing(_exchanged(axis, purpose, swapped, out), coming, land, out)
+    return _exchanged(axis, purpose, swap(axis, tag, x.chunk(axis.size), out.chunk(axis.size)).start(), out)
+
+
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
     return start_all_reduce(x, axis, purpose).wait()
 
@@ -277,14 +299,7 @@ def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume
 
 def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
     """Return the round in which each rank gets the parts of the others; `parts` are flat."""
-    targets = [parts[k] for k in others(axis)]
-
-    def put(cut: slice, theirs: list[Tensor]) -> None:
-        for target, part in zip(targets, theirs, strict=True):
-            if not same_place(target[cut], part):
-                target[cut].copy_(part)
-
-    return Exchange(axis, tag, [parts[axis.rank]], put, into=targets)
+    return swap(axis, tag, [parts[axis.rank]], parts)
 
 
 def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> Pending:

@@ -85,9 +85,13 @@ class FakeProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
         return _Done(out, x)
 
+    def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        return _Done(out, x)
+
     # Their names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
         return _Done(*tensors)
@@ -130,8 +134,13 @@ class EchoGroup(FakeProcessGroup):
             result.copy_(own)
         return super().reduce_scatter_single(out, x)
 
+    def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        out.copy_(x)
+        return super().all_to_all_single(out, x)
+
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
         for x in tensors:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_gather, begin
 from megazero.comm.grid import Axis
-from megazero.comm.transport.exchange import CollectiveError, Exchange, others
+from megazero.comm.transport.exchange import CollectiveError, swap
 
 Counts = list[list[int]]  # [from][to]
 
@@ -62,12 +62,7 @@ def _exchanged(
     for k, part in enumerate(here.split(outgoing)):
         messages[k, : part.numel()] = part.reshape(-1)
     tag = begin("all_to_all", messages, axis, purpose, sent)
-
-    def take(cut: slice, theirs: list[Tensor]) -> None:
-        for k, part in zip(others(axis), theirs, strict=True):
-            places[k, cut] = part
-
-    Exchange(axis, tag, [messages[k] for k in others(axis)], take).start().wait()
+    swap(axis, tag, messages.unbind(), places.unbind()).start().wait()
     axis.comm.status_slot.end(axis.name)
     places[axis.rank] = messages[axis.rank]
     shape, each = rows.shape[1:], rows.shape[1:].numel()

@@ -16,11 +16,14 @@ def data_size(world: int, tensor: int, pipeline: int) -> int:
     return world // (tensor * pipeline)
 
 
-def shards_and_replicas(world: int, tensor: int, pipeline: int, shard_ranks: int | None) -> tuple[int, int]:
+def shards_and_replicas(
+    world: int, tensor: int, pipeline: int, shard_ranks: int | None, key: str = "zero.shard_ranks"
+) -> tuple[int, int]:
     """Return the sizes of the shard and the replica axis, which together are the data axis.
 
     Args:
         shard_ranks: data ranks over which ZeRO shards; None: all.
+        key: of the config, where they come from.
 
     Raises:
         UserError: 106, they do not divide the data ranks, or nothing whole remains for these.
@@ -28,6 +31,6 @@ def shards_and_replicas(world: int, tensor: int, pipeline: int, shard_ranks: int
     data = data_size(world, tensor, pipeline)
     shard = data if shard_ranks is None else shard_ranks
     if data % shard:
-        what = f"expected data ranks % zero.shard_ranks == 0, got {data} % {shard} = {data % shard}"
-        raise UserError(106, what, "change zero.shard_ranks or the number of ranks")
+        what = f"expected data ranks % {key} == 0, got {data} % {shard} = {data % shard}"
+        raise UserError(106, what, f"change {key} or the number of ranks")
     return shard, data // shard

@@ -136,6 +136,13 @@ RELATIONS: tuple[Relation, ...] = (
         "take zero.stage=1, 2 or 3, or zero.shard_ranks=null",
     ),
     Relation(
+        ("zero.secondary_ranks", "zero.stage", "zero.shard_ranks"),
+        "zero.stage == 3 and zero.shard_ranks == null with zero.secondary_ranks",
+        lambda v: v["zero.secondary_ranks"] is None or (v["zero.stage"] == 3 and v["zero.shard_ranks"] is None),
+        lambda v: f"zero.stage {v['zero.stage']}, zero.shard_ranks {v['zero.shard_ranks']}",
+        "take zero.secondary_ranks=null: only parameters that rest sharded over all are gathered again",
+    ),
+    Relation(
         ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters"),
         "zero.offload.path given with nvme",
         lambda v: bool(v["zero.offload.path"]) or "nvme" not in _offloads(v),
@@ -157,6 +164,15 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.offload.optimizer", ("cpu", "nvme"), "zero.stage", (1, 2, 3), "only sharded state is offloaded"),
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
     Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "it is the host that is late"),
+    Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "only stage 3 gathers what rests exact"),
+    Exclusion("zero.quantize.gradients", ("int8", "int4"), "zero.stage", (1, 2, 3), "an all-reduce is not quantised"),
+    Exclusion(
+        "zero.quantize.gradients",
+        ("int8", "int4"),
+        "zero.reduce_dtype",
+        (None,),
+        "codes are added in the dtype of accumulation",
+    ),
     Exclusion(
         "zero.reduce_dtype",
         ("bf16",),

@@ -119,6 +119,15 @@ def _whole(value: object) -> object:
     return value
 
 
+class Quantize(Section):
+    parameters: Literal["none", "int8"] = Field(
+        default="none", description="Integers as which stage 3 gathers parameters, in blocks of 256 with a scale."
+    )
+    gradients: Literal["none", "int8", "int4"] = Field(
+        default="none", description="Integers as which gradients are sent to the rank that sums them."
+    )
+
+
 class Zero(Section):
     stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = Field(
         default=None,
@@ -139,6 +148,11 @@ class Zero(Section):
         default=64.0,
         description="Memory for what an operation receives through sockets, and to widen 16-bit gradients, MiB.",
     )
+    secondary_ranks: Annotated[int, Field(ge=2, le=2**14)] | None = Field(
+        default=None,
+        description="Neighbouring data ranks that keep a second shard of parameters (hpZ); null: none do.",
+    )
+    quantize: Quantize = Field(default_factory=Quantize, description="What is rounded to integers on its way (ZeRO++).")
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
 
 

@@ -68,6 +68,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "rotary": _family("rotary"),
         "cross entropy": _family("cross_entropy_parts_", "cross_entropy_backward_"),
         "flat": _family("sums_of_squares", "accumulate_", "cast_"),
+        "quantized": _family("quantize_", "dequantize_"),
         # The update of fp32 masters that publishes 16-bit parameters in the same pass. Without it torch's own fused
         # AdamW runs, and a copy (`optim/adamw.py`); so it does for all other updates. apex's FusedAdam would add
         # nothing: it wants gradients in the parameters' dtype, scaled already, and counts updates on the host.

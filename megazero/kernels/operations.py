@@ -55,6 +55,8 @@ class Operations:
     accumulate_: Callable[[Tensor, Tensor], None]
     cast_: Callable[[Tensor, Tensor], None]
     add_rows_: Callable[[Tensor, Tensor, Tensor], None]
+    quantize_: Callable[[Tensor, Tensor, int], None]
+    dequantize_: Callable[[Tensor, Tensor, int, bool], None]
     adamw_: Callable[..., None] | None = None
     wide_products: "WideProducts | None" = None
 

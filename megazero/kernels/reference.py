@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.base.quantized import BLOCK, code_bytes
 from megazero.kernels import counter
 
 # On a CPU the rows of a large matrix are handled in slices of about this many bytes, so that the passes of one
 # operation over a slice find it in the cache (1 MiB: half of a level-2 cache of today). Elsewhere one slice is all.
 _SLICE_BYTES = 1 << 20
+_LEAST = 1e-35  # of what is quantised: the inverse of a smaller scale may be infinite
 
 
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,6 +271,49 @@ def add_sorted_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None
     values = _wide(values_ND.index_select(0, order))  # many small ones would be lost in a sum of 16 bits
     sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
     into_VD.index_add_(0, rows, sums.to(into_VD.dtype))
+
+
+def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
+    """Write x as integers of 8 or 4 bits, each block of them times a scale (`base/quantized.py`).
+
+    A block's largest magnitude becomes 127, or 7. Where that is no finite number all of the block comes back as NaN,
+    and where it is below 1e-35 as zeros.
+    """
+    limit, bytes_of_codes = float((1 << (bits - 1)) - 1), code_bytes(x.numel(), bits)
+    scales = codes[bytes_of_codes:][: 4 * -(-x.numel() // BLOCK)].view(torch.float32)
+    whole = x.numel() // BLOCK * BLOCK
+    for part, first in ((x[:whole], 0), (x[whole:], whole)):
+        if not len(part):
+            continue
+        blocks = part.to(torch.float32).view(-1, BLOCK if first < whole else len(part))
+        most = blocks.abs().amax(1)
+        some = most.isfinite() & (most >= _LEAST)
+        scale = torch.where(some, most / limit, torch.where(most.isfinite(), 0.0, torch.nan))
+        scales[first // BLOCK :][: len(blocks)] = scale
+        inverse = torch.full_like(most, limit) / most  # a number over a tensor would be rounded twice
+        found = (blocks * torch.where(some, inverse, 0.0)[:, None]).nan_to_num(0.0).round().to(torch.int8)
+        if bits == 4:
+            low, high = (found + 8).view(len(found), 2, -1).unbind(1)
+            found = low | high << 4
+        codes[code_bytes(first, bits) : code_bytes(first + len(part), bits)] = found.flatten().view(torch.uint8)
+
+
+def dequantize_(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
+    """Write what `quantize_` has written into `into`, rounded, or add it to what `into` holds."""
+    numel, bytes_of_codes = into.numel(), code_bytes(into.numel(), bits)
+    scales = codes[bytes_of_codes:][: 4 * -(-numel // BLOCK)].view(torch.float32)
+    whole = numel // BLOCK * BLOCK
+    for part, first in ((into[:whole], 0), (into[whole:], whole)):
+        if not len(part):
+            continue
+        width = BLOCK if first < whole else len(part)
+        found = codes[code_bytes(first, bits) : code_bytes(first + len(part), bits)].view(-1, width * bits // 8)
+        if bits == 4:
+            numbers = torch.cat([found & 15, found >> 4], dim=1).to(torch.float32) - 8.0
+        else:
+            numbers = found.view(torch.int8).to(torch.float32)
+        values = (numbers * scales[first // BLOCK :][: len(numbers), None]).view(-1)
+        part.copy_(part.to(wide_dtype(part.dtype)) + values) if add else part.copy_(values)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -202,3 +202,17 @@ def accumulate_(into: Tensor, x: Tensor) -> None:
 @_operation("(Tensor(a!) into, Tensor x) -> ()")
 def cast_(into: Tensor, x: Tensor) -> None:
     """Write x into `into`, rounded to nearest, ties to even; each of any T."""
+
+
+# Quantised values, as `base/quantized.py` lays them out: codes of 8 or 4 bits, then an fp32 scale for each block of
+# 256. The number of values is a multiple of 16.
+
+
+@_operation("(Tensor(a!) codes, Tensor x, int bits) -> ()")
+def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
+    """Write x, of any T, as integers times its block's scale, rounded to nearest; codes are uint8."""
+
+
+@_operation("(Tensor(a!) into, Tensor codes, int bits, bool add) -> ()")
+def dequantize_(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
+    """Write what the codes mean into `into`, of any T, rounded; or add it to what `into` holds."""

@@ -26,12 +26,14 @@ class Job:
         schedule, chunks: of the pipeline.
         stage: of ZeRO, a row of `placements.STAGES`.
         shard_ranks: data ranks over which it shards; None: all.
+        secondary_ranks: data ranks that keep a second shard of parameters; None: nobody does.
         micro_batch, global_batch: sequences.
         recompute: none | selective | full.
         partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
         graphs: blocks are replayed as CUDA graphs.
         offload_optimizer, offload_parameters: to the host.
         disk_optimizer, disk_parameters: to disks instead.
+        parameter_bits, gradient_bits: of what is sent of them between shard ranks; None: it is sent as it is.
         apart: the host's memory is not the device's.
         delayed: the host updates beside the next step, which takes no more memory.
         dropout: the model has dropout, so there are masks.
@@ -49,6 +51,7 @@ class Job:
     chunks: int = 1
     stage: int = 1
     shard_ranks: int | None = None
+    secondary_ranks: int | None = None
     micro_batch: int = 1
     global_batch: int = 1
     recompute: str = "none"
@@ -59,6 +62,8 @@ class Job:
     offload_parameters: bool = False
     disk_optimizer: bool = False
     disk_parameters: bool = False
+    parameter_bits: int | None = None
+    gradient_bits: int | None = None
     apart: bool = True
     delayed: bool = False
     dropout: bool = False
@@ -69,11 +74,14 @@ class Job:
         words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
         words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
+        words += [f"secondary{self.secondary_ranks}"] * (self.secondary_ranks is not None)
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
         words += ["Pa+cpu" if self.offload else "Pa"] * self.partition + ["graphs"] * self.graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
+        words += [f"parameters-int{self.parameter_bits}"] * (self.parameter_bits is not None)
+        words += [f"gradients-int{self.gradient_bits}"] * (self.gradient_bits is not None)
         return " ".join(words) or "one process"
 
     @property
@@ -94,6 +102,19 @@ class Job:
     def shard(self) -> int:
         """Return the number of data ranks over which states are sharded."""
         return self.shard_ranks or self.data
+
+    @property
+    def gradient_hops(self) -> tuple[int, int] | None:
+        """Return the ranks of the two hops in which quantised gradients are reduced, near and far; None: in one."""
+        near = self.secondary_ranks
+        if self.gradient_bits is None or near is None or near == self.data:
+            return None
+        return near, self.data // near
+
+    @property
+    def neighbours(self) -> int | None:
+        """Return how many neighbouring data ranks are an axis of their own, for shards or second ones; None: none."""
+        return self.shard_ranks or self.secondary_ranks
 
     @property
     def replicas(self) -> int:

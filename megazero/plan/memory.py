@@ -25,6 +25,7 @@ bound that is an option (`host_pieces` of the ledger), whatever the job.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megazero.base.quantized import sent_bytes
 from megazero.plan.activations import kept_by_block, logits
 from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
@@ -69,6 +70,11 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     sizes = units(job.shape, job.tensor, list(stages.values()))
     held = states(sizes, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, stages.values())
+    if job.secondary_ranks is not None:
+        each = sum(
+            sent_bytes(unit.padded(job.shard) // job.shard, job.parameter_bits, job.bytes.parameter) for unit in sizes
+        )
+        held["secondary"] = each * job.shard // job.secondary_ranks
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)

@@ -9,6 +9,8 @@ depends on their kind (embedding, block, head, tied weight) and not on their siz
                  reduced before it, which is on its way; and a tied weight of which both uses are on this rank, from the
                  head's backward to the embedding's
     shards       with the update on the host: of a unit that is reduced, and of the one before it
+    codes        of what is quantised on its way: of the units of a part that are gathered at once; of each reduction
+                 under way those that are sent and those that come
     staged       where gradients are summed in another dtype than they accumulate in: a whole unit, or its shard, of
                  each sum that is under way
 """
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from megazero.base.quantized import quantized_bytes
 from megazero.plan.job import Job
 from megazero.plan.states import UnitSize, units
 
@@ -47,7 +50,13 @@ def pool(job: Job, stages: Iterable[range]) -> int:
     if job.gradients_away and job.replicas > 1:  # summed over the replicas one after the other
         gradients |= Counter({unit.padded(shard) // shard: 1 for path in paths for part in path for unit in part})
     staged = _staged(job, paths, ties) if item.summed != item.gradient else Counter[int]()
-    return item.parameter * _elements(whole) + item.gradient * _elements(gradients) + item.summed * _elements(staged)
+    codes = _elements(_codes_gathered(job, paths)) + _elements(_codes_reduced(job, paths, ties))
+    return (
+        codes
+        + item.parameter * _elements(whole)
+        + item.gradient * _elements(gradients)
+        + item.summed * _elements(staged)
+    )
 
 
 def _staged(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[UnitSize]) -> Counter[int]:
@@ -61,6 +70,28 @@ def _staged(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[Unit
         found |= Counter({unit.padded(shard) // parts: 1 for path in paths for part in path for unit in part})
     if job.pipeline > 1 and len(ties) == 1:
         found |= Counter({ties[0].padded(shard) // parts: 1})
+    return found
+
+
+def _codes_gathered(job: Job, paths: Sequence[Sequence[StageUnits]]) -> Counter[int]:
+    """Return the buffers for codes of parameters, by their bytes."""
+    found, shard = Counter[int](), job.shard
+    if job.parameter_bits is not None and shard > 1:
+        for part in (part for path in paths for part in path):
+            found |= Counter(shard * quantized_bytes(unit.padded(shard) // shard, job.parameter_bits) for unit in part)
+    return found
+
+
+def _codes_reduced(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[UnitSize]) -> Counter[int]:
+    """Return the buffers for codes of gradients, by their bytes."""
+    found, shard = Counter[int](), job.shard
+    if job.gradient_bits is not None and shard > 1:
+        for _, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
+            eaches = [quantized_bytes(unit.padded(shard) // shard, job.gradient_bits) for unit in on_their_way]
+            found |= Counter(2 * [shard * each for each in eaches])
+            if job.gradient_hops is not None:  # the second hop of one at a time
+                for each in eaches:
+                    found |= Counter(2 * [job.gradient_hops[1] * each])
     return found
 
 

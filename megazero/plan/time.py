@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
+from megazero.plan.nodes import AWAY, axis_size, ranks_in_node
 from megazero.plan.systems import OURS, System
-from megazero.plan.traffic import AWAY, Flow, Share, axis_size, flows, gathers, ranks_in_node, updated
+from megazero.plan.traffic import Flow, Share, flows, gathers, updated
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
@@ -307,6 +308,10 @@ def _data(
     share_of_rate = system.scattered if job.shards_parameters else 1.0
     axis, replicas = job.shard_axis, total("replica", "gradients")
     reduces, parameters = (total(axis, what) / share_of_rate for what in ("gradients", "parameters"))
+    if job.secondary_ranks is not None:
+        parameters += total("shard", "parameters") / share_of_rate
+    if job.gradient_hops is not None:
+        reduces, replicas = reduces + total("shard", "gradients") + replicas, 0.0
     ends = total("ends", "tied")
     if job.data == 1:
         return ends, 0.0

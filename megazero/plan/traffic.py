@@ -20,7 +20,8 @@ tensor axis:
 
     replica         2 P / N gradients, once a step, in units of bytes x (R - 1) / R of R shard groups
 
-Gradients along these axes and at the ends count in the bytes in which they are summed (`zero.reduce_dtype`).
+Gradients along these axes and at the ends count in the bytes in which they are summed (`zero.reduce_dtype`); what is
+quantised on its way between shard ranks (`zero.quantize`) in those of codes and scales (`base/quantized.py`).
 
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
@@ -35,14 +36,14 @@ and the head's are still there.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megazero.base.quantized import sent_bytes
 from megazero.plan.job import Job
+from megazero.plan.nodes import AWAY, axis_size
 from megazero.plan.placements import aligned
 from megazero.plan.states import UnitSize, units
 
 WIDE = 8  # bytes of a scalar that ranks sum
 TOTALS = 10  # scalars of a step that all ranks sum: loss, count of its tokens, votes (`zero/engine.py`)
-
-AWAY = ("host", "disk")  # the ways to what is offloaded, told like axes
 
 
 @dataclass(frozen=True)
@@ -126,47 +127,6 @@ def fullest(job: Job) -> int:
     return max(range(job.pipeline), key=lambda rank: sent(traffic(job, rank)))
 
 
-def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
-    """Return the `in_node` and `cross_node` bytes of each axis.
-
-    A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
-    The ranks of an axis are `stride` apart, tensor fastest.
-
-    Args:
-        devices: their number in a node.
-    """
-    result: dict[str, dict[str, int]] = {}
-    for axis, purposes in found.items():
-        if axis in AWAY:
-            continue
-        together = ranks_in_node(job, axis, devices)
-        size = sum(purposes.values())
-        cross = 0 if together >= axis_size(job, axis) else size // together
-        result[axis] = {"in_node": size - cross, "cross_node": cross}
-    return result
-
-
-def axis_size(job: Job, axis: str) -> int:
-    sizes = {"tensor": job.tensor, "shard": job.shard, "replica": job.replicas, "data": job.data}
-    return {**sizes, "pipeline": job.pipeline, "ends": 2, "world": job.ranks}[axis]
-
-
-def ranks_in_node(job: Job, axis: str, devices: int) -> int:
-    """Return how many ranks of one axis lie in one node of so many devices.
-
-    Where groups straddle nodes, about half of the worst group.
-    """
-    if job.ranks <= devices:
-        return axis_size(job, axis)
-    across = job.tensor * job.data
-    strides = {"tensor": 1, "shard": job.tensor, "data": job.tensor, "replica": job.tensor * job.shard}
-    stride = {**strides, "pipeline": across, "ends": across * (job.pipeline - 1), "world": 1}[axis]
-    size, together = axis_size(job, axis), max(1, devices // stride)
-    if together >= size and devices % (size * stride):
-        return max(1, size // 2)
-    return min(size, together)
-
-
 def flows(job: Job, share: Share, shard_rank: int | None = None) -> Iterator[Flow]:
     """Yield everything that a rank with this share of the model sends in a step, and receives from its host."""
     own = _units(job, share)
@@ -187,6 +147,35 @@ def gathers(job: Job, share: Share) -> tuple[int, int]:
         own[name].padded for name in ("embedding", "head") if name in own
     )
     return blocks + ends, blocks
+
+
+def _gathers_of(job: Job, share: Share, own: list[_Unit], ops: int) -> Iterator[Flow]:
+    """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards.
+
+    Args:
+        ops: all of them.
+    """
+    n, m, near = job.shard, job.micro_batches, job.secondary_ranks
+    sizes = [
+        (unit.count * sent_bytes(unit.padded // n, job.parameter_bits, job.bytes.parameter), times)
+        for unit, times in _uses(share, own)
+    ]
+    if not job.shards_parameters:
+        return
+    if near is None:
+        yield Flow(job.shard_axis, "parameters", ops, m * (n - 1) * sum(size * times for size, times in sizes))
+        return
+    first = sum(unit.count for unit in own)
+    yield Flow("data", "parameters", first, (n - 1) * sum(size for size, _ in sizes))
+    again = sum(size * (m * times - 1) for size, times in sizes)
+    yield Flow("shard", "parameters", ops - first, again * n // near * (near - 1))
+
+
+def _uses(share: Share, own: list[_Unit]) -> Iterator[tuple[_Unit, int]]:
+    """Yield how often stage 3 gathers a rank's units in a micro-batch."""
+    for unit in own:
+        times = {"blocks": 2, "tied": share.embedding + share.head}
+        yield unit, times.get(unit.name, 1)
 
 
 def updated(job: Job, share: Share) -> int:
@@ -215,13 +204,18 @@ def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
 def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
     n, m, axis = job.shard, job.micro_batches, job.shard_axis
     numbers, elements = sum(unit.count for unit in own), sum(unit.padded * unit.count for unit in own)
-    each = elements // n * (n - 1)
     times = m if job.shards_gradients else 1 if job.shards_optimizer else 2
     if n > 1:
         ops = numbers * (m if job.shards_gradients else 1)
-        yield Flow(axis, "gradients", ops, times * each * job.bytes.summed)
+        each = sum(unit.count * sent_bytes(unit.padded // n, job.gradient_bits, job.bytes.summed) for unit in own)
+        if job.gradient_hops is None:
+            yield Flow(axis, "gradients", ops, times * (n - 1) * each)
+        else:
+            near, far = job.gradient_hops
+            yield Flow("shard", "gradients", ops, times * (near - 1) * far * each)
+            yield Flow("replica", "gradients", ops, times * (far - 1) * each)
     if n > 1 and job.shards_optimizer and not job.shards_parameters:
-        yield Flow(axis, "parameters", numbers, each * job.bytes.parameter)
+        yield Flow(axis, "parameters", numbers, elements // n * (n - 1) * job.bytes.parameter)
     if job.replicas > 1:
         elements = sum(unit.count * -(-_shard(job, unit) // job.replicas) for unit in own)
         yield Flow("replica", "gradients", numbers, 2 * (job.replicas - 1) * elements * job.bytes.summed)
@@ -360,10 +354,11 @@ def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         yield Flow("host", "parameters back", numbers, shard * p)
     ops, gathered = _gathered(job, share)
     if job.shard > 1:
-        sent = gathered // job.shard * (job.shard - 1) * p
-        yield Flow(job.shard_axis, "parameters", ops, sent)
+        yield from _gathers_of(job, share, own, ops)
     if job.parameters_away:
         there = "disk" if job.disk_parameters else "host"
+        if job.secondary_ranks is not None:  # once a step
+            ops, gathered = numbers, shard * job.shard
         yield Flow(there, "parameters back", ops, gathered // job.shard * p)
         # A disk's update writes parameters where they are; the host's only those of the host.
         if not job.disk_optimizer and not job.one_home:

@@ -30,6 +30,7 @@ from megazero.comm.home import Home, PagedHome
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.placements import STAGES, Placement, ZeroStage
+from megazero.zero.quantized import Quantizer
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class UnitAxes:
         replica: ranks with other samples that hold the same interval as this one.
         tensor: ranks with other parts of the matrices.
         sequence: gradients of what is whole over the tensor axis are partial there.
+        near: neighbours along `shard` that keep a second shard of parameters (`secondary.py`); one rank: none is kept.
+        far: the ranks along `shard` that have this one's place among their neighbours.
         copies: ranks that have the unit too, and have seen another use of it (a tied weight on two pipeline stages).
     """
 
@@ -71,6 +74,8 @@ class UnitAxes:
     stage: ZeroStage = STAGES[0]
     replica: Axis = field(default_factory=lambda: Axis("replica"))
     sequence: bool = False
+    near: Axis = field(default_factory=lambda: Axis("near"))
+    far: Axis = field(default_factory=lambda: Axis("far"))
     copies: Axis = field(default_factory=lambda: Axis("ends"))
 
 
@@ -124,7 +129,14 @@ def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
 
 
 def redistribute(
-    source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False, through: Pool | None = None
+    source: FlatBuffer,
+    target: FlatBuffer,
+    purpose: str,
+    *,
+    accumulate: bool = False,
+    through: Pool | None = None,
+    quantizer: Quantizer | None = None,
+    hops: tuple[Axis, Axis] | None = None,
 ) -> Pending:
     """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
 
@@ -135,12 +147,15 @@ def redistribute(
     | Partial -> Replicate | all-reduce, in the memory of `target`                         |
     | the same, size 1     | nothing, or a copy where the memory is another                |
 
-    Along one axis at a time. This is the only place that starts any of these.
+    Along one axis at a time. This is the only place that starts any of these; an all-gather or reduce-scatter of
+    quantised values is made of the operations in `quantized.py`.
 
     Args:
         purpose: as the ledger and profiles name it.
         accumulate: a reduce-scatter's sum is added to what `target` holds.
         through: buffers of another dtype, in which a sum is taken: `source` is rounded to it and stays as it is.
+        quantizer: what is gathered or reduce-scattered is sent so; None: as it is.
+        hops: the two axes, near and far, that together are the one along which quantised values are reduce-scattered.
     """
     changes = [
         (axis, before, after)
@@ -151,9 +166,16 @@ def redistribute(
     for axis, before, after in changes:
         if before is Placement.PARTIAL and through is not None:
             return _sum_through(through, source, target, axis, purpose, accumulate=accumulate)
+        if after is Placement.SHARD and quantizer is not None and hops is not None:
+            own, sent = source.values, target.values
+            return quantizer.start_reduce_scatter_in_hops(own, sent, *hops, purpose, accumulate=accumulate)
+        if after is Placement.SHARD and quantizer is not None:
+            return quantizer.start_reduce_scatter(source.values, target.values, axis, purpose, accumulate=accumulate)
         if after is Placement.SHARD:
             return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
         _copy(source, target, purpose).wait()
+        if before is Placement.SHARD and quantizer is not None:
+            return quantizer.start_gather(target.part(source.elements).values, target.values, axis, purpose)
         start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
         return start(target.values, axis, purpose)
     return _copy(source, target, purpose)

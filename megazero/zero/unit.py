@@ -18,7 +18,9 @@ from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import Interval, UnitLayout
 from megazero.zero.offload import Offload
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute
+from megazero.zero.quantized import Quantizers
 from megazero.zero.resting import RestingState
+from megazero.zero.secondary import SecondaryShard
 
 
 class Unit:
@@ -31,6 +33,7 @@ class Unit:
         device: the device that computes.
         pools: for whole parameters and whole gradients.
         reduction: for gradients that are summed over ranks in another dtype; None: they are summed as they are.
+        quantizers: of what is sent between shard ranks; None: it is sent as it is.
         offload: the values that rest elsewhere than on the device; None: none.
         ops: the kernels to use where gradients are wider than parameters.
         trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
@@ -41,6 +44,7 @@ class Unit:
         parameters, gradients: those that rest here.
         masters: the values that the optimizer updates, flat.
         updated: where an update writes parameters in the precision of forward and backward; `depart` sends them on.
+        secondary: a second shard of parameters, from which neighbours gather; None: there is none.
         disks: where those rest that have no data here (`comm/home.py`); None: all are in memory.
         whole: all parameters, while this rank has them; else None.
         partial: this rank's gradients of all parameters, while it has them; else None.
@@ -59,12 +63,14 @@ class Unit:
         *,
         ops: Operations = REFERENCE,
         reduction: Pool | None = None,
+        quantizers: Quantizers | None = None,
         trainable: bool = True,
     ):
         self.trainable = trainable
         self.on_event: Callable[[str], object] = lambda event: None
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload()
+        self.quantizers = quantizers or Quantizers()
         self.disks = offload.disks
         self.resting = resting = RestingState(layout, axes, precision, device, offload, trainable=trainable)
         self.numel, self.shard, self.updated = resting.numel, resting.shard, resting.updated
@@ -72,6 +78,7 @@ class Unit:
         self.offloaded_gradients = resting.offloaded_gradients
         # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
         self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters is None
+        self.secondary = self._second_shard(precision.parameters)
         self.gradients_rest_whole = len(self.gradients) == self.numel
         self.whole: Tensor | None = self.parameters.values if self.parameters_rest_whole else None
         self.partial: Tensor | None = self.gradients.values if self.gradients_rest_whole else None
@@ -127,6 +134,13 @@ class Unit:
             if here:
                 self._pools[1].give(found)
 
+    def _second_shard(self, dtype: torch.dtype) -> SecondaryShard | None:
+        """Return what neighbours gather parameters from, if they are asked to."""
+        shard, near, quantizer = self.axes.shard, self.axes.near, self.quantizers.parameters
+        if near.size == 1 or self.parameters_rest_whole:
+            return None
+        return SecondaryShard(self.numel, shard, near, dtype, self.device, quantizer)
+
     def make_parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters: views of this unit's memory, which `install` and `release` move."""
         for interval in self.layout.intervals:
@@ -143,11 +157,15 @@ class Unit:
         if self._pools[0] is self._pools[1]:
             self._offload.join()  # gradients may still be read there
         whole = FlatBuffer(self._pools[0].take(self.numel), {})
-        return whole.values, redistribute(self.parameters, whole, "parameters")
+        if self.secondary is not None:
+            return whole.values, self.secondary.start_unshard(self.parameters, whole, "parameters")
+        pending = redistribute(self.parameters, whole, "parameters", quantizer=self.quantizers.parameters)
+        return whole.values, pending
 
     def expect(self) -> None:
         """Start to read parameters that rest on disks, because they will be gathered soon."""
-        if self.parameters.values.is_meta and self.disks is not None:
+        second = self.secondary is not None and self.secondary.fresh
+        if self.parameters.values.is_meta and self.disks is not None and not second:
             self.disks.expect(self.parameters.values)
 
     def install(self, whole: Tensor) -> None:
@@ -183,18 +201,18 @@ class Unit:
         Yields:
             (their place; masters, reduced gradients, each of the state, and `updated`, which may be the masters).
         """
-        if self.masters.is_meta and bool(skip):
-            return
         flats: list[tuple[Tensor, Access]] = [(self.masters, "update"), (self.reduced_gradients, "read")]
         flats.extend((each, "update") for each in state.values())
         apart = not same_place(self.updated.values, self.masters)
         if apart:
             flats.append((self.updated.values, "write"))
-        for where, window in windows(self.disks, flats, "optimizer"):
+        for where, window in windows(self.disks, flats, "optimizer", skip):
             yield where, window if apart else [*window, window[0]]
 
     def depart(self) -> None:
         """Copy updated parameters to where they rest, if `updated` is other memory."""
+        if self.secondary is not None:
+            self.secondary.forget()
         redistribute(self.updated, self.resting.own_parameters, "parameters")
 
     @property
@@ -238,6 +256,8 @@ class Unit:
             "gradients",
             accumulate=accumulate,
             through=self.reduction,
+            quantizer=self.quantizers.gradients,
+            hops=(self.axes.near, self.axes.far) if self.axes.far.size > 1 else None,
         )
 
     def _open_share(self, *, accumulate: bool) -> None:
@@ -343,6 +363,8 @@ class Unit:
                 continue
             self.resting.write(self.whole[interval.start : interval.stop], interval.start)
         self._offload.join()
+        if self.secondary is not None:
+            self.secondary.forget()
 
     def whole_views(self) -> list[Tensor]:
         """Return the values of all parameters of a unit that is whole here, in buffer order, as views."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.base.quantized import quantized_bytes
 from megazero.kernels import cpu, reference, schema
 from megazero.kernels.select import choose
 from scripts.bench.harness import Group, Pair
@@ -45,7 +46,7 @@ def pairs_of(dtype: str, calls: Collection[str]) -> list[Pair]:
     names = [call for call in calls if LIMIT + call in calls]
     beside = {LIMIT: "the limit", SPECIFIED: "the specification", TORCH: "torch's"}
     return [
-        Pair(f"{name} (auto: {_whose(getattr(auto, name))}), of {words}", name, prefix + name)
+        Pair(f"{name} (auto: {_whose(getattr(auto, name.split()[0]))}), of {words}", name, prefix + name)
         for name in names
         for prefix, words in beside.items()
         if prefix + name in calls
@@ -86,9 +87,9 @@ def _keep_freed_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _case(name: str, size: float, *arguments: object, eager: Work | None = None) -> Case:
+def _case(name: str, size: float, *arguments: object, eager: Work | None = None, form: str = "") -> Case:
     ours, plain = getattr(getattr(torch.ops, schema.NAMESPACE), name), getattr(reference, name)
-    return name, size, lambda: ours(*arguments), lambda: plain(*arguments), eager
+    return name + form, size, lambda: ours(*arguments), lambda: plain(*arguments), eager
 
 
 def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
@@ -125,6 +126,12 @@ def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
     yield _case("accumulate_", one + 8 * n * d, wide, flat)
     converted = torch.empty_like(flat, dtype=torch.bfloat16 if item == 4 else torch.float32)
     yield _case("cast_", 6 * n * d, converted, flat)
+    for bits in (8, 4):
+        flat = flat[: len(flat) // 16 * 16]
+        codes = torch.zeros(quantized_bytes(len(flat), bits), dtype=torch.uint8)
+        moved = flat.nbytes + len(codes)
+        yield _case("quantize_", moved, codes, flat, bits, form=f" to {bits} bits")
+        yield _case("dequantize_", moved, torch.empty_like(flat), codes, bits, False, form=f" of {bits} bits")
 
 
 def _rotary_and_loss(dtype: torch.dtype, size: int) -> Iterator[Case]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from megazero.base.quantized import quantized_bytes
 from megazero.kernels import reference, schema
 
 _ = schema  # defines the operations, whose schemas say which arguments are written
@@ -20,7 +21,7 @@ _EPS = 1e-5
 # Roundings of fp32 that a result may have gathered, in units of the largest result: sums over a row or over the rows of
 # one block, and an exponential whose argument is some tens.
 _ROUNDINGS = 32
-_UNREAD = {"adamw_": 4, "cast_": 0}  # arguments that are written without a look
+_UNREAD = {"adamw_": 4, "cast_": 0, "quantize_": 0, "dequantize_": 0}  # arguments that are written without a look
 
 Arguments = tuple[Any, ...]
 
@@ -120,6 +121,28 @@ def _cast(draw: Draw, s: Sizes) -> Arguments:
     return draw(s.flat, dtype=low), draw.fp32(s.flat)
 
 
+def _quantize(bits: int) -> Callable[[Draw, Sizes], Arguments]:
+    """Return samples whose codes are of so many bits."""
+
+    def make(draw: Draw, s: Sizes) -> Arguments:
+        x = draw(16 * (s.flat // 16 + 1))
+        codes = torch.zeros(quantized_bytes(len(x), bits), dtype=torch.uint8, device=x.device)
+        return codes, x, bits
+
+    return make
+
+
+def _dequantize(bits: int, *, add: bool) -> Callable[[Draw, Sizes], Arguments]:
+    """Return samples of what the specification has quantised."""
+
+    def make(draw: Draw, s: Sizes) -> Arguments:
+        codes, x, _ = _quantize(bits)(draw, s)
+        reference.quantize_(codes, x, bits)
+        return draw(len(x)), codes, bits, add
+
+    return make
+
+
 # Arguments of each operation, in the schema's order.
 SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "layer_norm": lambda draw, s: (*_norm(draw, s), _EPS),
@@ -152,6 +175,8 @@ SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "sums_of_squares": lambda draw, s: ([draw(s.flat), draw(s.flat // 3), draw(0)],),
     "accumulate_": lambda draw, s: (draw.fp32(s.flat), draw(s.flat)),
     "cast_": _cast,
+    "quantize_": _quantize(8),
+    "dequantize_": _dequantize(8, add=False),
 }
 
 
@@ -183,6 +208,10 @@ FORMS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "adamw_, narrow gradients": _narrow_update,
     "adamw_, skipped": _skipped_update,
     "cast_, widening": lambda draw, s: _cast(draw, s)[::-1],
+    "quantize_, 4 bits": _quantize(4),
+    "dequantize_, 4 bits": _dequantize(4, add=False),
+    "dequantize_, added": _dequantize(8, add=True),
+    "dequantize_, 4 bits, added": _dequantize(4, add=True),
 }
 
 
@@ -250,6 +279,8 @@ def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     Allowed are the rounding of the result itself and _ROUNDINGS of fp32 on the scale of the largest result, or on
     `scale` if that is larger.
     """
+    if not found.is_floating_point():
+        return 0.0 if torch.equal(found, expected) else float("inf")
     odd = ~expected.isfinite()
     if found.shape != expected.shape or not torch.equal(found.isnan(), expected.isnan()):
         return float("inf")

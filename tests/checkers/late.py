@@ -143,10 +143,10 @@ def _written(kind: str, source: Tensor | None, into: Tensor, place: int, size: i
 
 
 def _spoil(*tensors: Tensor) -> None:
-    """Write NaN: what is there may be anything."""
+    """Write NaN: what is there may be anything; of codes and their scales bytes that are NaN as scales."""
     for x in tensors:
-        if x.is_floating_point():
-            x.fill_(torch.nan)
+        if x.is_floating_point() or x.dtype == torch.uint8:
+            x.fill_(torch.nan if x.is_floating_point() else 255)
 
 
 class _Stream:
@@ -336,7 +336,7 @@ def on_gpus(world: int, order: Order, work: Callable[[CommContext, Gpu], Result]
 
 def trained_on_gpus(job: Job, shape: Shape, precision: Precision, order: Order) -> list[Trained]:
     """Return what each rank of a job computes in a few steps."""
-    sizes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard_ranks": job.shard_ranks}
+    sizes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard_ranks": job.neighbours}
     tied = planned(job, shape, precision).ties_ranks
 
     def train(comm: CommContext, gpu: Gpu) -> Trained:

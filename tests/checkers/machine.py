@@ -146,6 +146,8 @@ class Meeting:
             self.results = there * size
         elif self.kinds == {"all_gather"}:
             self.results = [torch.cat(there)] * size
+        elif self.kinds == {"all_to_all"}:
+            self.results = [torch.cat([x.chunk(size)[k] for x in there]) for k in range(size)]
         else:
             assert len(self.kinds) == 1, f"one operation, not {self.kinds}"
             total = there[0]

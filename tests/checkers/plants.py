@@ -34,6 +34,8 @@ LAYOUTS = {
     "stage 2": job_on(1, 2, False, 2, 2),
     "stage 3": job_on(2, 2, True, 2, 3),
     "hybrid": job_on(1, 4, False, 1, 3, shard_ranks=2),
+    "quantised": job_on(1, 2, False, 2, 3, parameter_bits=8, gradient_bits=4),
+    "quantised, near": job_on(1, 4, False, 2, 3, secondary_ranks=2, parameter_bits=8, gradient_bits=8),
     "1f1b": job_on(1, 1, False, 4, 1, pipeline=2),
     "zb-v": job_on(1, 2, False, 2, 3, pipeline=2, schedule="zb-v", chunks=2),
     "offload": job_on(1, 2, False, 2, 3, **OFFLOADED),

@@ -93,6 +93,10 @@ class Communicator(FakeProcessGroup):
         return self._launch("reduce_scatter", x, out)
 
     # Their names before torch 2.13.
+    def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        return self._launch("all_to_all", x, out)
+
+    alltoall_base = all_to_all_single
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 

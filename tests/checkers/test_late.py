@@ -37,7 +37,7 @@ def as_meant(name: str, shape: Shape = GPT) -> list[Trained]:
 
 def on_cpu_ranks(job: Job, shape: Shape, precision: Precision) -> list[Trained]:
     """Return what ranks compute on a CPU, where nothing is beside the computation."""
-    axes: dict[str, Any] = {"tensor": job.tensor, "pipeline": job.pipeline, "shard": job.shard_ranks}
+    axes: dict[str, Any] = {"tensor": job.tensor, "pipeline": job.pipeline, "shard": job.neighbours}
     return run_ranks(job.ranks, train_rank, job, shape, precision, **axes)
 
 

@@ -95,7 +95,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_any_layout_waits_nowhere(name: str) -> None:
     layout = LAYOUTS[name]
-    axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard_ranks}
+    axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.neighbours}
     precision = BF16 if "bf16" in name else FP32
     for found in run_ranks(layout.ranks, waits_of_a_rank, layout, precision, **axes):
         assert found == []

@@ -268,7 +268,7 @@ def record(
     trace = trace or Trace(rank)
     detector = _Waits(trace)
     tied = planned(job, shape, precision).ties_ranks
-    sizes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard_ranks": job.shard_ranks}
+    sizes = {"tensor": job.tensor, "pipeline": job.pipeline, "shard_ranks": job.neighbours}
     with ExitStack() as stack:
         comm = stack.enter_context(pretended(trace, job.ranks))
         stack.enter_context(detector.watch_hosts())

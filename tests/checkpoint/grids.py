@@ -152,4 +152,4 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
 
 
 def options(layout: Job) -> dict[str, Any]:
-    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.shard_ranks}
+    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.neighbours}

@@ -39,6 +39,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
     "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
     "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
     "zero.stage >= 1 with zero.shard_ranks": (["zero.shard_ranks=2", "zero.stage=0"], "zero.stage=1"),
+    "zero.stage == 3 and zero.shard_ranks == null with zero.secondary_ranks": (
+        ["zero.secondary_ranks=2", "zero.stage=2"],
+        "zero.stage=3",
+    ),
     "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
@@ -64,6 +68,11 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
         for place in ("cpu", "nvme")
     },
     ("zero.offload.delayed", True): (["zero.offload.delayed=true"], "zero.offload.optimizer=cpu"),
+    ("zero.quantize.parameters", "int8"): (["zero.quantize.parameters=int8", "zero.stage=2"], "zero.stage=3"),
+    **{
+        ("zero.quantize.gradients", bits): ([f"zero.quantize.gradients={bits}", "zero.stage=0"], "zero.stage=1")
+        for bits in ("int8", "int4")
+    },
     ("zero.reduce_dtype", "bf16"): (["zero.reduce_dtype=bf16", "precision.dtype=fp16"], "precision.dtype=bf16"),
     ("zero.reduce_dtype", "fp32"): (["zero.reduce_dtype=fp32", "precision.dtype=fp64"], "precision.dtype=fp16"),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
@@ -81,6 +90,7 @@ ALSO = [
     (GRAPHS, "data.mask_eod=true", "data.mask_eod=false"),
     (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
+    (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor"}

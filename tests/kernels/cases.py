@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from megazero.base.quantized import quantized_bytes
+from megazero.kernels import reference
+
 N, D, S, B, H = 5, 12, 4, 3, 2
 KEY = 0xFEDCBA98  # its highest bit is set: a word, not a signed number
 
@@ -24,6 +27,8 @@ def calls(dtype: torch.dtype, seed: int = 0) -> dict[str, tuple[object, ...]]:
     half = draw(S, 1, 1, D // 2)
     angles = torch.cat((half, half), -1)
     targets = torch.tensor([0, D - 1, -3, D, 4])
+    codes = torch.zeros(quantized_bytes(16, 8), dtype=torch.uint8)
+    reference.quantize_(codes, draw(16), 8)
     return {
         "layer_norm": (draw(N, D), draw(D), draw(D), 1e-5),
         "layer_norm_backward": (draw(N, D), draw(N, D), statistic(), statistic(), draw(D)),
@@ -50,4 +55,6 @@ def calls(dtype: torch.dtype, seed: int = 0) -> dict[str, tuple[object, ...]]:
         "sums_of_squares": ([draw(D), draw(0), draw(S)],),
         "accumulate_": (draw(D, of=torch.float32), draw(D)),
         "cast_": (draw(D, of=narrow), draw(D)),
+        "quantize_": (torch.zeros(quantized_bytes(16, 8), dtype=torch.uint8), draw(16), 8),
+        "dequantize_": (draw(16), codes, 8, False),
     }

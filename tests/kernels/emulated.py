@@ -241,3 +241,9 @@ class Emulated:
 
     def cast_(self, into: Tensor, x: Tensor) -> None:
         self.call("cast_flat", _TYPES[into.dtype], _TYPES[x.dtype], Written(into), x, x.numel())
+
+    def quantize_(self, codes: Tensor, x: Tensor, bits: int) -> None:
+        self.call("quantize_flat", _TYPES[x.dtype], Written(codes), x, x.numel(), bits)
+
+    def dequantize_(self, into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
+        self.call("dequantize_flat", _TYPES[into.dtype], Written(into), codes, into.numel(), bits, int(add))

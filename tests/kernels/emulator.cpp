@@ -11,6 +11,7 @@
 #include "gelu.cuh"
 #include "norm.cuh"
 #include "norm_backward.cuh"
+#include "quantize.cuh"
 #include "rotary.cuh"
 #include "swiglu.cuh"
 
@@ -215,6 +216,20 @@ int cast_flat(int64_t to, int64_t from, Memory into, Memory x, int64_t n) {
   return caught([&] {
     for_type(to, [&](auto a) {
       for_type(from, [&](auto b) { launch_cast<decltype(a), decltype(b)>(launch, into, x, n); });
+    });
+  });
+}
+
+int quantize_flat(int64_t type, Memory codes, Memory x, int64_t n, int64_t bits) {
+  return caught([&] {
+    for_type(type, [&](auto t) { launch_quantize<decltype(t)>(launch, x, n, static_cast<int>(bits), codes); });
+  });
+}
+
+int dequantize_flat(int64_t type, Memory into, Memory codes, int64_t n, int64_t bits, int64_t add) {
+  return caught([&] {
+    for_type(type, [&](auto t) {
+      launch_dequantize<decltype(t)>(launch, codes, static_cast<int>(bits), add != 0, into, n);
     });
   });
 }

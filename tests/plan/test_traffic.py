@@ -9,8 +9,9 @@ from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.plan.job import Job
 from megazero.plan.model import ModelShape
+from megazero.plan.nodes import ranks_in_node, split_by_node
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import flows, fullest, ranks_in_node, sent, share_of, split_by_node, traffic
+from megazero.plan.traffic import flows, fullest, sent, share_of, traffic
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.ranks import run_ranks

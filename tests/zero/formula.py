@@ -6,12 +6,15 @@ python -m tests.zero.formula        prints the tables
 import csv
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megazero.plan.job import Job
+from megazero.plan.memory import memory
 from megazero.plan.model import ModelShape
+from megazero.plan.nodes import split_by_node
 from megazero.plan.states import Bytes, states, units
-from megazero.plan.traffic import split_by_node, traffic
+from megazero.plan.traffic import sent, traffic
 
 # Bytes per parameter of parameters, gradients and optimizer state: with 16-bit parameters K = 12 (fp32 masters and two
 # moments), with fp32 ones 8 (they are their own masters). The ZeRO paper, section 3.1; docs/zero.md.
@@ -81,11 +84,35 @@ def hybrid() -> Iterator[str]:
             sizes = units(model, 1)
             rest = sum(states(sizes, shard, stage, job.bytes).values())
             ways = split_by_node(job, traffic(job), node).values()
-            sent = [sum(way[where] for way in ways) for where in ("in_node", "cross_node")]
-            yield f"| {stage} | {shard} | " + " | ".join(f"{size / 1e9:.4g}" for size in (rest, *sent)) + " |"
+            gone = [sum(way[where] for way in ways) for where in ("in_node", "cross_node")]
+            yield f"| {stage} | {shard} | " + " | ".join(f"{size / 1e9:.4g}" for size in (rest, *gone)) + " |"
 
 
-TABLES = (resting, paper, hybrid)
+def quantised() -> Iterator[str]:
+    """The same in stage 3 as ZeRO++ sends it; last what leaves a node, in units of all parameters in 16 bits."""
+    yield "| parameters | gradients | secondary ranks | GB that rest | GB sent | GB between nodes | of a node, x P |"
+    yield "|---|---|---|---|---|---|---|"
+    model, ranks, node = ModelShape(36, 4096, 32, 32, 4 * 4096, 51200, 1024, True, True, False, True), 64, 8
+    plain = Job(model, Bytes(2, 2, 4), data=ranks, stage=3, global_batch=ranks)
+    psi = sum(unit.padded(ranks) for unit in units(model, 1))
+    for parameters, gradients, near in (
+        (None, None, None),
+        (8, None, None),
+        (8, None, node),
+        (8, 4, None),
+        (8, 4, node),
+    ):
+        job = replace(plain, parameter_bits=parameters, gradient_bits=gradients, secondary_ranks=near)
+        rest = sum(size for kind, size in memory(job, 0).held.items() if kind in RESTING)
+        found = traffic(job)
+        far = sum(way["cross_node"] for way in split_by_node(job, found, node).values())
+        words = [f"int{bits}" if bits else "none" for bits in (parameters, gradients)]
+        cells = [*words, str(near or "null"), *(f"{size / 1e9:.4g}" for size in (rest, sent(found), far))]
+        yield f"| {' | '.join(cells)} | {far * node / (2 * psi):.3f} |"
+
+
+RESTING = ("parameters", "gradients", "optimizer", "secondary")
+TABLES = (resting, paper, hybrid, quantised)
 
 if __name__ == "__main__":
     print("\n\n".join("\n".join(table()) for table in TABLES))

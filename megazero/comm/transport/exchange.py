@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.grid import Axis
+from megazero.comm.pool import same_place
 from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, SharedMemoryTransport
 
 Consume = Callable[[slice, list[Tensor]], None]
@@ -28,6 +29,24 @@ class CollectiveError(RuntimeError):
     def __init__(self, axis: str, reason: str):
         super().__init__(f"{axis} axis: {reason}")
         self.axis = axis
+
+
+def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "Exchange":
+    """Return the round in which each rank gets what every other has for it.
+
+    Args:
+        outgoing: one message for all, or for each rank its own; flat and of equal length. To itself nothing is sent.
+        incoming: by rank: where what comes from it goes.
+    """
+    targets = [incoming[k] for k in others(axis)]
+
+    def put(cut: slice, theirs: list[Tensor]) -> None:
+        for target, part in zip(targets, theirs, strict=True):
+            if not same_place(target[cut], part):
+                target[cut].copy_(part)
+
+    sends = outgoing if len(outgoing) == 1 else [outgoing[k] for k in others(axis)]
+    return Exchange(axis, tag, sends, put, into=targets)
 
 
 def others(axis: Axis) -> list[int]:

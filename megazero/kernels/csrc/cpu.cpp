@@ -15,6 +15,7 @@
 #include "cpu/dropout.h"
 #include "cpu/flat.h"
 #include "cpu/norm_binding.h"
+#include "cpu/quantize.h"
 #include "cpu/rotary.h"
 #include "cpu/tensors.h"
 
@@ -260,6 +261,48 @@ void cast_(Tensor into, const Tensor& x) {
   });
 }
 
+// Quantised values: codes, then scales (base/quantized.py).
+
+int64_t quantized_codes(const Tensor& codes, int64_t n, int64_t bits) {
+  STD_TORCH_CHECK(bits == 8 || bits == 4, "expected 8 or 4 bits");
+  STD_TORCH_CHECK(n % 16 == 0, "expected a multiple of 16 values");
+  const int64_t scales = n * bits / 8;
+  STD_TORCH_CHECK(codes.numel() >= scales + 4 * ((n + kQuantBlock - 1) / kQuantBlock), "too few bytes for the codes");
+  return scales;
+}
+
+void quantize_(Tensor codes, const Tensor& x, int64_t bits) {
+  const int64_t n = x.numel(), behind = quantized_codes(codes, n, bits), blocks = (n + kQuantBlock - 1) / kQuantBlock;
+  uint8_t* to = output<uint8_t>(codes, codes.numel());
+  float* scales = reinterpret_cast<float*>(to + behind);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const T* from = input<T>(x, n);
+    parallel_for(0, blocks, kGrain / kQuantBlock, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t at = b * kQuantBlock, count = std::min(kQuantBlock, n - at);
+        quantize_block(from + at, count, static_cast<int>(bits), to + at * bits / 8, scales + b);
+      }
+    });
+  });
+}
+
+void dequantize_(Tensor into, const Tensor& codes, int64_t bits, bool add) {
+  const int64_t n = into.numel(), behind = quantized_codes(codes, n, bits);
+  const int64_t blocks = (n + kQuantBlock - 1) / kQuantBlock;
+  const uint8_t* from = input<uint8_t>(codes, codes.numel());
+  const float* scales = reinterpret_cast<const float*>(from + behind);
+  with_type(into.scalar_type(), [&]<typename T>(T*) {
+    T* to = output<T>(into, n);
+    parallel_for(0, blocks, kGrain / kQuantBlock, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        const int64_t at = b * kQuantBlock, count = std::min(kQuantBlock, n - at);
+        const auto decode = [&](auto f) { f(from + at * bits / 8, scales[b], static_cast<int>(bits), to + at, count); };
+        add ? decode([](auto... a) { add_dequantized_block(a...); }) : decode([](auto... a) { dequantize_block(a...); });
+      }
+    });
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
@@ -285,5 +328,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
   IMPLEMENT(sums_of_squares);
   IMPLEMENT(accumulate_);
   IMPLEMENT(cast_);
+  IMPLEMENT(quantize_);
+  IMPLEMENT(dequantize_);
 #undef IMPLEMENT
 }

@@ -14,6 +14,7 @@
 #include "cuda/gelu.cuh"
 #include "cuda/norm.cuh"
 #include "cuda/norm_backward.cuh"
+#include "cuda/quantize.cuh"
 #include "cuda/rotary.cuh"
 #include "cuda/swiglu.cuh"
 
@@ -348,6 +349,35 @@ void cast_(Tensor into, const Tensor& x) {
   });
 }
 
+void expect_codes(const Launch& launch, const Tensor& codes, int64_t n, int64_t bits) {
+  launch.expect(bits == 8 || bits == 4, "bits", "are neither 8 nor 4");
+  launch.expect(n % 16 == 0, "x", "has no multiple of 16 values");
+  const int64_t blocks = divide_up<int64_t>(n, kQuantBlock);
+  launch.expect(codes.numel() >= n * bits / 8 + 4 * blocks, "codes", "has too few bytes");
+}
+
+void quantize_(Tensor codes, const Tensor& x, int64_t bits) {
+  const Launch launch("quantize_", codes);
+  const int64_t n = x.numel();
+  expect_codes(launch, codes, n, bits);
+  for_type_of(launch, x, "x", [&](auto type) {
+    using T = decltype(type);
+    uint8_t* to = launch.write<uint8_t>(codes, codes.numel(), "codes");
+    launch_quantize(launch, launch.read<T>(x, n, "x"), n, static_cast<int>(bits), to);
+  });
+}
+
+void dequantize_(Tensor into, const Tensor& codes, int64_t bits, bool add) {
+  const Launch launch("dequantize_", into);
+  const int64_t n = into.numel();
+  expect_codes(launch, codes, n, bits);
+  for_type_of(launch, into, "into", [&](auto type) {
+    using T = decltype(type);
+    const uint8_t* from = launch.read<uint8_t>(codes, codes.numel(), "codes");
+    launch_dequantize(launch, from, static_cast<int>(bits), add, launch.write<T>(into, n, "into"), n);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(megazero, CUDA, m) {
@@ -372,6 +402,8 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CUDA, m) {
   m.impl("sums_of_squares", TORCH_BOX(&sums_of_squares));
   m.impl("accumulate_", TORCH_BOX(&accumulate_));
   m.impl("cast_", TORCH_BOX(&cast_));
+  m.impl("quantize_", TORCH_BOX(&quantize_));
+  m.impl("dequantize_", TORCH_BOX(&dequantize_));
 }
 
 }  // namespace megazero::bindings

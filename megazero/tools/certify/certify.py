@@ -42,12 +42,21 @@ OFFLOADS = [
     for delayed in ((False, True) if "offload_optimizer" in offload else (False,))
 ]
 OFFLOADS += DISKS[1:]
+OFFLOADS += [{"parameter_bits": 8}, {"gradient_bits": 8}, {"parameter_bits": 8, "gradient_bits": 4}]
 _HOST_MB = 256  # for what is on its way to disks
 # Sequence parallelism and chunks, of one tensor rank and of several.
 TENSOR = {False: [(False, 1)], True: list(product((False, True), (1, 2)))}
-_SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "sequence", "tensor_chunks", "schedule")
-_SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
-_PAIRED = (*_SPREAD, "recompute", "offloaded", "delayed")  # in a sample every two values that go together occur
+_SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
+_SPREAD += ("schedule",)
+_SHOWN = (*_SPREAD, "chunks", "recompute", "partition", "parameter_bits", "gradient_bits")  # of a layout in JSON
+_PAIRED = (
+    *_SPREAD,
+    "recompute",
+    "offloaded",
+    "delayed",
+    "parameter_bits",
+    "gradient_bits",
+)  # in a sample every two values that go together occur
 
 
 @dataclass(frozen=True)
@@ -71,16 +80,23 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
     for tensor, pipeline, data in grids:
         spread = replace(alone, tensor=tensor, pipeline=pipeline, data=data)
         groups = [None, *(n for n in range(1, data) if data % n == 0)]
-        stages = list(product(STAGES, groups)) if data > 1 else [(1, None)]  # a stage shares with data ranks
+        stages = list(product(STAGES, groups, [None])) if data > 1 else [(1, None, None)]  # it shares with data ranks
+        stages += [(3, None, n) for n in range(2, data + 1) if data % n == 0]
         choices = product(stages, TENSOR[tensor > 1], SCHEDULES, RECOMPUTE, OFFLOADS)
-        for (stage, shard_ranks), (sequence, tensor_chunks), (schedule, chunks), memory, offload in choices:
+        for (stage, shard_ranks, secondary_ranks), (sequence, tensor_chunks), (
+            schedule,
+            chunks,
+        ), memory, offload in choices:
             if pipeline == 1 and schedule != "1f1b":
                 continue
             if "partition" in memory and (tensor == 1 or sequence):  # it would change nothing
                 continue
+            if (shard_ranks or data) == 1 and ("parameter_bits" in offload or "gradient_bits" in offload):
+                continue
             pipelined = {"schedule": schedule, "chunks": chunks}
             sharded = {"stage": stage, "shard_ranks": shard_ranks, "sequence": sequence}
-            layout = replace(spread, tensor_chunks=tensor_chunks, **pipelined, **sharded, **memory, **offload)
+            sharded |= {"secondary_ranks": secondary_ranks, "tensor_chunks": tensor_chunks}
+            layout = replace(spread, **pipelined, **sharded, **memory, **offload)
             if admits(config, layout):
                 found.append(layout)
     return found
@@ -145,7 +161,7 @@ class Certificate:
         ranks, fault = self._results(layout, plant)
         if fault:
             return Row(layout=layout, fault=fault)
-        tolerance = _tolerance(self._config)
+        tolerance = _tolerance(self._config, layout)
         return Row(layout=layout, **vars(compare_all(ranks, alone, model.heads, model.kv_heads, tolerance)))
 
     def _reference(self, delayed: bool) -> Results:
@@ -242,9 +258,11 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
 
 
-def _tolerance(config: Config) -> Tolerance:
-    sizes = alone_of(config).bytes
-    return tolerance_of(config.precision.dtype, reduced=sizes.summed < sizes.gradient)
+def _tolerance(config: Config, layout: Job | None = None) -> Tolerance:
+    """Return the tolerances of a layout; None: of those that send nothing as integers."""
+    job = layout or alone_of(config)
+    bits = {"parameter_bits": job.parameter_bits, "gradient_bits": job.gradient_bits}
+    return tolerance_of(config.precision.dtype, reduced=job.bytes.summed < job.bytes.gradient, **bits)
 
 
 def _configured(config: Config, layout: Job, folder: Path) -> Config:

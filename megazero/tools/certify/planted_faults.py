@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.base.quantized import BLOCK, code_bytes
 from megazero.build.assemble import StageInputs
 from megazero.checkpoint.save import ShardState
 from megazero.comm.home import Access
@@ -32,6 +33,8 @@ SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
 CHUNKS: Variant = partial(replace, tensor=2, sequence=True, tensor_chunks=2)
 OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
 ON_DISKS: Variant = partial(replace, data=2, stage=2, disk_optimizer=True)
+QUANTISED: Variant = partial(replace, data=2, stage=3, parameter_bits=8, gradient_bits=8)
+NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
 
@@ -266,10 +269,45 @@ def unwritten(rig: Rig) -> None:
     assert disks is not None, "the layout has disks"
     windows = disks.windows
 
-    def read_only(flats: Sequence[tuple[Tensor, Access]], purpose: str) -> Iterator[tuple[slice, list[Tensor]]]:
-        return windows([(flat, "read" if access == "update" else access) for flat, access in flats], purpose)
+    def read_only(
+        flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        return windows([(flat, "read" if access == "update" else access) for flat, access in flats], purpose, skip)
 
     disks.windows = read_only  # type: ignore[method-assign]
+
+
+def stale_neighbours(rig: Rig) -> None:
+    second = _block(rig).secondary
+    assert second is not None, "the layout has second shards"
+    second.forget = lambda: None  # type: ignore[method-assign]
+
+
+def added_twice(rig: Rig) -> None:
+    quantizer = _block(rig).quantizers.gradients
+    assert quantizer is not None, "the layout quantises gradients"
+    dequantize_ = quantizer.ops.dequantize_
+
+    def twice(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
+        dequantize_(into, codes, bits, add)
+        dequantize_(into, codes, bits, add)
+
+    object.__setattr__(quantizer, "ops", replace(quantizer.ops, dequantize_=twice))
+
+
+def scales_of_another(rig: Rig) -> None:
+    quantizer = _block(rig).quantizers.parameters
+    assert quantizer is not None, "the layout quantises parameters"
+    dequantize_ = quantizer.ops.dequantize_
+
+    def swapped(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
+        scales = codes[code_bytes(len(into), bits) :][: 4 * -(-len(into) // BLOCK)].view(torch.float32)
+        own = scales.clone()
+        scales.copy_(own.roll(1))
+        dequantize_(into, codes, bits, add)
+        scales.copy_(own)
+
+    object.__setattr__(quantizer, "ops", replace(quantizer.ops, dequantize_=swapped))
 
 
 def published_at_once(rig: Rig) -> None:
@@ -326,6 +364,9 @@ FAULTS = (
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, lost_on_the_way),
     Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, lost_on_the_way),
     Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, unwritten),
+    Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, stale_neighbours),
+    Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, added_twice),
+    Fault("other-scales", "a block of codes is multiplied by another one's scale", QUANTISED, scales_of_another),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),
     Fault("held-twice", "a piece of a parameter is held twice", DATA, _of_one_rank(held_twice)),
     Fault("held-by-nobody", "an element is held by nobody", DATA, _of_one_rank(held_by_nobody)),

@@ -60,15 +60,15 @@ def plant(
         UserError: 106, the config does not admit a layout; 303, one process does not get through.
     """
     config = _suited(config)
-    faults = [fault for fault in FAULTS if fault.name in chosen]
-    for layout in _layouts(alone_of(config)):
+    faults = [fault for fault in _faults(config) if fault.name in chosen]
+    for layout in _layouts(config):
         if not admits(config, layout):
             what = f"the config cannot be trained as {layout}, into which faults are planted"
             raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
     for dtype in DTYPES:
         certificate = Certificate(_in(config, dtype), steps, interruption)
         if NOTHING in chosen:
-            yield _nothing(certificate, dtype)
+            yield _nothing(certificate, _layouts(config), dtype)
         for fault in faults:
             yield _found(certificate, fault, dtype)
         for name, everywhere in SCALES.items():
@@ -93,14 +93,20 @@ def _in(config: Config, dtype: str) -> Config:
     return config.model_copy(update={"precision": precision, "zero": zero})
 
 
-def _layouts(alone: Job) -> list[Job]:
-    """Return each layout of a job that a fault is planted into."""
-    return [layout(alone) for layout in dict.fromkeys(fault.layout for fault in FAULTS)]
+def _faults(config: Config) -> list[Fault]:
+    """Return what can be planted; sums in a dtype of their own are not of codes."""
+    alone, summed = alone_of(config), config.zero.reduce_dtype is not None
+    return [fault for fault in FAULTS if not (summed and fault.layout(alone).gradient_bits)]
 
 
-def _nothing(certificate: Certificate, dtype: str) -> Planted:
+def _layouts(config: Config) -> list[Job]:
+    """Return each layout of a config's job that a fault is planted into."""
+    return [layout(alone_of(config)) for layout in dict.fromkeys(fault.layout for fault in _faults(config))]
+
+
+def _nothing(certificate: Certificate, layouts: Sequence[Job], dtype: str) -> Planted:
     """Return the finding of the layouts as they are, which must be nothing."""
-    rows = [certificate.row(layout) for layout in _layouts(certificate.alone)]
+    rows = [certificate.row(layout) for layout in layouts]
     measure, times = max((_most(row.times, row.fault) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
     return Planted(NOTHING, "the same layouts as they are", "all below", dtype, measure, times, right)

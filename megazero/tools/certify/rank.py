@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from megazero.comm.collectives import all_gather
 from megazero.model.parameter import declarations_by_name
 from megazero.optim.clip import clip_factor
 from megazero.zero.engine import Engine
+from megazero.zero.placement import FlatBuffer, redistribute
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
             kept = value[: rows[name][1]] if name in rows else value
             results.stored[f"{kind}/{name}"] = kept.clone()
 
-    note("initial", engine.named_parameters())
+    note("initial", parameters_as_they_rest(engine))
     for step in range(steps):
         engine.begin_step()
         passes(step)
@@ -93,10 +95,22 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
             note("gradient", reduced_gradients(engine, clip_factor(done.grad_norm, clip)))
         if step + 1 == steps:
             engine.flush_delayed()
-        note(f"weight/{step}", engine.named_parameters())
+        note(f"weight/{step}", parameters_as_they_rest(engine))
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
     return results
+
+
+def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield this tensor rank's part of all parameters: where passes gather them rounded, what is rounded."""
+    if all(unit.quantizers.parameters is None for unit in engine.units):
+        yield from engine.named_parameters()
+        return
+    for unit in engine.units:
+        whole = FlatBuffer(torch.empty(unit.numel, dtype=unit.parameters.values.dtype, device=unit.device), {})
+        redistribute(unit.parameters, whole, "examination").wait()
+        for interval in unit.layout.intervals:
+            yield interval.name, whole.values[interval.start : interval.stop].view(interval.shape)
 
 
 def reduced_gradients(engine: Engine, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,15 @@ length, a few hundred eps at most.
                      certificate updates change a loss by less than an eighth of it, and r of that is off. A weight is
                      not held alone, as in 16 bits: of a sum near zero not one bit need be right.
 
+    CODES            what is sent between shard ranks as integers (`zero.quantize`), likewise. A code is off by up to
+                     half a step of its block's largest value, three typical ones: r = 3 / (127 sqrt 12), 2^-7, of a
+                     typical value with 8 bits, 2^-3 with 4. Gradients: a parameter with small ones shares blocks with
+                     one that has large ones, so none is held alone; a norm adds errors as a square: r / 2 is much, and
+                     of the size of an update too. Parameters: in each layer forward and backward some dozens of
+                     products see weights that are off by r, which adds up like a root to 2^-4 of a gradient, and twice
+                     that of a second moment; half of it of the size of an update; a loss, at its beginning near the
+                     entropy of the vocabulary, depends on all of them, with both signs: r / 2.
+
 The certificate trains with settings of its own, so that a wrong one shows ten times over:
 
     LR        the largest that WEIGHTS is made for: an update is large beside the rounding of the weight it is added to.
@@ -150,15 +159,23 @@ class Tolerance:
 
 
 REDUCED = Tolerance(2.0**-11, 2.0**-9, 2.0**-5, math.inf, 2.0**-6, 2.0**-10)
+GRADIENT_CODES = {
+    8: Tolerance(2.0**-10, 2.0**-8, math.inf, math.inf, math.inf, 2.0**-8),
+    4: Tolerance(2.0**-6, 2.0**-4, math.inf, math.inf, math.inf, 2.0**-4),
+}
+PARAMETER_CODES = {8: Tolerance(2.0**-8, 2.0**-5, 2.0**-3, math.inf, 2.0**-3, 2.0**-5)}
 
 
-def tolerance_of(dtype: str, *, reduced: bool = False) -> Tolerance:
+def tolerance_of(
+    dtype: str, *, reduced: bool = False, parameter_bits: int | None = None, gradient_bits: int | None = None
+) -> Tolerance:
     """Return the tolerances of a dtype.
 
     In 16 bits no single element is held: of a gradient near zero not one bit need be right.
 
     Args:
         reduced: gradients are summed over ranks in 16 bits, and wider otherwise: what that adds comes on top.
+        parameter_bits, gradient_bits: of what is sent between shard ranks as integers: the same.
     """
     inf = float("inf")
     own = {
@@ -167,4 +184,7 @@ def tolerance_of(dtype: str, *, reduced: bool = False) -> Tolerance:
         "bf16": Tolerance(LOSS_16_BITS, NORM_16_BITS, inf, inf, STATES_BF16, SIZES_BF16),
         "fp16": Tolerance(LOSS_16_BITS / 8, NORM_16_BITS / 8, inf, inf, STATES_FP16, SIZES_FP16),
     }[dtype]
-    return Tolerance(*map(sum, zip(astuple(own), astuple(REDUCED), strict=True))) if reduced else own
+    more = [REDUCED] * reduced
+    more += [PARAMETER_CODES[parameter_bits]] if parameter_bits else []
+    more += [GRADIENT_CODES[gradient_bits]] if gradient_bits else []
+    return Tolerance(*map(sum, zip(*(astuple(each) for each in (own, *more)), strict=True)))

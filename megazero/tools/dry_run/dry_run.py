@@ -19,8 +19,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.base.doing import Doing, doing
-from megazero.base.errors import UserError
-from megazero.build.assemble import DTYPES, Built, StageInputs, assemble, bucket_of, feeds_of, precision_of
+from megazero.build.assemble import (
+    DTYPES,
+    Built,
+    StageInputs,
+    assemble,
+    bucket_of,
+    feeds_of,
+    neighbours_of,
+    precision_of,
+)
 from megazero.build.job import job_of
 from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
@@ -31,11 +39,12 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.observe.timeline import MemoryTimeline
 from megazero.pipeline.executor import BACKWARDS, Pipeline
-from megazero.plan.memory import RankMemory
+from megazero.plan.memory import DISK, HOST, RankMemory
 from megazero.plan.traffic import traffic
 from megazero.run.plan_check import expected
 from megazero.schedules.actions import Action, Kind
 from megazero.schedules.repeat import Shortened, shortened
+from megazero.tools.dry_run.idle_disk import IdleDisk
 from megazero.tools.dry_run.repetition import Repeated, Repetition, repeated, sent_since
 from megazero.tools.dry_run.told import Operation, ToldLedger
 
@@ -87,19 +96,15 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
         device: the hardware: "cuda", or "cpu" for ranks of one host.
 
     Raises:
-        UserError: 106, the sizes do not fit; 114, kernels that this device does not have; 109, disks.
+        UserError: 106, the sizes do not fit; 114, kernels that this device does not have.
     """
-    offload = config.zero.offload
-    if "nvme" in (offload.optimizer, offload.parameters):
-        what = "a dry run does not count disks yet; plan does"
-        raise UserError(109, what, "take zero.offload.*=cpu for it", where="zero.offload")
     with FakeTensorMode():
         grid = alone(
             rank,
             world,
             tensor=config.parallel.tensor,
             pipeline=config.parallel.pipeline,
-            shard_ranks=config.zero.shard_ranks,
+            shard_ranks=neighbours_of(config),
             backend="nccl" if device == "cuda" else "gloo",
             bucket=bucket_of(config),
             ledger=ToldLedger(),
@@ -121,7 +126,8 @@ def two_steps(
     ledger = grid.comm.ledger
     assert isinstance(ledger, ToldLedger)
     with doing("building the rank's model"):
-        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops)
+        disks = IdleDisk(ledger)
+        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops, disks=disks)
     with doing("looking for what a step repeats"):
         job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
         short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)
@@ -152,7 +158,7 @@ def _step(
     """Simulate one step as the trainer takes it."""
     before, ledger.operations = deepcopy(ledger.traffic), []
     batches = [_batch(config) for _ in range(short.micro_batches)]
-    held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith("host_")}
+    held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith((HOST, DISK))}
     timeline = ledger.timeline = MemoryTimeline(held)
     hooks, describe = _name_places(built.model, timeline), built.pipeline.describe
     progress.total = sum(describe(action) is not None for action in short.actions)

@@ -40,6 +40,8 @@ constexpr ScalarType kDtype<double> = ScalarType::Double;
 template <>
 constexpr ScalarType kDtype<int64_t> = ScalarType::Long;
 template <>
+constexpr ScalarType kDtype<uint8_t> = ScalarType::Byte;
+template <>
 constexpr ScalarType kDtype<BFloat16> = ScalarType::BFloat16;
 template <>
 constexpr ScalarType kDtype<Half> = ScalarType::Half;

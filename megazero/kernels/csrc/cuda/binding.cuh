@@ -35,6 +35,8 @@ template <>
 constexpr ScalarType kTypeOf<__half> = ScalarType::Half;
 template <>
 constexpr ScalarType kTypeOf<int64_t> = ScalarType::Long;
+template <>
+constexpr ScalarType kTypeOf<uint8_t> = ScalarType::Byte;
 
 // Starts kernels on the current stream of the device of `like`, which is the current device while this lives.
 class Launch {
