@@ -138,6 +138,7 @@ def test_characters_cut_by_blocks_are_no_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_ends_a_vocabulary_that_is_being_trained(tmp_path: Path, number: signal.Signals) -> None:
     """The library itself minds none; nothing is left of its process either."""

@@ -57,6 +57,7 @@ def pids_of(started: Path, process: subprocess.Popen) -> list[int]:
 
 
 @NEEDS_LINUX
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_ends_the_compiler_too(tmp_path: Path, number: signal.Signals) -> None:
     source = tmp_path / "tiny.cpp"
@@ -65,7 +66,6 @@ def test_a_signal_ends_the_compiler_too(tmp_path: Path, number: signal.Signals) 
     line = [sys.executable, "-c", BUILD.format(before=""), source, compiler]
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     with subprocess.Popen(line, cwd=ROOT, env=env, stderr=subprocess.PIPE) as process:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it, and so do we
         pids = pids_of(started, process)
         process.send_signal(number)
         process.communicate()
