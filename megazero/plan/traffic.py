@@ -168,7 +168,7 @@ def _gathers_of(job: Job, share: Share, own: list[_Unit], ops: int) -> Iterator[
     first = sum(unit.count for unit in own)
     yield Flow("data", "parameters", first, (n - 1) * sum(size for size, _ in sizes))
     again = sum(size * (m * times - 1) for size, times in sizes)
-    yield Flow("shard", "parameters", ops - first, again * n // near * (near - 1))
+    yield Flow("data" if near == n else "shard", "parameters", ops - first, again * n // near * (near - 1))
 
 
 def _uses(share: Share, own: list[_Unit]) -> Iterator[tuple[_Unit, int]]:

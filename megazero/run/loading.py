@@ -40,8 +40,9 @@ _SAME = {
 # What may be another, and then changes what is computed: said when a run goes on.
 _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
-    *("zero.offload.delayed", "precision.kernels"),
+    *("zero.quantize.*", "zero.offload.delayed", "precision.kernels"),
 )
+_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")}  # what older checkpoints do not say
 
 
 def taken(manifest: Manifest, load: str) -> str:
@@ -112,7 +113,7 @@ def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str |
 
 def changes(manifest: Manifest, config: Config) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    theirs, ours = manifest.config, plain(config)
+    theirs, ours = _BEFORE | manifest.config, plain(config)
     unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
     said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key] and key not in unused]
     return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])

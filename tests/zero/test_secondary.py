@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.zero.test_offload import DTYPES
 
 LAYOUTS: dict[str, tuple[Job, str]] = {
+    "all are near": (job_on(1, 2, False, 2, 3), "deep"),
     "4 ranks": (job_on(1, 4, False, 2, 3), "deep"),
     "one micro-batch": (job_on(1, 4, False, 1, 3), "deep-untied"),
     "recompute": (job_on(1, 4, False, 2, 3, recompute="full"), "deep"),
@@ -24,7 +25,7 @@ LAYOUTS: dict[str, tuple[Job, str]] = {
     "offloaded": (job_on(1, 4, False, 2, 3, offload_optimizer=True, offload_parameters=True), "gpt"),
     "on disks": (job_on(1, 4, False, 2, 3, disk_optimizer=True, disk_parameters=True), "gpt"),
 }
-FEW = ("4 ranks", "one micro-batch", "offloaded")
+FEW = ("all are near", "4 ranks", "one micro-batch", "offloaded")
 CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in LAYOUTS]
 
 
