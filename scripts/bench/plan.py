@@ -4,8 +4,9 @@
 
 `megazero doctor --write` measures the machine, as many ranks at once as the layouts have, before the steps and behind
 them; of both the faster figures count. Each layout trains on real ranks of so many threads that all cores are used, on
-random tokens; the seconds are the median of its steps. Bytes are what the ledger holds and the most that a step
-allocates beside it (`observe/allocations.py`), of the fullest rank. fp32, no dropout, our kernels.
+random tokens, twice: once through the list and once back. The seconds are the median of the steps of the faster run.
+Bytes are what the ledger holds and the most that a step allocates beside it (`observe/allocations.py`), of the fullest
+rank. fp32, no dropout, our kernels.
 """
 
 import argparse
@@ -136,10 +137,12 @@ def main() -> int:
 
 
 def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
-    """Measure the machine, train each layout, and compare it with its plan."""
+    """Measure the machine, train each layout twice, and compare its faster run with its plan."""
     ranks = sorted({layout.ranks for layout in layouts})
     before = {count: measured_machine(count) for count in ranks}
-    real = {layout.name: train(layout, steps) for layout in layouts}
+    first = {layout.name: train(layout, steps) for layout in layouts}
+    again = {layout.name: train(layout, steps) for layout in reversed(layouts)}
+    real = {name: min(first[name], again[name]) for name in first}  # by seconds: other work only makes a step slower
     machines = {count: faster(before[count], measured_machine(count)) for count in ranks}
     found = []
     for layout in layouts:
@@ -213,7 +216,7 @@ def held(step: Call, grid: Grid) -> float:
 
 def report_of(found: Sequence[Compared], steps: int) -> figures.Report:
     rows = [{"system": one.name, "columns": one.columns()} for one in found]
-    return figures.report_of("layouts", rows, launches=1, rounds=steps, foreign=[one.foreign for one in found])
+    return figures.report_of("layouts", rows, launches=2, rounds=steps, foreign=[one.foreign for one in found])
 
 
 if __name__ == "__main__":
