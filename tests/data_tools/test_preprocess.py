@@ -116,6 +116,7 @@ def start(tmp_path: Path, model: Path, text: bytes, limit: int | None = None) ->
 
 
 SENDING = {"x86_64": ("1", "46"), "aarch64": ("64", "211")}.get(platform.machine(), ())  # write, sendmsg
+RECEIVING = {"x86_64": ("0", "47"), "aarch64": ("63", "212")}.get(platform.machine(), ())  # read, recvmsg
 LONG = b"some words of text, over and over again\n" * 1_000_000  # 40 MB: a dozen seconds of work
 
 
@@ -163,20 +164,32 @@ def test_worker_killed_in_the_middle_of_a_message_is_one_line(tmp_path: Path, mo
     with start(tmp_path, model, LONG) as child:
         wait_for_tokens(tmp_path)
         workers = children_of(child.pid)
-        child.send_signal(signal.SIGSTOP)
-        assert SENDING, "which system calls send on this machine?"
-        until(lambda: any(sends(worker) for worker in workers))
-        os.kill(next(worker for worker in workers if sends(worker)), signal.SIGKILL)
+        os.kill(stop_while_one_sends(child, workers), signal.SIGKILL)
         child.send_signal(signal.SIGCONT)
         stderr = without_heartbeat(child.communicate(timeout=300)[1])
     assert child.returncode == 1 and stderr.startswith("MZ-216: a worker process died"), stderr
     until_gone(workers)
 
 
-def sends(process: int) -> bool:
-    """Whether its main thread is held up in sending: in a system call that writes, with nobody who reads."""
-    call = Path(f"/proc/{process}/syscall").read_text().split()
-    return call[0] in SENDING
+def stop_while_one_sends(child: subprocess.Popen[str], workers: list[int]) -> int:
+    """Stop the command, and return a worker that is held up in sending to it.
+
+    A command that was stopped before it handed out text leaves all workers waiting for it: then it is stopped again.
+    """
+    assert SENDING, "which system calls send on this machine?"
+    while True:
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: any(is_in(SENDING, worker) for worker in workers) or all(is_in(RECEIVING, w) for w in workers))
+        for worker in workers:
+            if is_in(SENDING, worker):
+                return worker
+        child.send_signal(signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def is_in(calls: tuple[str, ...], process: int) -> bool:
+    """Whether its main thread is held up in one of these system calls."""
+    return Path(f"/proc/{process}/syscall").read_text().split()[0] in calls
 
 
 @pytest.mark.usefixtures("usual_signals")
