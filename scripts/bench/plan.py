@@ -154,12 +154,19 @@ def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
     return found
 
 
+def threads_of(ranks: int) -> int:
+    """Return the threads of each of so many ranks, which use all cores together."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def measured_machine(ranks: int) -> Machine:
     """Return this machine as `doctor` measures it with so many ranks at once."""
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
         path = f"{folder}/machine.yaml"
         command = [sys.executable, "-m", "megazero", "doctor", "--nproc", str(ranks), "--write", path]
-        done = subprocess.run([*command, "--run", folder], cwd=figures.ROOT, capture_output=True, text=True)
+        around = {**os.environ, "OMP_NUM_THREADS": str(threads_of(ranks))}  # as it trains, whatever the caller has
+        line = [*command, "--run", folder]
+        done = subprocess.run(line, cwd=figures.ROOT, env=around, capture_output=True, text=True)
         if not Path(path).exists():
             raise SystemExit(f"doctor measured nothing: {done.stderr.strip()[-200:]}")
         return machine_of(path)
@@ -178,7 +185,7 @@ def faster(first: Machine, second: Machine) -> Machine:
 
 def train(layout: Layout, steps: int) -> tuple[float, int, float]:
     """Return the median seconds of a layout's steps, the bytes of its fullest rank, and the share of other work."""
-    threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks)
+    threads = threads_of(layout.ranks)
     arguments = (layout.name,) if layout.ranks > 1 else (layout.name, 0, 1, "")
     system = System(layout.name, calls_of, arguments, threads, layout.ranks, times_itself=True, has_loss=False)
     with running([system]) as (one,):
