@@ -4,9 +4,9 @@
 
 `megazero doctor --write` measures the machine, as many ranks at once as the layouts have, before the steps and behind
 them; of both the faster figures count. Each layout trains on real ranks of so many threads that all cores are used, on
-random tokens, twice: once through the list and once back. The seconds are the median of the steps of the faster run.
-Bytes are what the ledger holds and the most that a step allocates beside it (`observe/allocations.py`), of the fullest
-rank. fp32, no dropout, our kernels.
+random tokens, twice, at least six seconds each: once through the list and once back. The seconds are the median of the
+steps of the faster run. Bytes are what the ledger holds and the most that a step allocates beside it
+(`observe/allocations.py`), of the fullest rank. fp32, no dropout, our kernels.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from scripts.bench.ours import CPU, engine_step, grid_of
 from scripts.bench.processes import Call, System, running
 
 WARM_UP, STEPS = 2, 9
+LEAST = 6.0  # seconds of steps: a machine is slow for some seconds now and then, whatever a step takes
 BASE = ("layers=4", "hidden=512", "heads=8", "vocab=4096", "seq_len=256", "dropout=0.0")  # of model
 PARTS = ("norm=rmsnorm", "activation=swiglu", "position=rotary", "kv_heads=2")
 
@@ -183,8 +184,13 @@ def faster(first: Machine, second: Machine) -> Machine:
     return replace(first, peaks=peaks, reached=replace(first.reached, attention=attention), **rates, **times)
 
 
-def train(layout: Layout, steps: int) -> tuple[float, int, float]:
-    """Return the median seconds of a layout's steps, the bytes of its fullest rank, and the share of other work."""
+def train(layout: Layout, steps: int, least: float = LEAST) -> tuple[float, int, float]:
+    """Return the median seconds of a layout's steps, the bytes of its fullest rank, and the share of other work.
+
+    Args:
+        steps: at least so many.
+        least: and for so many seconds.
+    """
     threads = threads_of(layout.ranks)
     arguments = (layout.name,) if layout.ranks > 1 else (layout.name, 0, 1, "")
     system = System(layout.name, calls_of, arguments, threads, layout.ranks, times_itself=True, has_loss=False)
@@ -192,7 +198,9 @@ def train(layout: Layout, steps: int) -> tuple[float, int, float]:
         for _ in range(WARM_UP):
             one.do("step")
         before = cpu_times()
-        done = [one.do("step") for _ in range(steps)]
+        done, began = [], time.perf_counter()
+        while len(done) < steps or time.perf_counter() - began < least:
+            done.append(one.do("step"))
         foreign = foreign_share(before, cpu_times(), sum(step.processor for step in done))
         return statistics.median(step.seconds for step in done), int(one.do("bytes").seconds), foreign
 
