@@ -164,10 +164,9 @@ def measured_machine(ranks: int) -> Machine:
     """Return this machine as `doctor` measures it with so many ranks at once."""
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
         path = f"{folder}/machine.yaml"
-        command = [sys.executable, "-m", "megazero", "doctor", "--nproc", str(ranks), "--write", path]
-        around = {**os.environ, "OMP_NUM_THREADS": str(threads_of(ranks))}  # as it trains, whatever the caller has
-        line = [*command, "--run", folder]
-        done = subprocess.run(line, cwd=figures.ROOT, env=around, capture_output=True, text=True)
+        threads = ["env", f"OMP_NUM_THREADS={threads_of(ranks)}"]  # as it trains, whatever the caller has
+        doctor = [sys.executable, "-m", "megazero", "doctor", "--nproc", str(ranks), "--write", path, "--run", folder]
+        done = subprocess.run([*threads, *doctor], cwd=figures.ROOT, capture_output=True, text=True)
         if not Path(path).exists():
             raise SystemExit(f"doctor measured nothing: {done.stderr.strip()[-200:]}")
         return machine_of(path)
