@@ -259,10 +259,11 @@ def build_engine(
         ops=update_ops,
         offload=offload,
     )
-    for parts in stages:
+    for gradients, parts in zip(engine.stages, stages, strict=True):
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]
-        sharded = engine.shard_layers(own, [on_path[i] for i in parts], keep_last=last, recomputed=recomputed)
+        used_here = [on_path[i] for i in parts]
+        sharded = engine.shard_layers(gradients, own, used_here, keep_last=last, recomputed=recomputed)
         model.layers[parts.start : parts.stop] = sharded
     return engine
 

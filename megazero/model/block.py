@@ -37,23 +37,26 @@ class Block(nn.Module):
         self._behind = _BehindCore(attention.out.product, mlp_norm, mlp, dropouts)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        attended = self.attention.core(apply(self._before, x_SBD), step)
-        return apply(self._behind, attended, x_SBD, step)
+        qkv, residual_SBD = apply(self._before, x_SBD)
+        return apply(self._behind, self.attention.core(qkv, step), residual_SBD, step)
 
 
 class _BeforeCore:
-    """The projection of the norm: what the core of attention takes."""
+    """The projection of the norm: what the core of attention takes; and the residual stream, as it is.
+
+    That is handed on here, so that the gradients that reach x by both ways are added inside of the norm's backward.
+    """
 
     def __init__(self, norm: Norm, qkv: ColumnProducts):
         self._norm, self._qkv, self.owners = norm, qkv, (*norm.owners, *qkv.owners)
 
-    def run(self, tape: Tape, x_SBD: Tensor) -> Tensor:
+    def run(self, tape: Tape, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
         (qkv_NP,) = self._qkv.run(tape, self._norm.run(tape, _rows(x_SBD)))
-        return _shaped(qkv_NP, x_SBD)
+        return _shaped(qkv_NP, x_SBD), x_SBD.view_as(x_SBD)
 
-    def back(self, tape: Tape, grad: Tensor) -> Tensor:
-        grad_x = self._norm.back(tape, self._qkv.back(tape, grad.reshape(-1, grad.shape[-1])))
-        return _shaped(grad_x, grad)
+    def back(self, tape: Tape, grad: Tensor, grad_SBD: Tensor) -> Tensor:
+        normed = self._qkv.back(tape, grad.reshape(-1, grad.shape[-1]))
+        return _shaped(self._norm.back_of_sum(tape, normed, _rows(grad_SBD)), grad_SBD)
 
 
 class _BehindCore:
@@ -84,11 +87,9 @@ class _BehindCore:
         grad_nD = _rows(grad_SBD)
         drops = self._second.acts(step)  # what is masked is the MLP's alone, to be freed when that is done with it
         grad = self._mlp.back(tape, _rows(self._second.masked(grad_SBD, step)) if drops else grad_nD)
+        grad = grad_x = self._norm.back_of_sum(tape, grad, grad_nD)
         if self._first.acts(step):
-            grad_x = self._norm.back(tape, grad).add_(grad_nD)
             grad = _rows(self._first.masked(_shaped(grad_x, grad_SBD), step))
-        else:
-            grad = grad_x = self._norm.back_of_sum(tape, grad, grad_nD)
         return _shaped(self._out.back(tape, grad), grad_SBD), _shaped(grad_x, grad_SBD), None
 
 

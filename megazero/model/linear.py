@@ -44,14 +44,12 @@ class ColumnProducts:
 
     def run(self, tape: Tape, x_nI: Tensor) -> tuple[Tensor, ...]:
         """Return gather(x) weight^T + bias, [N, O], of each."""
-        slots, weights, biases = [], [], []
-        for owner in self.owners:
-            weight, bias = owner["weight"], owner.get("bias")
-            slots.append((tape.use(weight), tape.use(bias)))
-            weights.append(weight)
-            biases.append(bias)
-        tape.keep((x_nI, slots), *weights)
-        return _gathered_products(x_nI, self.region, weights, biases)
+        pairs = [(owner["weight"], owner.get("bias")) for owner in self.owners]
+        slots = [(tape.use(weight), tape.use(bias)) for weight, bias in pairs]
+        tape.keep((x_nI, slots), *(weight for weight, _ in pairs))
+        if self._alone:
+            return tuple([F.linear(x_nI, weight, bias) for weight, bias in pairs])
+        return _gathered_products(x_nI, self.region, pairs)
 
     def back(self, tape: Tape, *grads_NO: Tensor) -> Tensor:
         """Return the gradient of x."""
@@ -93,6 +91,8 @@ class RowProduct:
         if skip_output:
             rows = len(x_NI) // (axis.size if self.region.sequence else 1)
             return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
+        if self._alone:
+            return _product(x_NI, weight_IO, bias_O)
         # The first rank's partial sum brings the bias along, which costs no pass over the sum.
         return _summed_product(x_NI, self.region, weight_IO, None if axis.rank else bias_O)
 
@@ -109,15 +109,15 @@ class RowProduct:
 
 
 def _gathered_products(
-    x_nI: Tensor, region: Region, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    x_nI: Tensor, region: Region, pairs: Sequence[tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, ...]:
-    """Return gather(x) weight^T + bias of each weight, [N, O]."""
-    pairs, cuts = list(zip(weights, biases, strict=True)), region.cut(len(x_nI))
+    """Return gather(x) weight^T + bias, [N, O], of each pair of weight and bias."""
+    cuts = region.cut(len(x_nI))
     if not region.sequence or len(cuts) == 1:
-        x_NI = x_nI if region.axis.size == 1 else region.gather(x_nI, "forward").wait()
+        x_NI = region.gather(x_nI, "forward").wait()
         return tuple(F.linear(x_NI, weight, bias) for weight, bias in pairs)
     ranks = region.axis.size
-    found = tuple(x_nI.new_empty(ranks * len(x_nI), len(weight)) for weight in weights)
+    found = tuple(x_nI.new_empty(ranks * len(x_nI), len(weight)) for weight, _ in pairs)
     gathering = [region.gather(x_nI[rows], "forward") for rows in cuts]
     for rows, pending in zip(cuts, gathering, strict=True):
         x_tmI = pending.wait().view(ranks, -1, x_nI.shape[1])
@@ -131,8 +131,7 @@ def _summed_product(x_NI: Tensor, region: Region, weight_IO: Tensor, bias_O: Ten
     stream = x_NI.view(region.axis.size, -1, x_NI.shape[1]) if region.sequence else x_NI  # [t, n, I] or [n, I]
     cuts = region.cut(stream.shape[-2])
     if len(cuts) == 1:
-        partial = _product(x_NI, weight_IO, bias_O)
-        return partial if region.axis.size == 1 else region.sum(partial, "forward").wait()
+        return region.sum(_product(x_NI, weight_IO, bias_O), "forward").wait()
     y_nO = x_NI.new_empty(stream.shape[-2], weight_IO.shape[1])
     summing = []
     for rows in cuts:

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, of one tensor or of a sum; whole on every rank of the tensor axis; no parameter decays.
 
-The norm of a sum makes the sum on its way: its backward adds what reaches the sum by the residual stream, so neither
-direction has a pass for the addition alone.
+The norm of a sum makes the sum on its way, and the backward adds what reaches the norm's input by the residual stream,
+of a norm of a sum or not: neither direction has a pass for the addition alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Norm(nn.Module):
         return self._delivered(tape, self._plain[1], grad.contiguous())
 
     def back_of_sum(self, tape: Tape, grad: Tensor, grad_total: Tensor) -> Tensor:
-        """Return the gradient of x, which the residual has too, for contiguous ones of the norm and of the sum."""
+        """Return the whole gradient of the norm's input, for contiguous ones: of the norm, and by other ways."""
         return self._delivered(tape, self._of_sum[1], grad, grad_total)
 
     def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:

@@ -4,6 +4,7 @@ The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Pipeline:
         self._batches: Sequence[Batch] = ()
         self._feed: Callable[[Batch], StageInputs] = lambda batch: batch
         self._reduced: frozenset[tuple[int, int]] = frozenset()
+        self._before_forward: frozenset[tuple[int, int]] = frozenset()
         self._look: Look | None = None
         self._losses: list[Tensor] = []
 
@@ -131,6 +133,7 @@ class Pipeline:
             stage.clear()
         actions = schedule.ranks[self._rank]
         self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
+        self._before_forward = _before_forward(actions)
         return actions
 
     def _run(self, action: Action) -> None:
@@ -168,10 +171,11 @@ class Pipeline:
             stage.backward_weight(m, **self._reduction(action))
             return
         gradient = self._transport.take(B, index, m) if stage.loss is None else None
+        follows = (index, m) in self._before_forward
         if action.kind is B:
-            gradient = stage.backward(m, gradient, **self._reduction(action))
+            gradient = stage.backward(m, gradient, forward_follows=follows, **self._reduction(action))
         else:
-            gradient = stage.backward_input(m, gradient)
+            gradient = stage.backward_input(m, gradient, forward_follows=follows)
         if gradient is not None:
             if self._look is not None:
                 self._look(B, index, m, gradient)
@@ -193,3 +197,14 @@ class Pipeline:
         """Return whether gradients are reduced after a backward pass, and whether it is the step's last."""
         last = action.micro_batch == len(self._batches) - 1
         return {"reduce": (action.stage, action.micro_batch) in self._reduced, "last": last}
+
+
+def _before_forward(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Return (stage, micro-batch) of the backwards behind which a forward of the same stage comes next.
+
+    Weight gradients may be computed between the two.
+    """
+    passes = [a for a in actions if a.kind in (F, B, Kind.BACKWARD_INPUT)]
+    return frozenset(
+        (a.stage, a.micro_batch) for a, b in pairwise(passes) if a.kind is not F and b.kind is F and a.stage == b.stage
+    )

@@ -21,9 +21,11 @@ class StageGradients(Protocol):
 
     def forward(self, micro_batch: int) -> None: ...
 
-    def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool) -> None: ...
+    def backward(
+        self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool, forward_follows: bool
+    ) -> None: ...
 
-    def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None: ...
+    def backward_input(self, micro_batch: int, begin: Callable[[], None], *, forward_follows: bool) -> None: ...
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None: ...
 
@@ -79,22 +81,25 @@ class Stage:
         self._live[micro_batch] = arrived, get_gradient_edge(y) if self.loss is None else self.loss(y, feed)
         return y.detach()
 
-    def backward(self, micro_batch: int, gradient: Tensor | None, *, reduce: bool, last: bool) -> Tensor | None:
+    def backward(
+        self, micro_batch: int, gradient: Tensor | None, *, reduce: bool, last: bool, forward_follows: bool
+    ) -> Tensor | None:
         """Run backward, and return the gradient of the stage's input, None in the first stage.
 
         Args:
             gradient: of its output; None in the last stage.
             reduce: this backward is followed by a reduction of the gradients.
             last: it is the step's last micro-batch.
+            forward_follows: what this rank computes next, but for weight gradients, is a forward of this stage.
         """
         arrived, begin = self._begin(micro_batch, gradient)
-        self.gradients.backward(micro_batch, begin, reduce=reduce, last=last)
+        self.gradients.backward(micro_batch, begin, reduce=reduce, last=last, forward_follows=forward_follows)
         return self._gradient(arrived)
 
-    def backward_input(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward_input(self, micro_batch: int, gradient: Tensor | None, *, forward_follows: bool) -> Tensor | None:
         """Run backward without the weights' gradients, which `backward_weight` computes later."""
         arrived, begin = self._begin(micro_batch, gradient)
-        self.gradients.backward_input(micro_batch, begin)
+        self.gradients.backward_input(micro_batch, begin, forward_follows=forward_follows)
         return self._gradient(arrived)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:

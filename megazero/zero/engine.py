@@ -159,16 +159,24 @@ class Engine:
             yield StageGradients([self._units[name] for name in names], Reduction(own, device), self.gather)
 
     def shard_layers(
-        self, layers: Sequence[Layer], names: Sequence[list[str]], *, keep_last: bool, recomputed: Container[Layer] = ()
+        self,
+        stage: StageGradients,
+        layers: Sequence[Layer],
+        names: Sequence[list[str]],
+        *,
+        keep_last: bool,
+        recomputed: Container[Layer] = (),
     ) -> list[Layer]:
         """Return the layers of one stage, each with hooks around it that gather and release its units.
 
         Args:
+            stage: of `stages`.
             names: of each layer, the units that it uses.
             keep_last: the last layer's backward follows its forward, so its parameters stay.
             recomputed: the layers whose forward runs again in their backward.
         """
         units = [[self._units[name] for name in used] for used in names]
+        stage.first_units = units[0]
         return shard_layers(layers, units, self.gather, keep_last=keep_last, recomputed=recomputed)
 
     def begin_step(self) -> None:

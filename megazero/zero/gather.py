@@ -1,7 +1,8 @@
 """Gather parameters before they are needed, beside the computation, and free them afterwards.
 
 Where parameters rest sharded (stage 3), a layer waits for its units before it runs and prefetches those of the next
-layer, whose gathering then goes on beside the computation; afterwards its own are released. Where only the optimizer
+layer, whose gathering then goes on beside the computation; afterwards its own are released. At the end of a backward
+the next layer is the first one, if a forward follows. Where only the optimizer
 state is sharded (stages 1 and 2), the gathering of each unit's updated parameters starts right after its update, and
 the next forward waits for each unit when it gets there.
 """
@@ -16,10 +17,16 @@ from megazero.zero.unit import Unit
 
 
 class Gather:
-    """The gathering of parameters along the axes of their units, and which of them are on their way."""
+    """The gathering of parameters along the axes of their units, and which of them are on their way.
+
+    Attributes:
+        following: the units that the first layer of the forward behind the backward under way uses; empty if another
+            backward or the update comes next.
+    """
 
     def __init__(self, device: torch.device):
         self._stream = SideStream(device)
+        self.following: list[Unit] = []
         self._coming: dict[Unit, tuple[torch.Tensor, Pending]] = {}
 
     def prefetch(self, units: list[Unit]) -> None:
@@ -67,8 +74,8 @@ class Gather:
             unit.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
-        """Free all units, and end what is on its way to one: it would not be that of the update to come."""
-        self.unshard([unit for unit in self._coming if not unit.parameters_rest_whole])
+        """Free all units; end what is on its way, but to `following`: it would not be that of the update to come."""
+        self.unshard([u for u in self._coming if not u.parameters_rest_whole and u not in self.following])
         self.reshard(units)
 
     def _time(self, unit: Unit) -> AbstractContextManager[None]:

@@ -117,9 +117,14 @@ class DeliveryCounter:
 
 
 class Owner(Protocol):
-    """The unit of an accumulator."""
+    """The unit of an accumulator.
+
+    Attributes:
+        partial: the memory of its gradients; None: there is none.
+    """
 
     deliveries: DeliveryCounter
+    partial: Tensor | None
 
     def open_gradients(self) -> None:
         """Make sure that there is memory for the gradients, and that the accumulators' views point into it."""
@@ -140,30 +145,45 @@ class GradientAccumulator:
     """
 
     def __init__(self, unit: Owner, name: str, ops: Operations):
-        self._unit, self._name, self._ops = unit, name, ops
+        self._unit, self._name, self._ops, self._counter = unit, name, ops, unit.deliveries
         self.view: Tensor = torch.empty(0)
         self.fresh = True
         self.expect: Callable[[], None] = partial(unit.deliveries.expect, name)  # announces a use in forward
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        self._deliver(self.write, gradient)
+        if self._counter.deferred is None:
+            self.write(gradient)
+            self._counter.delivered(self._name)
+        else:
+            self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver a gradient that is the sum of rows; where it is the first and of this dtype, without a copy."""
-        if self._unit.deliveries.deferred is not None or rows.dtype != self.view.dtype or not self._first():
-            self.add(rows.sum(0))
-            return
-        torch.sum(rows, 0, out=self.view)
-        self.delivered()
+        if self._counter.deferred is None:
+            self.open()
+            if self.fresh and rows.dtype == self.view.dtype:
+                torch.sum(rows, 0, out=self.view)
+                self.fresh = False
+                self._counter.delivered(self._name)
+                return
+        self.add(rows.sum(0))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""
-        self._deliver(self.write_product, left, right)
+        if self._counter.deferred is None:
+            self.write_product(left, right)
+            self._counter.delivered(self._name)
+        else:
+            self._defer(self.write_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
-        self._deliver(self.write_rows, rows, values)
+        if self._counter.deferred is None:
+            self.write_rows(rows, values)
+            self._counter.delivered(self._name)
+        else:
+            self._defer(self.write_rows, rows, values)
 
     def close(self) -> None:
         """Write zeros if nothing has been delivered."""
@@ -171,57 +191,52 @@ class GradientAccumulator:
             self.view.zero_()
             self.fresh = False
 
-    def _deliver(self, write: Callable[..., None], *tensors: Tensor) -> None:
-        deferred = self._unit.deliveries.deferred
-        if deferred is None:
-            self._make(write, *tensors)
-        else:
-            held = (tensor.detach() for tensor in tensors)  # the tensors themselves would hold the graph
-            deferred.append(partial(self._make, write, *held))
+    def _defer(self, write: Callable[..., None], *tensors: Tensor) -> None:
+        """Let a gradient be written and counted later."""
+        assert self._counter.deferred is not None
+        held = [tensor.detach() for tensor in tensors]  # the tensors themselves would hold the graph
 
-    def _make(self, write: Callable[..., None], *tensors: Tensor) -> None:
-        write(*tensors)
-        self.delivered()
+        def deliver() -> None:
+            write(*held)
+            self._counter.delivered(self._name)
+
+        self._counter.deferred.append(deliver)
 
     def open(self) -> None:
         """Make sure that there is memory for the gradient, and that `view` is in it."""
-        self._unit.open_gradients()
+        if self._unit.partial is None:
+            self._unit.open_gradients()
 
     def delivered(self) -> None:
         """Count a gradient that has been written."""
-        self._unit.deliveries.delivered(self._name)
+        self._counter.delivered(self._name)
 
     def write(self, gradient: Tensor) -> None:
         """Write a gradient of the parameter's shape, or add it to those before."""
-        first, same = self._first(), gradient.dtype == self.view.dtype
-        if first:
-            self.view.copy_(gradient) if same else self._ops.cast_(self.view, gradient.contiguous())
+        self.open()
+        view, same = self.view, gradient.dtype == self.view.dtype
+        if self.fresh:
+            view.copy_(gradient) if same else self._ops.cast_(view, gradient.contiguous())
+            self.fresh = False
         else:
-            self.view.add_(gradient) if same else self._ops.accumulate_(self.view, gradient.contiguous())
+            view.add_(gradient) if same else self._ops.accumulate_(view, gradient.contiguous())
 
     def write_product(self, left: Tensor, right: Tensor) -> None:
         """Write the matrix product of two tensors, or add it."""
         self.open()
-        same, wide = left.dtype == self.view.dtype, self._ops.wide_products
-        if not same and wide is None:
-            self.write(left @ right)
-            return
-        first = self._first()
-        if not same and wide is not None:
-            (wide.write if first else wide.add)(self.view, left, right)
-        elif first:
-            torch.mm(left, right, out=self.view)
+        view = self.view
+        if left.dtype == view.dtype:
+            torch.mm(left, right, out=view) if self.fresh else view.addmm_(left, right)
+        elif (wide := self._ops.wide_products) is not None:
+            (wide.write if self.fresh else wide.add)(view, left, right)
         else:
-            self.view.addmm_(left, right)
+            self.write(left @ right)
+        self.fresh = False
 
     def write_rows(self, rows: Tensor, values: Tensor) -> None:
         """Write zeros but for values[i] added to row rows[i], or add these."""
-        if self._first():
-            self.view.zero_()
-        self._ops.add_rows_(self.view, rows, values)
-
-    def _first(self) -> bool:
-        """Return whether this is the first delivery since the last reduction (of a step, or of a micro-batch)."""
         self.open()
-        first, self.fresh = self.fresh, False
-        return first
+        if self.fresh:
+            self.view.zero_()
+            self.fresh = False
+        self._ops.add_rows_(self.view, rows, values)

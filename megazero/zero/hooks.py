@@ -2,7 +2,8 @@
 
     pre_forward    a layer is about to run: wait for its units' parameters, prefetch those of the next layer
     post_forward   it has run: release sharded parameters (except the model's last layer's: its backward comes next)
-    pre_backward   its output's gradient has arrived: wait for what its backward needs, prefetch for the layer before
+    pre_backward   its output's gradient has arrived: wait for what its backward needs, prefetch for the layer before;
+                   where that is the first one and needs nothing (an embedding), for its next forward, if one follows
     post_backward  two moments: the last gradient of a unit has been delivered (`gradients.py`), which starts its
                    reduction; and the layer's whole backward has run, after which its parameters are released
 
@@ -84,6 +85,9 @@ class _Call:
             self.gather.prefetch(self.before.needed)
             if self.before.before is not None:
                 self.gather.expect(self.before.before.needed)
+        first = self.before or self
+        if first.before is None and not first.needed:
+            self.gather.prefetch(self.gather.following)
 
     def post_backward(self, _: object = None) -> None:
         """Release the layer's units, except those that the layer before needs."""

@@ -157,28 +157,36 @@ def redistribute(
         quantizer: what is gathered or reduce-scattered is sent so; None: as it is.
         hops: the two axes, near and far, that together are the one along which quantised values are reduce-scattered.
     """
-    changes = [
-        (axis, before, after)
-        for axis, before in source.placements.items()
-        if axis.size > 1 and before is not (after := target.placements.get(axis, Placement.REPLICATE))
-    ]
-    assert len(changes) <= 1, "one axis at a time"
-    for axis, before, after in changes:
-        if before is Placement.PARTIAL and through is not None:
-            return _sum_through(through, source, target, axis, purpose, accumulate=accumulate)
-        if after is Placement.SHARD and quantizer is not None and hops is not None:
-            own, sent = source.values, target.values
-            return quantizer.start_reduce_scatter_in_hops(own, sent, *hops, purpose, accumulate=accumulate)
-        if after is Placement.SHARD and quantizer is not None:
-            return quantizer.start_reduce_scatter(source.values, target.values, axis, purpose, accumulate=accumulate)
-        if after is Placement.SHARD:
-            return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
+    change = _change(source, target)
+    if change is None:
+        return _copy(source, target, purpose)
+    axis, before, after = change
+    if before is Placement.PARTIAL and through is not None:
+        return _sum_through(through, source, target, axis, purpose, accumulate=accumulate)
+    if after is Placement.SHARD and quantizer is not None and hops is not None:
+        own, sent = source.values, target.values
+        return quantizer.start_reduce_scatter_in_hops(own, sent, *hops, purpose, accumulate=accumulate)
+    if after is Placement.SHARD and quantizer is not None:
+        return quantizer.start_reduce_scatter(source.values, target.values, axis, purpose, accumulate=accumulate)
+    if after is Placement.SHARD:
+        return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
+    if not same_place(source.values, target.values):
         _copy(source, target, purpose).wait()
-        if before is Placement.SHARD and quantizer is not None:
-            return quantizer.start_gather(target.part(source.elements).values, target.values, axis, purpose)
-        start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
-        return start(target.values, axis, purpose)
-    return _copy(source, target, purpose)
+    if before is Placement.SHARD and quantizer is not None:
+        return quantizer.start_gather(target.part(source.elements).values, target.values, axis, purpose)
+    start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
+    return start(target.values, axis, purpose)
+
+
+def _change(source: FlatBuffer, target: FlatBuffer) -> tuple[Axis, Placement, Placement] | None:
+    """Return the axis along which two placements differ, and both; None: they are the same."""
+    found = None
+    for axis, before in source.placements.items():
+        after = target.placements.get(axis, Placement.REPLICATE)
+        if before is not after and axis.size > 1:
+            assert found is None, "one axis at a time"
+            found = axis, before, after
+    return found
 
 
 def _sum_through(

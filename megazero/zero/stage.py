@@ -7,7 +7,8 @@ for bit.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -22,10 +23,14 @@ class StageGradients:
     Args:
         units: all that the stage uses.
         reduction: of those units whose gradients are complete when this stage's are.
+
+    Attributes:
+        first_units: those that its first layer uses, which a forward waits for.
     """
 
     def __init__(self, units: list[Unit], reduction: Reduction, gather: Gather):
         self.units, self.reduction, self._gather = units, reduction, gather
+        self.first_units: list[Unit] = []
         self._deferred: dict[int, deque[Callable[[], None]]] = {}
 
     def clear(self) -> None:
@@ -37,29 +42,32 @@ class StageGradients:
         """Begin the forward of a micro-batch (counted from 0): uses announced until the next call are its uses."""
         self._enter(micro_batch)
 
-    def backward(self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool) -> None:
+    def backward(
+        self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool, forward_follows: bool = False
+    ) -> None:
         """Compute the gradients of input and units; start to reduce each unit's when they are complete.
 
         Args:
             begin: runs autograd.
             reduce: whether gradients are reduced in this micro-batch.
             last: it is the last micro-batch of the step.
+            forward_follows: what this rank computes next, but for weight gradients, is a forward of this stage.
         """
         self._deliver(micro_batch, reduce, last)
-        begin()
-        self.reduction.end_backward()
-        self._gather.reshard_all(self.units)
+        with self._gathering(forward_follows):
+            begin()
+            self.reduction.end_backward()
 
-    def backward_input(self, micro_batch: int, begin: Callable[[], None]) -> None:
-        """Compute the gradient of the input; defer those of the units."""
+    def backward_input(self, micro_batch: int, begin: Callable[[], None], *, forward_follows: bool = False) -> None:
+        """Compute the gradient of the input; defer those of the units. Arguments as of `backward`."""
         deferred = self._deferred[micro_batch] = deque()
         self._enter(micro_batch)
         for unit in self.units:
             unit.deliveries.deferred = deferred
-        begin()
+        with self._gathering(forward_follows):
+            begin()
         for unit in self.units:
             unit.deliveries.deferred = None
-        self._gather.reshard_all(self.units)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
         """Compute the gradients that `backward_input` has deferred; arguments as of `backward`."""
@@ -73,6 +81,14 @@ class StageGradients:
     def finish_reduction(self) -> None:
         """Wait until the reduced gradients are where the optimizer state is."""
         self.reduction.finish()
+
+    @contextmanager
+    def _gathering(self, forward_follows: bool) -> Iterator[None]:
+        """Be around a backward, at whose end all units are freed but those of a forward that follows."""
+        self._gather.following = self.first_units if forward_follows else []
+        yield
+        self._gather.reshard_all(self.units)
+        self._gather.following = []
 
     def _enter(self, micro_batch: int) -> None:
         for unit in self.units:

@@ -80,6 +80,12 @@ class Unit:
         self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters is None
         self.secondary = self._second_shard(precision.parameters)
         self.gradients_rest_whole = len(self.gradients) == self.numel
+        self._own_resting: Tensor | None = None  # the part of `gradients` that receives the reduced ones
+        if len(self.gradients):
+            self._own_resting = (
+                self.gradients.values[self.shard] if self.gradients_rest_whole else self.gradients.values
+            )
+        self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, where both rest here
         self.whole: Tensor | None = self.parameters.values if self.parameters_rest_whole else None
         self.partial: Tensor | None = self.gradients.values if self.gradients_rest_whole else None
         self._share: Tensor | None = None
@@ -105,10 +111,8 @@ class Unit:
     @property
     def own_gradients(self) -> Tensor:
         """Return the memory on the device that receives the reduced gradients of this rank's shard."""
-        if self.gradients_rest_whole:
-            return self.gradients.values[self.shard]
-        if len(self.gradients):
-            return self.gradients.values
+        if self._own_resting is not None:
+            return self._own_resting
         share = self._share if self._share is not None else self.partial
         assert share is not None, f"the gradients of unit {self.layout.name} are elsewhere"
         return share
@@ -245,20 +249,29 @@ class Unit:
         Args:
             accumulate: earlier ones of this step have been reduced; these are added.
         """
-        assert self.partial is not None, f"unit {self.layout.name} has no gradients"
         self.on_event("reduce")
-        shard = self.axes.shard
-        if shard.size > 1 and len(self.masters) < self.numel:
+        if self.axes.shard.size > 1 and len(self.masters) < self.numel:
             self._open_share(accumulate=accumulate)
+        partial, own = self._ends_of_sum or self._reduced_between()
         return redistribute(
-            FlatBuffer(self.partial, {shard: Placement.PARTIAL}),
-            FlatBuffer(self.own_gradients, {shard: self.axes.stage.optimizer}, self.shard.start),
+            partial,
+            own,
             "gradients",
             accumulate=accumulate,
             through=self.reduction,
             quantizer=self.quantizers.gradients,
             hops=(self.axes.near, self.axes.far) if self.axes.far.size > 1 else None,
         )
+
+    def _reduced_between(self) -> tuple[FlatBuffer, FlatBuffer]:
+        """Return this rank's gradients, and where their sum goes."""
+        assert self.partial is not None, f"unit {self.layout.name} has no gradients"
+        shard = self.axes.shard
+        partial = FlatBuffer(self.partial, {shard: Placement.PARTIAL})
+        ends = partial, FlatBuffer(self.own_gradients, {shard: self.axes.stage.optimizer}, self.shard.start)
+        if self.gradients_rest_whole:
+            self._ends_of_sum = ends
+        return ends
 
     def _open_share(self, *, accumulate: bool) -> None:
         """Make sure that there is memory for the reduced gradients; fill it with those reduced before if asked for."""

@@ -22,15 +22,20 @@ def doubles(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def functions_of_python(root: Tensor) -> int:
-    """The nodes behind a tensor whose backward is written in Python."""
+def nodes_behind(root: Tensor) -> set:
+    """The nodes of autograd behind a tensor."""
     todo, seen = [root.grad_fn], set()
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
             todo += [before for before, _ in node.next_functions]
-    return sum(isinstance(node, torch.autograd.function.BackwardCFunction) for node in seen)
+    return seen
+
+
+def functions_of_python(root: Tensor) -> int:
+    """The nodes whose backward is written in Python."""
+    return sum(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes_behind(root))
 
 
 @pytest.mark.parametrize(("shape", "expected"), [(GPT, 2), (LLAMA, 4), (replace(GPT, dropout=0.5), 2)])
@@ -38,6 +43,15 @@ def test_a_block_has_two_functions_of_python(shape, expected: int) -> None:
     """And two more that rotate queries and keys."""
     x = torch.randn(shape.seq_len, 2, shape.hidden, requires_grad=True)
     assert functions_of_python(make(shape, torch.float32).blocks[0](x, step_of(2))) == expected
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA, replace(GPT, dropout=0.5)])
+def test_a_block_s_input_has_one_gradient(shape) -> None:
+    """The norm's backward adds what comes by the residual stream: autograd has nothing to add in a pass of its own."""
+    x = torch.randn(shape.seq_len, 2, shape.hidden, requires_grad=True)
+    nodes = nodes_behind(make(shape, torch.float32).blocks[0](x, step_of(2)))
+    uses = [before for node in nodes for before, _ in node.next_functions if before is not None]
+    assert sum(getattr(node, "variable", None) is x for node in uses) == 1
 
 
 @pytest.mark.parametrize("kind", ["column", "row", "layernorm", "rmsnorm"])

@@ -116,6 +116,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.deliveries = DeliveryCounter("owner")
+        self.partial = torch.empty(0)
 
     def open_gradients(self) -> None:
         pass
