@@ -220,7 +220,7 @@ PLANTS = {
     "fetch": Plant(without(Host, "_stream", "join"), "offload", "not behind aten::copy_ on side", "late"),
     "kept input": Plant(without(partition.PartitionedStore, "stream", "join"), "Pa", "not behind all_gather", "late"),
     "keep": Plant(plant_keep, "Pa+cpu", "is freed before aten::copy_", None),
-    "open": Plant(plant_open, "offload", "reduce_scatter", "late"),
+    "open": Plant(plant_open, "optimizer offloaded", "reduce_scatter", "late"),  # no gather from the host in between
     "settle": Plant(plant_settle, "offload", "aten::_fused_adamw_ on host is not behind", "late"),
     "early drop": Plant(plant_early_drop, "stage 2", "not behind reduce_scatter", "late"),
     "unwaited": Plant(plant_unwaited, "stage 1", "not behind all_gather", "late"),
