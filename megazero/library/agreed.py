@@ -16,16 +16,40 @@ Every rank takes part in every round, in the same order, whatever it calls; noth
 unless the ranks wait for different meetings, and then all know.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
+from megazero.comm.transport.exchange import MismatchError
 from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
 MEETINGS = ("backward", "step", "gathered", "gradients", "full_state_dict", "load_state_dict", "save", "load")
+
+
+def other_parts(rank: int, than: int) -> UserError:
+    """Return the error for ranks in lockstep that have called different units."""
+    do = "let every rank call the same parts, or give shard(lockstep=False)"
+    return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
+
+
+@contextmanager
+def in_lockstep(own: int) -> Iterator[None]:
+    """Tell it where the messages of another rank show that it has called other units.
+
+    Args:
+        own: this rank.
+
+    Raises:
+        UserError: 507.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        raise other_parts(max(own, error.rank), min(own, error.rank)) from None
 
 
 class AgreedGather(Gather):

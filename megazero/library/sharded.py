@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Grid
-from megazero.library.agreed import AgreedGather
+from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
 from megazero.library.describe import parts_table
@@ -129,12 +129,14 @@ class Sharded:
         """Run the module's forward.
 
         Raises:
-            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded.
+            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded; 507,
+                a rank has run other parts of it.
         """
         if self._checked <= self.steps:  # once a step
             self._require_unchanged()
             self._checked = self.steps + 1
-        return self.module(*self._cast(arguments), **self._cast(named))
+        with in_lockstep(self.rank):
+            return self.module(*self._cast(arguments), **self._cast(named))
 
     def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
         """Look up in several tables whose rows are split, in one exchange; their next look-up returns what came.
@@ -165,7 +167,11 @@ class Sharded:
             what += "" if loss.requires_grad else " without a graph"
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
         self._meet("backward")
-        self._require_one_order()
+        with in_lockstep(self.rank):
+            self._require_one_order()
+            self._backward(loss, last=last)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
         (stage,) = self._engine.stages
         if self._failed:
             self._forget()
@@ -203,7 +209,7 @@ class Sharded:
             table_lr: of the tables whose rows are split; None: that of their optimizer.
 
         Raises:
-            UserError: 503, there was no backward, or the last one had last=False.
+            UserError: 503, there was no backward, or the last one had last=False; 507, a rank has run other parts.
         """
         if self._failed:
             raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
@@ -217,8 +223,9 @@ class Sharded:
         self._meet("step")
         stage.finish_reduction()
         sum_replicas(self._engine.units)
-        self._calls.release_all()
-        self._require_one_order()
+        with in_lockstep(self.rank):
+            self._calls.release_all()
+            self._require_one_order()
         result = self._engine.finish_step(self._lr if lr is None else lr, beside=self._tables.squares())
         self._skipped += result.skipped
         if self._tables.shards:
@@ -377,10 +384,10 @@ class Sharded:
         if self._agreed is not None or self.ranks == 1 or all(unit.parameters_rest_whole for unit in self._units):
             return
         mine = torch.tensor([self._calls.order], dtype=torch.int64, device=self._one.device)
-        orders = all_gather(mine, self._grid["world"], "agree").tolist()
-        if odd := [rank for rank, order in enumerate(orders) if order != orders[0]]:
-            do = "let every rank call the same parts, or give shard(lockstep=False)"
-            raise UserError(507, "it has run other parts of the module than rank 0", do, rank=odd[0])
+        shard = self._units[0].axes.shard
+        orders = all_gather(mine, shard, "agree").tolist()
+        if odd := [rank for rank, order in zip(shard.ranks, orders, strict=True) if order != orders[0]]:
+            raise other_parts(odd[0], shard.ranks[0])
 
 
 def _places(module: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
