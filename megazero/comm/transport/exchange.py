@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, OtherOperation, SharedMemoryTransport
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, OtherOperationError, SharedMemoryTransport
 
 Consume = Callable[[slice, list[Tensor]], None]
 
@@ -130,7 +130,7 @@ class Exchange:
                     round_.finish()
             else:
                 self._receive_pieces()
-        except OtherOperation as error:
+        except OtherOperationError as error:
             raise MismatchError(self._axis.name, str(error), error.rank) from None
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(self._axis.name, str(error)) from None

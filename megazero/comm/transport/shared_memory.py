@@ -120,7 +120,7 @@ class Message:
     number: int
 
 
-class OtherOperation(RuntimeError):
+class OtherOperationError(RuntimeError):
     """An error for a rank whose message is of another operation than the one that was waited for."""
 
     def __init__(self, rank: int):
@@ -188,13 +188,13 @@ class SharedMemoryTransport:
 
         Raises:
             TimeoutError: it does not come, or the sender has died.
-            OtherOperation: the sender has posted something else in its place.
+            OtherOperationError: the sender has posted something else in its place.
         """
         row = self._outboxes[sender].labels[LANES.index(axis), label.place % LABELS]
 
         def look() -> None:
             if label.contradicts(int(row[0])):
-                raise OtherOperation(sender)
+                raise OtherOperationError(sender)
 
         return self._wait(lambda: self.find(sender, axis, label), (sender,), look)
 
