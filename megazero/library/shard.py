@@ -20,6 +20,7 @@ from megazero.comm.pool import Pool
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
+from megazero.library.agreed import AgreedGather
 from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
@@ -53,6 +54,7 @@ def shard(
     tables: Units = (),
     table_optimizer: str | Mapping[str, Any] = "adagrad",
     initial: Initial | None = None,
+    lockstep: bool = True,
     kernels: str = "auto",
     timeout: float = 120.0,
 ) -> Sharded:
@@ -74,6 +76,8 @@ def shard(
         table_optimizer: "adagrad" or "adam", or {"name": ..., "lr": ...}: of these (`row_optimizers.py`).
         initial: (name, tensor), writes the values of a parameter or buffer on meta, on rank 0; None: the modules'
             `reset_parameters` do.
+        lockstep: every rank calls the same units in the same order; False: each those that it likes, at the price of a
+            message between the ranks before each gathering and each sum in stage 3 (`agreed.py`).
         kernels: as of the option precision.kernels.
         timeout: seconds that a rank waits for the others.
 
@@ -84,6 +88,8 @@ def shard(
         raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
+    if tables and not lockstep:
+        raise UserError(510, "lockstep=False beside tables, in which all ranks look up together", where="shard")
     if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
@@ -108,11 +114,12 @@ def shard(
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
     built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
-    engine = _engine(built, recipe, grid, memory, clip)
+    agreed = None if lockstep else _agreed(built, device)
+    engine = _engine(built, recipe, grid, memory, clip, agreed)
     calls = Calls(built, engine.gather)
     split = split_rows(by_row, rows, grid["world"], device, dtype)
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
-    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast)
+    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, agreed)
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
@@ -247,7 +254,20 @@ def _unit(
     )
 
 
-def _engine(built: Sequence[BuiltPart], recipe: Recipe, grid: Grid, memory: _Memory, clip: float) -> Engine:
+def _agreed(built: Sequence[BuiltPart], device: torch.device) -> AgreedGather | None:
+    """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
+    units = [unit for part in built for unit in part.units]
+    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units)
+
+
+def _engine(
+    built: Sequence[BuiltPart],
+    recipe: Recipe,
+    grid: Grid,
+    memory: _Memory,
+    clip: float,
+    agreed: AgreedGather | None,
+) -> Engine:
     """Return the engine over the units that are trained, in the order of the module."""
     units = [unit for part in built for unit in part.units if unit.trainable]
     names = [unit.layout.name for unit in units]
@@ -258,7 +278,10 @@ def _engine(built: Sequence[BuiltPart], recipe: Recipe, grid: Grid, memory: _Mem
     memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
     scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)
     told = {"clip": clip, "tokens_per_step": 1, "grid": grid, "scaling": scaling, "ops": ops, "offload": memory.offload}
-    return Engine([names], units, names, optimizer, **told, halts=False)
+    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=agreed)
+    if agreed is not None:
+        engine.stages[0].reduction.before = agreed.before_sum
+    return engine
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:

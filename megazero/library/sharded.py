@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Grid
+from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
 from megazero.library.describe import parts_table
@@ -80,6 +81,7 @@ class Sharded:
         tables: whose rows are split.
         lr: of a step that does not say one.
         cast: what happens to the inputs: to the parameters' precision, if one was asked for.
+        agreed: how ranks that call different units gather them; None: all call the same.
 
     Attributes:
         module: the module.
@@ -96,11 +98,13 @@ class Sharded:
         grid: Grid,
         lr: float,
         cast: Callable[[Any], Any],
+        agreed: AgreedGather | None = None,
     ):
         self.module, self._parts, self._engine, self._calls, self._grid = module, parts, engine, calls, grid
         self._lr, self._cast, self._tables = lr, cast, tables
         self._units = [unit for part in parts for unit in part.units]
-        self._whole = WholeValues(module, parts, engine, calls, tables.shards, grid["world"])
+        self._agreed = agreed
+        self._whole = WholeValues(module, parts, engine, calls, tables.shards, grid["world"], self._meet)
         self._events = UnitEvents(self._units, grid.comm.ledger.seconds)
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(module)
@@ -125,12 +129,14 @@ class Sharded:
         """Run the module's forward.
 
         Raises:
-            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded.
+            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded; 507,
+                a rank has run other parts of it.
         """
         if self._checked <= self.steps:  # once a step
             self._require_unchanged()
             self._checked = self.steps + 1
-        return self.module(*self._cast(arguments), **self._cast(named))
+        with in_lockstep(self.rank):
+            return self.module(*self._cast(arguments), **self._cast(named))
 
     def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
         """Look up in several tables whose rows are split, in one exchange; their next look-up returns what came.
@@ -160,7 +166,12 @@ class Sharded:
             what = f"expected one number that depends on parameters, got shape {tuple(loss.shape)}"
             what += "" if loss.requires_grad else " without a graph"
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
-        self._require_one_order()
+        self._meet("backward")
+        with in_lockstep(self.rank):
+            self._require_one_order()
+            self._backward(loss, last=last)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
         (stage,) = self._engine.stages
         if self._failed:
             self._forget()
@@ -198,7 +209,7 @@ class Sharded:
             table_lr: of the tables whose rows are split; None: that of their optimizer.
 
         Raises:
-            UserError: 503, there was no backward, or the last one had last=False.
+            UserError: 503, there was no backward, or the last one had last=False; 507, a rank has run other parts.
         """
         if self._failed:
             raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
@@ -209,10 +220,12 @@ class Sharded:
             raise UserError(
                 503, "the last backward of the step had last=False", "give the last one last=True", where="step"
             )
+        self._meet("step")
         stage.finish_reduction()
         sum_replicas(self._engine.units)
-        self._calls.release_all()
-        self._require_one_order()
+        with in_lockstep(self.rank):
+            self._calls.release_all()
+            self._require_one_order()
         result = self._engine.finish_step(self._lr if lr is None else lr, beside=self._tables.squares())
         self._skipped += result.skipped
         if self._tables.shards:
@@ -284,6 +297,7 @@ class Sharded:
         Raises:
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
+        self._meet("save")
         return self._state().save(Path(folder), SavedStep(self.steps, int(self._skipped)))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
@@ -295,6 +309,7 @@ class Sharded:
         Raises:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
+        self._meet("load")
         self._forget()
         found = self._state().load(Path(folder), step)
         self.steps = found.steps
@@ -355,19 +370,24 @@ class Sharded:
         what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after the module was sharded"
         raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
 
+    def _meet(self, meeting: str) -> None:
+        """Let ranks that call different units come to the same call of this class. Raises UserError 507."""
+        if self._agreed is not None:
+            self._agreed.meet(meeting)
+
     def _require_one_order(self) -> None:
         """Refuse a backward, or a step, if ranks have gathered other units, or in another order. Raises UserError 507.
 
         Their messages have been taken for each other's. Where parameters are sharded over several ranks, the host waits
         for the device here.
         """
-        if self.ranks == 1 or all(unit.parameters_rest_whole for unit in self._units):
+        if self._agreed is not None or self.ranks == 1 or all(unit.parameters_rest_whole for unit in self._units):
             return
         mine = torch.tensor([self._calls.order], dtype=torch.int64, device=self._one.device)
-        orders = all_gather(mine, self._grid["world"], "agree").tolist()
-        if odd := [rank for rank, order in enumerate(orders) if order != orders[0]]:
-            do = "let every rank call the same parts; make one unit of what only some call"
-            raise UserError(507, "it has run other parts of the module than rank 0", do, rank=odd[0])
+        shard = self._units[0].axes.shard
+        orders = all_gather(mine, shard, "agree").tolist()
+        if odd := [rank for rank, order in zip(shard.ranks, orders, strict=True) if order != orders[0]]:
+            raise other_parts(odd[0], shard.ranks[0])
 
 
 def _places(module: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:

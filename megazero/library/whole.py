@@ -1,6 +1,6 @@
 """Look at whole values of a sharded module, and change them: parameters, gradients, state_dicts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,7 @@ class WholeValues:
     Args:
         parts: of the module.
         world: all ranks.
+        meet: called with the name of each method before it sends anything.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class WholeValues:
         calls: Calls,
         tables: Sequence[RowShard],
         world: Axis,
+        meet: Callable[[str], None],
     ):
+        self._meet = meet
         self._tables = tables
         self._module, self._parts, self._engine, self._calls, self._world = module, parts, engine, calls, world
         self._units = [unit for part in parts for unit in part.units]
@@ -55,6 +58,7 @@ class WholeValues:
         """
         chosen = fitting(names, [name for unit in self._units for name in _names(unit)], "gathered")
         units = [unit for unit in self._units if not chosen.isdisjoint(_names(unit))]
+        self._meet("gathered")
         self._calls.release_all()
         self._engine.gather.unshard(units)
         found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
@@ -82,6 +86,7 @@ class WholeValues:
         Args:
             everywhere: every rank gets it.
         """
+        self._meet("full_state_dict")
         wanted = everywhere or self._world.rank == 0
         found: dict[str, Tensor] = {}
         self._calls.release_all()
@@ -107,6 +112,7 @@ class WholeValues:
         Raises:
             UserError: 508, a name is missing, or not the module's, or has another shape.
         """
+        self._meet("load_state_dict")
         keys = self._keys()
         agree(self._world, self._units[0].device, lambda: self._require_fitting(state, keys))
         by_name = {name: state.get(key) for key, name in reversed(keys.items())}
@@ -134,6 +140,7 @@ class WholeValues:
         """
         trained = self._engine.units
         chosen = fitting(names, [name for unit in trained for name in _names(unit)], "gradients")
+        self._meet("gradients")
         self._engine.stages[0].finish_reduction()
         factor = 1.0 / (self._world.size * self._engine.loss_scale.scale.double())
         found: dict[str, Tensor] = {}

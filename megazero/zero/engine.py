@@ -104,6 +104,7 @@ class Engine:
         ops: the kernels to use, where the update is.
         offload: what rests on the host or on disks; None: nothing.
         halts: no step updates after one that was not finite; False: each is skipped by itself.
+        gather: how units are gathered; None: every rank gathers the same ones in the same order.
 
     Attributes:
         stages: the gradients of each stage of this rank, in forward order.
@@ -123,13 +124,14 @@ class Engine:
         ops: Operations,
         offload: Offload | None = None,
         halts: bool = True,
+        gather: Gather | None = None,
     ):
         self._halts = halts
         self._offload = offload or Offload()
         self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device
-        self.gather = Gather(device)
+        self.gather = gather or Gather(device)
         self._delayed: Delayed | None = None
         if self._offload.delayed:
             assert self._offload.host is not None, "the host is late"

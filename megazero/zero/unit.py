@@ -190,6 +190,12 @@ class Unit:
             parameter.data = self._nothing
         self.on_event("released")
 
+    def discard(self, whole: Tensor) -> None:
+        """Free gathered parameters, of `start_unshard`, that were for other ranks alone."""
+        self.on_event("gathered")
+        self._pools[0].give(whole)
+        self.on_event("released")
+
     @property
     def window(self) -> int:
         """Return the elements of a window of `update_windows`; windows begin at multiples of it."""

@@ -10,6 +10,7 @@ import torch
 from megazero.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport import shared_memory as shared
+from megazero.comm.transport.exchange import MismatchError
 from megazero.comm.transport.shared_memory import Handle, Label, SharedMemoryTransport
 from tests.comm.test_collectives import reduce_everything, scatter_and_gather
 from tests.ranks import run_ranks
@@ -28,6 +29,31 @@ def both_ways(grid: Grid) -> bool:
     same = all(torch.equal(a, b) for a, b in pairs)
     pairs = zip(scatter_and_gather(grid, 700), scatter_and_gather(sockets, 700), strict=True)
     return same and all(torch.equal(a, b) for a, b in pairs)
+
+
+def another_operation(grid: Grid) -> str:
+    x = torch.ones(8)
+    if grid["world"].rank == 0:
+        pending = start_all_gather(x, grid["world"], "test")
+    else:
+        pending = start_all_reduce(x, grid["world"], "test")
+    with pytest.raises(MismatchError) as caught:
+        pending.wait()
+    return f"{caught.value}, {caught.value.rank}"
+
+
+def test_another_operation_of_a_rank_is_told_at_once():
+    """Long before the time is up: 60 s here."""
+    assert run_ranks(2, another_operation, fresh=True) == [
+        "world axis: rank 1 has called another operation, 1",
+        "world axis: rank 0 has called another operation, 0",
+    ]
+
+
+def test_an_empty_label_contradicts_none():
+    first, other = Label(0, 5), Label(0, 6)
+    assert not first.contradicts(0) and not first.contradicts(first.key) and first.contradicts(other.key)
+    assert not Label(1, 5).contradicts(first.key) and not Label(64, 5).contradicts(other.key)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -26,9 +26,13 @@ def be(grid: Grid) -> None:
     meeting.be(RankContext(world, StatusBoard.private().status_slot(0)), grid.comm)
 
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what a function of the library returns on each of some ranks."""
-    return run_ranks(size, _on, function, arguments)
+def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> list[Any]:
+    """Return what a function of the library returns on each of some ranks.
+
+    Args:
+        fresh: as of `run_ranks`.
+    """
+    return run_ranks(size, _on, function, arguments, fresh=fresh)
 
 
 def _on(grid: Grid, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -229,6 +229,22 @@ def other_order() -> None:
     sharded.step()
 
 
+def fewer_units(blocks: int) -> str:
+    """Return the line of ranks of which the second runs some blocks only."""
+    sharded = sharded_case("plain", 3)
+    stack = sharded.module
+    assert isinstance(stack, Stack)
+    order = list(stack.blocks)[: None if sharded.rank == 0 else blocks]
+    stack.run = lambda _, y: [y, *(y := block(y) for block in order)][-1]
+    return line_of(lambda: sharded.backward(of_numbers(sharded, 0, sharded.rank)))
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_units_that_one_rank_leaves_out_are_told_at_once_on_both(blocks: int):
+    for line in on_ranks(2, fewer_units, blocks, fresh=True):
+        assert re.search("MZ-507 rank=1.*other parts of the module than rank 0", line), line
+
+
 def changed_differently() -> None:
     sharded = sharded_case("plain", 3)
     with sharded.gathered("first.bias") as values:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, SharedMemoryTransport
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, OtherOperationError, SharedMemoryTransport
 
 Consume = Callable[[slice, list[Tensor]], None]
 
@@ -29,6 +29,18 @@ class CollectiveError(RuntimeError):
     def __init__(self, axis: str, reason: str):
         super().__init__(f"{axis} axis: {reason}")
         self.axis = axis
+
+
+class MismatchError(CollectiveError):
+    """An error for an operation that another rank of this host will not join: it has called another one.
+
+    Attributes:
+        rank: which one, of the world.
+    """
+
+    def __init__(self, axis: str, reason: str, rank: int):
+        super().__init__(axis, reason)
+        self.rank = rank
 
 
 def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "Exchange":
@@ -110,6 +122,7 @@ class Exchange:
 
         Raises:
             CollectiveError: a message did not come within the axis' timeout, or the connection broke.
+            MismatchError: another rank of this host has called another operation.
         """
         try:
             if self._shared_memory is not None:
@@ -117,6 +130,8 @@ class Exchange:
                     round_.finish()
             else:
                 self._receive_pieces()
+        except OtherOperationError as error:
+            raise MismatchError(self._axis.name, str(error), error.rank) from None
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(self._axis.name, str(error)) from None
 

@@ -106,6 +106,10 @@ class Label:
         """Return a number that is never 0, which an empty entry holds, and never that of another round."""
         return self.place << 31 | self.tag
 
+    def contradicts(self, key: int) -> bool:
+        """Return whether an entry of this key is of another operation in the same round; an empty one is of none."""
+        return key not in (0, self.key) and key >> 31 == self.place
+
 
 @dataclass(frozen=True)
 class Message:
@@ -114,6 +118,14 @@ class Message:
     sender: int
     slot: int
     number: int
+
+
+class OtherOperationError(RuntimeError):
+    """An error for a rank whose message is of another operation than the one that was waited for."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} has called another operation")
+        self.rank = rank
 
 
 class Round(Protocol):
@@ -176,8 +188,15 @@ class SharedMemoryTransport:
 
         Raises:
             TimeoutError: it does not come, or the sender has died.
+            OtherOperationError: the sender has posted something else in its place.
         """
-        return self._wait(lambda: self.find(sender, axis, label), (sender,))
+        row = self._outboxes[sender].labels[LANES.index(axis), label.place % LABELS]
+
+        def look() -> None:
+            if label.contradicts(int(row[0])):
+                raise OtherOperationError(sender)
+
+        return self._wait(lambda: self.find(sender, axis, label), (sender,), look)
 
     def view(self, message: Message, start: int, like: Tensor) -> Tensor:
         """Return a view of the message `start` bytes into a slot: not to be written to, nor used once acknowledged."""
@@ -245,8 +264,14 @@ class SharedMemoryTransport:
                 return None
         return free
 
-    def _wait(self, ready: Callable[[], T | None], ranks: Sequence[int]) -> T:
-        """Return the result of `ready` once it has one; TimeoutError when one of the ranks is gone or time is up."""
+    def _wait(
+        self, ready: Callable[[], T | None], ranks: Sequence[int], look: Callable[[], object] = lambda: None
+    ) -> T:
+        """Return the result of `ready` once it has one; TimeoutError when one of the ranks is gone or time is up.
+
+        Args:
+            look: called now and then; raises an error where waiting is in vain.
+        """
         for _ in range(_SPINS):
             if (found := ready()) is not None:
                 return found
@@ -266,6 +291,7 @@ class SharedMemoryTransport:
                     return found
                 if gone:
                     raise TimeoutError(f"rank {gone[0]} is gone")
+                look()
                 if late:
                     raise TimeoutError(f"no answer within {self._timeout:g} s")
         return found
