@@ -174,6 +174,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "codes are added in the dtype of accumulation",
     ),
     Exclusion(
+        "zero.quantize.error_feedback",
+        (True,),
+        "zero.quantize.gradients",
+        ("int8", "int4"),
+        "gradients that are not quantised lose nothing",
+    ),
+    Exclusion(
+        "zero.quantize.error_feedback",
+        (True,),
+        "precision.dtype",
+        ("fp32", "bf16", "fp64"),
+        "what is kept would be of another loss scale",
+    ),
+    Exclusion(
         "zero.reduce_dtype",
         ("bf16",),
         "precision.dtype",
