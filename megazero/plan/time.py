@@ -19,7 +19,7 @@ gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
 A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
 device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
 Of an all-to-all, in which quantised gradients go, (k - 1) / (N - 1) of the bytes stay in the node, and the others leave
-it beside them through a device's own part of the network. What codes take on the device (`codes.py`) is traffic here.
+it beside them through a device's own part of the network; so does all that ranks on CPUs send. What codes take on the device (`codes.py`) is traffic here.
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
@@ -84,6 +84,8 @@ class Links:
         """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
         if not size:
             return 0.0
+        if not self.machine.nccl_channels:  # our own messages, which go from each to each
+            return self.exchange(axis, size, ops)
         return size / self.bandwidth(axis) + ops * (axis_size(self.job, axis) - 1) * self._latency(axis)
 
     def exchange(self, axis: str, size: float, ops: float) -> float:

@@ -204,6 +204,8 @@ def test_an_exchange_crosses_nodes_by_itself() -> None:
     node = A100.in_node_bandwidth * A100.reached.in_node
     assert near.exchange("shard", 7e9, 1) == pytest.approx(7e9 / node)
     assert near.exchange("replica", 7e9, 1) == pytest.approx(7e9 / card)
+    on_cpus = Links(links.job, replace(links.machine, nccl_channels=0))  # whose messages go from each to each
+    assert on_cpus.seconds("data", 63e9, 1) == on_cpus.exchange("data", 63e9, 1) == links.exchange("data", 63e9, 1)
 
 
 def test_codes_are_passes_over_the_memory() -> None:
