@@ -18,8 +18,8 @@ gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
 
 A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
 device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
-Of an all-to-all, in which quantised gradients go, (k - 1) / (N - 1) of the bytes stay in the node, and the others leave
-it beside them through a device's own part of the network; so does all that ranks on CPUs send. What codes take on the device (`codes.py`) is traffic here.
+Of an all-to-all (quantised gradients; on CPUs everything) (k - 1) / (N - 1) of the bytes stay in the node, and the
+others leave it beside them through a device's own part of the network. What codes take (`codes.py`) is traffic here.
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is

@@ -43,6 +43,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["zero.secondary_ranks=2", "zero.stage=2"],
         "zero.stage=3",
     ),
+    "parallel.tensor == 1 or parallel.sequence with zero.quantize.gradients": (
+        ["zero.quantize.gradients=int8", "parallel.tensor=2"],
+        "parallel.sequence=true",
+    ),
     "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
@@ -94,6 +98,7 @@ ALSO = [
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
     (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
+    (["zero.quantize.parameters=int8", "zero.stage=3"], "parallel.tensor=2", "parallel.tensor=1"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor"}
