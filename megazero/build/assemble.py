@@ -186,10 +186,13 @@ def build_units(
 
 def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger: Ledger) -> Quantizers:
     """Return how parameters and gradients are sent between shard ranks."""
-    kinds = (config.zero.quantize.parameters, config.zero.quantize.gradients)
+    quantize = config.zero.quantize
     parameters, gradients = (
-        None if bits is None else Quantizer(bits, ops, Pool(torch.uint8, device, ledger, "pool"))
-        for bits in (BITS[kind] for kind in kinds)
+        None if bits is None else Quantizer(bits, ops, Pool(torch.uint8, device, ledger, "pool"), feedback=feedback)
+        for bits, feedback in (
+            (BITS[quantize.parameters], False),
+            (BITS[quantize.gradients], quantize.error_feedback),
+        )
     )
     return Quantizers(parameters, gradients)
 

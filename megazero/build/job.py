@@ -54,6 +54,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         disk_parameters=offload.parameters == "nvme",
         parameter_bits=BITS[config.zero.quantize.parameters],
         gradient_bits=BITS[config.zero.quantize.gradients],
+        error_feedback=config.zero.quantize.error_feedback,
         apart=apart,
         delayed=offload.delayed and apart,
         dropout=config.model.dropout > 0,
@@ -84,6 +85,7 @@ def options_of(job: Job) -> dict[str, Any]:
         "zero.offload.delayed": job.delayed,
         "zero.quantize.parameters": _NAMES[job.parameter_bits],
         "zero.quantize.gradients": _NAMES[job.gradient_bits],
+        "zero.quantize.error_feedback": job.error_feedback,
     }
 
 

@@ -143,6 +143,13 @@ RELATIONS: tuple[Relation, ...] = (
         "take zero.secondary_ranks=null: only parameters that rest sharded over all are gathered again",
     ),
     Relation(
+        ("zero.quantize.gradients", "parallel.tensor", "parallel.sequence"),
+        "parallel.tensor == 1 or parallel.sequence with zero.quantize.gradients",
+        lambda v: v["zero.quantize.gradients"] == "none" or v["parallel.tensor"] == 1 or v["parallel.sequence"],
+        lambda v: f"parallel.tensor {v['parallel.tensor']}, whose ranks would round norms differently",
+        "take parallel.sequence=true, which sums it over them, or zero.quantize.gradients=none",
+    ),
+    Relation(
         ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters"),
         "zero.offload.path given with nvme",
         lambda v: bool(v["zero.offload.path"]) or "nvme" not in _offloads(v),
@@ -165,6 +172,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
     Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "it is the host that is late"),
     Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "only stage 3 gathers what rests exact"),
+    Exclusion("zero.quantize.parameters", ("int8",), "parallel.tensor", (1,), "its ranks would see different norms"),
     Exclusion("zero.quantize.gradients", ("int8", "int4"), "zero.stage", (1, 2, 3), "an all-reduce is not quantised"),
     Exclusion(
         "zero.quantize.gradients",
@@ -172,6 +180,20 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "zero.reduce_dtype",
         (None,),
         "codes are added in the dtype of accumulation",
+    ),
+    Exclusion(
+        "zero.quantize.error_feedback",
+        (True,),
+        "zero.quantize.gradients",
+        ("int8", "int4"),
+        "gradients that are not quantised lose nothing",
+    ),
+    Exclusion(
+        "zero.quantize.error_feedback",
+        (True,),
+        "precision.dtype",
+        ("fp32", "bf16", "fp64"),
+        "what is kept would be of another loss scale",
     ),
     Exclusion(
         "zero.reduce_dtype",

@@ -126,6 +126,9 @@ class Quantize(Section):
     gradients: Literal["none", "int8", "int4"] = Field(
         default="none", description="Integers as which gradients are sent to the rank that sums them."
     )
+    error_feedback: bool = Field(
+        default=False, description="What rounding gradients loses is kept, as large as they, and sent with the next."
+    )
 
 
 class Zero(Section):

@@ -86,6 +86,10 @@ class Compute:
         """Return the seconds of an operation that only moves so many bytes through the memory."""
         return size / self._bandwidth + self.launch
 
+    def passes(self, size: float, kernels: int) -> float:
+        """Return the seconds of so many kernels that together move so many bytes through the memory."""
+        return size / self._bandwidth + kernels * self.launch
+
     def block(self) -> PassTimes:
         products = self.products()
         weights = [self._product(*sizes, self.tokens, grows=True) for sizes in self._sizes()]

@@ -34,6 +34,7 @@ class Job:
         offload_optimizer, offload_parameters: to the host.
         disk_optimizer, disk_parameters: to disks instead.
         parameter_bits, gradient_bits: of what is sent of them between shard ranks; None: it is sent as it is.
+        error_feedback: what rounding gradients to that loses is kept, and sent with the next ones.
         apart: the host's memory is not the device's.
         delayed: the host updates beside the next step, which takes no more memory.
         dropout: the model has dropout, so there are masks.
@@ -64,6 +65,7 @@ class Job:
     disk_parameters: bool = False
     parameter_bits: int | None = None
     gradient_bits: int | None = None
+    error_feedback: bool = False
     apart: bool = True
     delayed: bool = False
     dropout: bool = False
@@ -82,6 +84,7 @@ class Job:
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
         words += [f"parameters-int{self.parameter_bits}"] * (self.parameter_bits is not None)
         words += [f"gradients-int{self.gradient_bits}"] * (self.gradient_bits is not None)
+        words += ["error-feedback"] * self.error_feedback
         return " ".join(words) or "one process"
 
     @property

@@ -3,6 +3,8 @@
     parameters, gradients, optimizer    model states (`states.py`)
     pool          whole buffers of what is kept sharded over the data axis: gathered parameters (stage 3) and gradients
                   on their way to a shard (stages 2 and 3), one in use and one coming or going (`pool.py`)
+    secondary     1/n of all parameters, as they are sent, where n neighbours keep a second shard
+    residuals     of error feedback: what quantised gradients have lost, (N-1)/N of all gradients
     angles        of rotary positions, one table for all blocks: 2 s d e (cos and sin, d channels of a head)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
                   with Pa+cpu; where they have to be put together again two whole ones more
@@ -75,6 +77,9 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
             sent_bytes(unit.padded(job.shard) // job.shard, job.parameter_bits, job.bytes.parameter) for unit in sizes
         )
         held["secondary"] = each * job.shard // job.secondary_ranks
+    if job.error_feedback:
+        each = sum(unit.padded(job.shard) for unit in sizes) // job.shard
+        held["residuals"] = (job.shard - 1) * each * job.bytes.gradient
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)

@@ -22,10 +22,17 @@ def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> d
         together, ranks = ranks_in_node(job, axis, devices), axis_size(job, axis)
         size, cross = sum(purposes.values()), 0
         for purpose, part in purposes.items() if together < ranks else ():
-            each = job.gradient_bits is not None and purpose == "gradients" and axis in ("data", "shard", "replica")
+            each = exchanged(job, axis, purpose)
             cross += part * (ranks - together) // (ranks - 1) if each else part // together
         result[axis] = {"in_node": size - cross, "cross_node": cross}
     return result
+
+
+def exchanged(job: Job, axis: str, purpose: str) -> bool:
+    """Return whether each rank of an axis sends each other a part of its own: an all-to-all, no ring."""
+    if job.gradient_bits is None or purpose != "gradients":
+        return False
+    return axis in (("shard", "replica") if job.gradient_hops is not None else (job.shard_axis,))
 
 
 def axis_size(job: Job, axis: str) -> int:

@@ -18,6 +18,8 @@ gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
 
 A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
 device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
+Of an all-to-all (quantised gradients; on CPUs everything) (k - 1) / (N - 1) of the bytes stay in the node, and the
+others leave it beside them through a device's own part of the network. What codes take (`codes.py`) is traffic here.
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
@@ -27,10 +29,11 @@ waited for, and one unit's part always, because it has nothing to run beside. Sy
 
 from dataclasses import dataclass
 
+from megazero.plan.codes import passes
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
-from megazero.plan.nodes import AWAY, axis_size, ranks_in_node
+from megazero.plan.nodes import AWAY, axis_size, exchanged, ranks_in_node
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow, Share, flows, gathers, updated
 from megazero.schedules.catalogue import make
@@ -81,7 +84,18 @@ class Links:
         """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
         if not size:
             return 0.0
+        if not self.machine.nccl_channels:  # our own messages, which go from each to each
+            return self.exchange(axis, size, ops)
         return size / self.bandwidth(axis) + ops * (axis_size(self.job, axis) - 1) * self._latency(axis)
+
+    def exchange(self, axis: str, size: float, ops: float) -> float:
+        """Return the seconds of `ops` all-to-alls in which a rank sends `size` bytes in all."""
+        if not size:
+            return 0.0
+        reached, others, together = self.machine.reached, axis_size(self.job, axis) - 1, self._together(axis)
+        inside = (together - 1) / others / (self.machine.in_node_bandwidth * reached.in_node)
+        outside = (others + 1 - together) / others / (self.machine.cross_node_bandwidth * reached.cross_node)
+        return size * max(inside, outside) + ops * others * self._latency(axis)
 
     def message(self, size: float) -> float:
         """Return the seconds of a message to the next rank of the pipeline."""
@@ -117,8 +131,11 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     bubble = _waits(job, mean)
     share = Share(first, True, job.pipeline == 1, 0, 0)
     own = list(flows(job, share))
-    data, hidden = _data(links, own, gathers(job, share), share.blocks, busy, system)
-    update, offload = _update(machine, compute, own, updated(job, share), busy)
+    gathered, elements = gathers(job, share), updated(job, share)
+    reduced = elements * job.shard * (m if job.shards_gradients else 1)
+    coded = passes(compute, own, m * sum(gathered), reduced)
+    data, hidden = _data(links, own, gathered, share.blocks, busy, system, coded)
+    update, offload = _update(machine, compute, own, elements, busy)
     parts = {
         "compute": m * work,
         "recompute": m * busy.again,
@@ -295,15 +312,26 @@ def _messages(job: Job, links: Links, system: System) -> float:
 
 
 def _data(
-    links: Links, own: list[Flow], gathered: tuple[int, int], blocks: int, busy: PassTimes, system: System
+    links: Links,
+    own: list[Flow],
+    gathered: tuple[int, int],
+    blocks: int,
+    busy: PassTimes,
+    system: System,
+    coded: tuple[float, float],
 ) -> tuple[float, float]:
-    """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not."""
+    """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not.
+
+    Args:
+        coded: seconds of the passes over what is quantised: parameters, gradients.
+    """
     job = links.job
     m = job.micro_batches
 
     def total(axis: str, purpose: str) -> float:
         found = [flow for flow in own if (flow.axis, flow.purpose) == (axis, purpose)]
-        return sum(links.seconds(axis, flow.bytes, flow.ops) for flow in found)
+        seconds = links.exchange if exchanged(job, axis, purpose) else links.seconds
+        return sum(seconds(axis, flow.bytes, flow.ops) for flow in found)
 
     share_of_rate = system.scattered if job.shards_parameters else 1.0
     axis, replicas = job.shard_axis, total("replica", "gradients")
@@ -312,6 +340,7 @@ def _data(
         parameters += total("shard", "parameters") / share_of_rate
     if job.gradient_hops is not None:
         reduces, replicas = reduces + total("shard", "gradients") + replicas, 0.0
+    parameters, reduces = parameters + coded[0], reduces + coded[1]
     ends = total("ends", "tied")
     if job.data == 1:
         return ends, 0.0

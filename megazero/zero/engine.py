@@ -263,6 +263,12 @@ class Engine:
         if self._delayed is not None:
             self._delayed.flush_delayed()
 
+    def forget_residuals(self) -> None:
+        """Forget what quantised gradients have lost: a run that goes on from a checkpoint has none of it either."""
+        for unit in self.units:
+            if unit.quantizers.gradients is not None:
+                unit.quantizers.gradients.forget_residuals()
+
     def close(self) -> None:
         """End what is under way with disks; what rests there is gone."""
         if self._offload.disks is not None:
@@ -275,6 +281,7 @@ class Engine:
             updates: the number of updates that they have seen.
             loss_scale, good_steps: state of the loss scale; None where the saved run had none.
         """
+        self.forget_residuals()
         self.gather.unshard([unit for unit in self.units if unit.parameters_rest_whole])  # those of an earlier update
         for unit in self.units:
             for step in self.optimizer.steps(unit):

@@ -12,12 +12,19 @@
 A value is off by at most 1/254 of the largest magnitude of its block of 256 with 8 bits, 1/14 with 4 (`kernels/
 reference.py`). A block with a value that is not finite arrives as NaN, so a step is skipped where it would have been.
 
-(Wang et al. 2023, ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ.)
+With error feedback each rank keeps, of every gradient that it sends, what the codes do not mean, and adds it before it
+rounds the next one: what it has sent in all is then off by one rounding, however many steps there were. That takes as
+much memory as the gradients of all the other ranks' shards, in one hop or in two. Of a block that is not finite nothing
+is kept.
+
+(Wang et al. 2023, ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ. Seide et al. 2014, 1-bit stochastic
+gradient descent, Interspeech, section 3.1: error feedback.)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megazero.base.quantized import quantized_bytes
@@ -36,12 +43,35 @@ class Quantizer:
         ops: the kernels to use.
         pool: of bytes, for codes.
         keep: called with the codes of all ranks, once they are here.
+        feedback: what rounding loses of one unit's gradients is added to the next ones (`of_unit`).
+        residuals: that of one unit, [shards of other ranks, elements of a shard]; None: nothing is kept.
     """
 
     bits: int
     ops: Operations
     pool: Pool
     keep: Callable[[Tensor], object] = lambda codes: None
+    feedback: bool = False
+    residuals: Tensor | None = None
+
+    def of_unit(self, shard: int, axis: Axis, dtype: torch.dtype, device: torch.device) -> "Quantizer":
+        """Return what sends the gradients of one unit, with memory for residuals if they are fed back.
+
+        Args:
+            shard: elements of a shard.
+            axis: the ranks that have one each.
+            dtype, device: of the gradients.
+        """
+        if not self.feedback or axis.size == 1:
+            return self
+        residuals = torch.zeros((axis.size - 1, shard), dtype=dtype, device=device)
+        axis.comm.ledger.hold("residuals", residuals.nbytes)
+        return replace(self, residuals=residuals)
+
+    def forget_residuals(self) -> None:
+        """Add nothing to the next gradients."""
+        if self.residuals is not None:
+            self.residuals.zero_()
 
     def bytes_of(self, numel: int, axis: Axis) -> int:
         """Return the bytes of the codes of `numel` elements that rest sharded along an axis."""
@@ -90,35 +120,35 @@ class Quantizer:
         parts = x.view(far.size, near.size, len(out))
         sent, received = (self.pool.take(far.size * near.size * each) for _ in range(2))
         coded, came = (codes.view(near.size, far.size, each) for codes in (sent, received))
-        for place in (place for place in range(near.size) if place != near.rank):
-            for host in range(far.size):
-                self.ops.quantize_(coded[place, host], parts[host, place], self.bits)
+        others = [(place, host) for place in range(near.size) if place != near.rank for host in range(far.size)]
+        for number, (place, host) in enumerate(others):
+            self._quantize(coded[place, host], parts[host, place], number)
         pending = start_all_to_all(sent, received, near, purpose)
 
         def land() -> Tensor:
-            for place in (place for place in range(near.size) if place != near.rank):
-                for host in range(far.size):
-                    self.ops.dequantize_(parts[host, near.rank], came[place, host], self.bits, True)
+            for place, host in others:
+                self.ops.dequantize_(parts[host, near.rank], came[place, host], self.bits, True)
             self.pool.give(sent)
             self.pool.give(received)
             sums = [parts[host, near.rank] for host in range(far.size)]
-            return self._start_exchange(sums, out, far, purpose, accumulate=accumulate).wait()
+            return self._start_exchange(sums, out, far, purpose, len(others), accumulate=accumulate).wait()
 
         return pending.then(land)
 
     def _start_exchange(
-        self, parts: Sequence[Tensor], out: Tensor, axis: Axis, purpose: str, *, accumulate: bool
+        self, parts: Sequence[Tensor], out: Tensor, axis: Axis, purpose: str, first: int = 0, *, accumulate: bool
     ) -> Pending:
         """Start the sum of what all ranks have in their part of this one's number.
 
         Args:
             parts: flat, by rank; not to be touched until the end.
+            first: the number of the first residual.
         """
         each = quantized_bytes(len(out), self.bits)
         sent, received = self.pool.take(each * axis.size), self.pool.take(each * axis.size)
-        for rank, (part, coded) in enumerate(zip(parts, sent.split(each), strict=True)):
-            if rank != axis.rank:
-                self.ops.quantize_(coded, part, self.bits)
+        codes = sent.split(each)
+        for number, rank in enumerate(rank for rank in range(axis.size) if rank != axis.rank):
+            self._quantize(codes[rank], parts[rank], first + number)
         pending = start_all_to_all(sent, received, axis, purpose)
 
         def land() -> Tensor:
@@ -136,6 +166,20 @@ class Quantizer:
 
         return pending.then(land)
 
+    def _quantize(self, codes: Tensor, x: Tensor, number: int) -> None:
+        """Quantise x for another rank; with residuals x and one of them, which then is what the codes do not mean.
+
+        Args:
+            number: of the residual.
+        """
+        if self.residuals is None:
+            self.ops.quantize_(codes, x, self.bits)
+            return
+        residual = self.residuals[number]
+        self.ops.quantize_(codes, x.add_(residual), self.bits)
+        self.ops.dequantize_(residual, codes, self.bits, False)
+        torch.sub(x, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Quantizers:
@@ -143,3 +187,9 @@ class Quantizers:
 
     parameters: Quantizer | None = None
     gradients: Quantizer | None = None
+
+    def of_unit(self, shard: int, axis: Axis, dtype: torch.dtype, device: torch.device) -> "Quantizers":
+        """Return those of one unit; see `Quantizer.of_unit`."""
+        if self.gradients is None:
+            return self
+        return replace(self, gradients=self.gradients.of_unit(shard, axis, dtype, device))

@@ -70,11 +70,12 @@ class Unit:
         self.on_event: Callable[[str], object] = lambda event: None
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload()
-        self.quantizers = quantizers or Quantizers()
         self.disks = offload.disks
         self.resting = resting = RestingState(layout, axes, precision, device, offload, trainable=trainable)
         self.numel, self.shard, self.updated = resting.numel, resting.shard, resting.updated
         self.parameters, self.gradients, self.masters = resting.parameters, resting.gradients, resting.masters.values
+        given = quantizers or Quantizers()
+        self.quantizers = given.of_unit(len(self.masters), axes.shard, precision.gradients, device)
         self.offloaded_gradients = resting.offloaded_gradients
         # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
         self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters is None

@@ -43,6 +43,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["zero.secondary_ranks=2", "zero.stage=2"],
         "zero.stage=3",
     ),
+    "parallel.tensor == 1 or parallel.sequence with zero.quantize.gradients": (
+        ["zero.quantize.gradients=int8", "parallel.tensor=2"],
+        "parallel.sequence=true",
+    ),
     "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
@@ -73,6 +77,7 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
         ("zero.quantize.gradients", bits): ([f"zero.quantize.gradients={bits}", "zero.stage=0"], "zero.stage=1")
         for bits in ("int8", "int4")
     },
+    ("zero.quantize.error_feedback", True): (["zero.quantize.error_feedback=true"], "zero.quantize.gradients=int8"),
     ("zero.reduce_dtype", "bf16"): (["zero.reduce_dtype=bf16", "precision.dtype=fp16"], "precision.dtype=bf16"),
     ("zero.reduce_dtype", "fp32"): (["zero.reduce_dtype=fp32", "precision.dtype=fp64"], "precision.dtype=fp16"),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
@@ -82,6 +87,7 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     },
     ("memory.cuda_graphs", True): (["memory.cuda_graphs=true"], "memory.recompute=full"),
 }
+FEEDBACK = ["zero.quantize.error_feedback=true", "zero.quantize.gradients=int8"]
 GRAPHS = ["memory.cuda_graphs=true", "memory.recompute=full"]
 # Options that need more than one other: the second and later ones.
 ALSO = [
@@ -91,6 +97,8 @@ ALSO = [
     (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
+    (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
+    (["zero.quantize.parameters=int8", "zero.stage=3"], "parallel.tensor=2", "parallel.tensor=1"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor"}

@@ -19,6 +19,7 @@ DEFAULTS = {
     | {"start_timeout": 900},
     "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "reduce_dtype": None, "bucket_mb": 64.0}
     | {"secondary_ranks": None, "quantize.parameters": "none", "quantize.gradients": "none"}
+    | {"quantize.error_feedback": False}
     | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None, "offload.host_mb": 1024}
     | {"offload.delayed": False},
     "memory": {"recompute": "none", "partition": False, "offload": "none", "cuda_graphs": False},

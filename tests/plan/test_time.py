@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.plan.codes import passes
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Machine
@@ -13,6 +14,7 @@ from megazero.plan.model import ModelShape
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, System
 from megazero.plan.time import Links, bubble_of, step_time
+from megazero.plan.traffic import Share, flows, gathers, updated
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
@@ -189,3 +191,48 @@ def test_an_unknown_peak_is_said() -> None:
     blind = replace(A100, peaks={"fp32": 1e13})
     with pytest.raises(ValueError, match="a100-80gb has no peak for matrix products of 2 bytes"):
         step_time(Job(GPT3, MIXED), blind)
+
+
+def test_an_exchange_crosses_nodes_by_itself() -> None:
+    """Of 64 ranks, 8 in a node: 56 of 63 parts leave through a rank's own link; of a ring, an eighth of all, through
+    the links of all 8."""
+    links = Links(Job(GPT3, MIXED, data=64, stage=3), replace(A100, in_node_latency=0.0, cross_node_latency=0.0))
+    card = A100.cross_node_bandwidth * A100.reached.cross_node
+    assert links.exchange("data", 63e9, 1) == pytest.approx(56e9 / card)
+    assert links.seconds("data", 63e9, 1) == pytest.approx(63e9 / (8 * card))
+    near = Links(Job(GPT3, MIXED, data=64, stage=3, secondary_ranks=8), links.machine)
+    node = A100.in_node_bandwidth * A100.reached.in_node
+    assert near.exchange("shard", 7e9, 1) == pytest.approx(7e9 / node)
+    assert near.exchange("replica", 7e9, 1) == pytest.approx(7e9 / card)
+    on_cpus = Links(links.job, replace(links.machine, nccl_channels=0))  # whose messages go from each to each
+    assert on_cpus.seconds("data", 63e9, 1) == on_cpus.exchange("data", 63e9, 1) == links.exchange("data", 63e9, 1)
+
+
+def test_codes_are_passes_over_the_memory() -> None:
+    """Codes with their scales, a 64th of a byte each, and values, by the bandwidth that training reaches."""
+    job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=128, parameter_bits=8, gradient_bits=4)
+    machine = replace(A100, launch=0.0)
+    share = Share(96, True, True, 0, 0)
+    own, gathered, reduced = list(flows(job, share)), 2 * sum(gathers(job, share)), 2 * 64 * updated(job, share)
+    bandwidth = A100.memory_bandwidth * A100.reached.memory
+    parameters, gradients = passes(Compute(job, machine), own, gathered, reduced)
+    assert parameters == pytest.approx((2 + 1 + 1 / 64) * gathered * 65 / 64 / bandwidth)
+    assert gradients == pytest.approx((3 * 2 + 2 * (1 / 2 + 1 / 64)) * reduced * 63 / 64 / bandwidth)
+    fed = replace(job, error_feedback=True)
+    assert passes(Compute(fed, machine), own, gathered, reduced)[1] > 2 * gradients
+    plain = replace(job, parameter_bits=None, gradient_bits=None)
+    assert passes(Compute(plain, machine), own, gathered, reduced) == (0.0, 0.0)
+    # A kernel for each part: of a gather its own and all 64, of a reduction those of 63 others, there and back.
+    late = passes(Compute(job, replace(machine, launch=1.0)), own, gathered, reduced)
+    gathers_of_a_micro_batch = 2 * 96 + 4  # blocks twice, two units at each end once
+    assert late[0] - parameters == pytest.approx(2 * gathers_of_a_micro_batch * 65)
+    assert late[1] - gradients == pytest.approx(2 * (96 + 3) * 63 * 2)
+
+
+def test_quantised_traffic_costs_less_where_links_are_slow_and_more_where_they_are_not() -> None:
+    job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=64, recompute="full", secondary_ranks=8)
+    coded = replace(job, parameter_bits=8, gradient_bits=4)
+    slow, fast = (replace(A100, cross_node_bandwidth=rate, in_node_bandwidth=1e14) for rate in (1e9, 1e14))
+    assert step_time(coded, slow).step_s < 0.6 * step_time(job, slow).step_s
+    alone = replace(OURS, overlaps=False)
+    assert step_time(coded, fast, alone).step_s > step_time(job, fast, alone).step_s

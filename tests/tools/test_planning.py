@@ -45,6 +45,19 @@ def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(found["time"]["parts"].values()) == pytest.approx(found["time"]["step_s"])
 
 
+def test_all_that_is_held_is_in_the_sums(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And in the picture: second shards, and what quantised gradients have lost."""
+    line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "zero.stage=3", "zero.secondary_ranks=8")
+    line = (*line, "precision.dtype=bf16", "zero.quantize.gradients=int4", "zero.quantize.error_feedback=true")
+    found = json.loads(answer(capsys, *line, "--json"))["memory"]
+    assert min(found["categories"][name] for name in ("secondary", "residuals")) > 0
+    sums = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "buffers_bytes")
+    assert sum(found[name] for name in sums) == found["peak_bytes"]
+    answer(capsys, *line, "--draw", str(tmp_path / "plan.svg"))
+    drawn = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    assert "<!-- secondary -->" in drawn and "<!-- residuals -->" in drawn
+
+
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
     text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))

@@ -109,7 +109,7 @@ LAYOUTS: dict[str, tuple[Job, str]] = {
     "hybrid": (job_on(1, 4, False, 2, 3, shard_ranks=2), "deep"),
     "pipeline": (job_on(1, 2, False, 2, 3, pipeline=2), "deep"),
     "split backward": (job_on(1, 2, False, 2, 2, pipeline=2, schedule="zb-h1"), "deep"),
-    "tensor, sequence": (job_on(2, 2, True, 2, 3), "gpt"),
+    "tensor, sequence": (job_on(2, 2, True, 2, 2), "gpt"),
     "offloaded": (job_on(1, 2, False, 2, 3, offload_optimizer=True, offload_parameters=True), "gpt"),
     "on disks": (job_on(1, 2, False, 2, 3, disk_optimizer=True, disk_parameters=True), "gpt"),
 }

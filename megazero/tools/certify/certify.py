@@ -43,12 +43,14 @@ OFFLOADS = [
 ]
 OFFLOADS += DISKS[1:]
 OFFLOADS += [{"parameter_bits": 8}, {"gradient_bits": 8}, {"parameter_bits": 8, "gradient_bits": 4}]
+OFFLOADS += [{"gradient_bits": 8, "error_feedback": True}]
 _HOST_MB = 256  # for what is on its way to disks
 # Sequence parallelism and chunks, of one tensor rank and of several.
 TENSOR = {False: [(False, 1)], True: list(product((False, True), (1, 2)))}
 _SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _SPREAD += ("schedule",)
-_SHOWN = (*_SPREAD, "chunks", "recompute", "partition", "parameter_bits", "gradient_bits")  # of a layout in JSON
+_SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
+_SHOWN += ("parameter_bits", "gradient_bits", "error_feedback")
 _PAIRED = (
     *_SPREAD,
     "recompute",
@@ -56,6 +58,7 @@ _PAIRED = (
     "delayed",
     "parameter_bits",
     "gradient_bits",
+    "error_feedback",
 )  # in a sample every two values that go together occur
 
 

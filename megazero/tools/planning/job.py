@@ -24,7 +24,7 @@ from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
 
-BUFFERS = ("pool", "angles", "graphs", "communicators", "batch", "allocator")
+BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
 _DAY = 86400.0
 

@@ -23,6 +23,8 @@ _COLOURS = {
     "gradients": "#8fb8de",
     "optimizer": "#6fa84f",
     "pool": "#b7b7b7",
+    "secondary": "#7fa7a0",
+    "residuals": "#a8c3bd",
     "angles": "#c9c9c9",
     "inputs": "#f2c879",
     "graphs": "#e6b8af",
@@ -33,6 +35,8 @@ _COLOURS = {
     "allocator": "#d9d9d9",
 }
 _WHERE_THERE_ARE = (
+    "secondary",
+    "residuals",
     "angles",
     "graphs",
     "scores",

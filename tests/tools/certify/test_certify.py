@@ -85,6 +85,19 @@ def test_layouts_of_eight_ranks_are_certified(tiny_data: TinyData, tmp_path: Pat
     assert rows and [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_forty_quantised_layouts_are_certified(tiny_data: TinyData, tmp_path: Path, group: int) -> None:
+    """Of up to 4 ranks, in fp32, each within the tolerance of its codes; with error feedback too."""
+    config = config_of(tiny_data, tmp_path, *SMALL)
+    coded = [layout for layout in layouts_of(config, 4) if layout.parameter_bits or layout.gradient_bits]
+    layouts = sample_of(coded, 40)
+    assert len(layouts) >= 40 and any(layout.error_feedback for layout in layouts)
+    rows = list(certify(config, layouts[group::GROUPS], 3))
+    assert rows and [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
+
+
 BITWISE: list[dict[str, Any]] = [
     {"pipeline": 2},
     {"pipeline": 4, "schedule": "gpipe"},
