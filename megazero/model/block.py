@@ -18,6 +18,7 @@ from megazero.model.linear import ColumnProducts, RowProduct
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.norm import Norm
 from megazero.model.tape import Tape, apply
+from megazero.model.tiles import TiledColumnProducts, TiledRowProduct
 
 
 class Block(nn.Module):
@@ -44,7 +45,7 @@ class Block(nn.Module):
 class _BeforeCore:
     """The projection of the norm: what the core of attention takes."""
 
-    def __init__(self, norm: Norm, qkv: ColumnProducts):
+    def __init__(self, norm: Norm, qkv: ColumnProducts | TiledColumnProducts):
         self._norm, self._qkv, self.owners = norm, qkv, (*norm.owners, *qkv.owners)
 
     def run(self, tape: Tape, x_SBD: Tensor) -> Tensor:
@@ -59,7 +60,13 @@ class _BeforeCore:
 class _BehindCore:
     """The block's output, from what attention's heads have seen and the residual stream."""
 
-    def __init__(self, out: RowProduct, norm: Norm, mlp: GeluMlp | SwigluMlp, dropouts: tuple[Dropout, Dropout]):
+    def __init__(
+        self,
+        out: RowProduct | TiledRowProduct,
+        norm: Norm,
+        mlp: GeluMlp | SwigluMlp,
+        dropouts: tuple[Dropout, Dropout],
+    ):
         self._out, self._norm, self._mlp = out, norm, mlp
         self._first, self._second = dropouts
         self.owners = (*out.owners, *norm.owners, *mlp.owners)
