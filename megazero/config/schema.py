@@ -154,7 +154,7 @@ class Zero(Section):
     )
     tile_mb: Annotated[float, Field(gt=0, le=2**20)] | None = Field(
         default=None,
-        description="Larger weights of a block are cut into tiles that are gathered and used one by one, MiB; null: none.",
+        description="Larger weights of a block are gathered and used in tiles, one by one, MiB; null: none are.",
     )
     quantize: Quantize = Field(default_factory=Quantize, description="What is rounded to integers on its way (ZeRO++).")
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")

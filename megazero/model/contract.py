@@ -11,8 +11,8 @@ Each parameter has two attributes beside those of torch:
     gradient_slot   where its gradient goes (`GradientSlot`); the engine sets it, and without an engine there is none
 
 A weight may be cut along its first dimension into tiles that are units of their own, and are there only while a layer
-uses them. The parameter of such a unit has a third attribute, `tile_handle` (`TileHandle`), and the name of the weight of
-which it is a part: its declaration says which rows it has. The layer asks for each tile (`TileAccess`).
+uses them. The parameter of such a unit has a third attribute, `tile_handle` (`TileHandle`), and the name of the weight
+that it is a part of: its declaration says which rows it has. The layer asks for each tile (`TileAccess`).
 
 A layer that uses a parameter must announce the use in forward (`Tape.use`) and deliver one gradient for it in backward
 (one of the slot's `add`). The engine never reads `.grad`: a gradient that is left there is lost, and the parameter

@@ -78,7 +78,7 @@ class Job:
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
         words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
         words += [f"secondary{self.secondary_ranks}"] * (self.secondary_ranks is not None)
-        words += [f"tiles{self.tile_mb:g}"] * (self.tile_mb is not None)
+        words += [f"tiles{self.tile_mb}"] * (self.tile_mb is not None)
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")

@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Interval:
-    """The place of a parameter, or of a part: elements [start, stop) of the unit's flat buffer, otherwise an `Entry`."""
+    """The place of an `Entry`: elements [start, stop) of the unit's flat buffer."""
 
     name: str
     shape: tuple[int, ...]
