@@ -30,8 +30,14 @@ LAYOUTS: dict[str, tuple[Job, str, int]] = {
     "on disks": (job_on(1, 2, False, 2, 3, disk_optimizer=True, disk_parameters=True), "gpt", MOST),
     "alone on the host": (job_on(1, 1, False, 2, 3, offload_parameters=True), "llama", FEW_ROWS),
 }
-FEW = ("one rank", "two ranks", "gated", "recompute", "tensor, sequence", "split backward", "offloaded")
-CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in LAYOUTS]
+FEW = ("gated", "recompute", "tensor, sequence", "split backward", "offloaded")
+
+
+def cases(*dtypes: str) -> list:
+    """All layouts in all of these; few of them, in the last, are quick."""
+    every = [(name, dtype) for name in LAYOUTS for dtype in dtypes]
+    quick = [(name, dtypes[-1]) for name in FEW]
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.full) for case in every]
 
 
 def tiled(name: str, dtype: str) -> tuple[Job, str]:
@@ -39,8 +45,7 @@ def tiled(name: str, dtype: str) -> tuple[Job, str]:
     return replace(job, tile_mb=most * DTYPES[dtype].parameters.itemsize / 2**20), flavour
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize(("name", "dtype"), cases("fp32", "fp64"))
 def test_it_computes_what_one_process_does(name: str, dtype: str) -> None:
     job, flavour = tiled(name, dtype)
     found = train(job, flavour, DTYPES[dtype])
@@ -54,8 +59,7 @@ def test_it_computes_what_one_process_does(name: str, dtype: str) -> None:
     compare(found, flavour, dtype)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "dtype"), cases("fp32", "bf16"))
 def test_what_is_sent_and_held_is_planned(name: str, dtype: str) -> None:
     job, flavour = tiled(name, dtype)
     plan, across = planned(job, SHAPES[flavour], DTYPES[dtype]), job.tensor * job.data
