@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.base.doing import doing
+from megazero.base.tiles import tile_elements
 from megazero.build.job import BITS, job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
@@ -27,7 +28,7 @@ from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.batch_context import BatchContext
-from megazero.model.contract import TIED, Layer, Model
+from megazero.model.contract import TIED, Layer, Model, TileHandle
 from megazero.model.parameter import Declaration, declarations_by_name
 from megazero.model.transformer import Shape, Transformer
 from megazero.optim.adamw import AdamW
@@ -40,6 +41,7 @@ from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from megazero.zero.quantized import Quantizer, Quantizers
+from megazero.zero.tiles import GatheredTile
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -77,8 +79,10 @@ def neighbours_of(config: Config) -> int | None:
     return config.zero.shard_ranks or config.zero.secondary_ranks
 
 
-def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
-    """Build the model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
+def build_model(
+    config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None, tile: int | None = None
+) -> Transformer:
+    """Build the model on the meta device: no memory, any size. Without `tensor` and `tile` every matrix is whole."""
     return Transformer(
         Shape(**{field.name: getattr(config.model, field.name) for field in fields(Shape)}),
         seed=config.run.seed,
@@ -86,6 +90,7 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
         sequence=config.parallel.sequence,
         ops=ops,
         chunks=config.parallel.tensor_chunks,
+        tile=tile,
     )
 
 
@@ -178,10 +183,19 @@ def build_units(
             unit = Unit(layout, axes(name), precision, device, pools, offload, ops=ops, **told)
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
-            model.materialise(unit.make_parameters())
+            parameters = unit.make_parameters()
+            if (tile := _tile_of(members)) is None:
+                model.materialise(parameters)
+            else:
+                tile.materialise(*parameters.values())
             units.append(unit)
             progress.advance()
     return units
+
+
+def _tile_of(members: Sequence[tuple[str, nn.Parameter]]) -> TileHandle | None:
+    """Return the tile that a unit's one parameter is; None: it has whole parameters."""
+    return getattr(members[0][1], "tile_handle", None)
 
 
 def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger: Ledger) -> Quantizers:
@@ -199,7 +213,8 @@ def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger:
 
 def unit_layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
     """Return where the parameters of a unit lie."""
-    return lay_out(unit, [Entry(n, d.local_shape, Group(d.decay), d.split) for n, d in declarations.items()])
+    entries = declarations.items()
+    return lay_out(unit, [Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row) for n, d in entries])
 
 
 def build_engine(
@@ -262,11 +277,15 @@ def build_engine(
         ops=update_ops,
         offload=offload,
     )
+    tiles = {name: tile for name, members in model.units() if (tile := _tile_of(members)) is not None}
+    for unit in units:
+        if unit.name in tiles:
+            tiles[unit.name].access = GatheredTile(unit, engine.gather)
     for gradients, parts in zip(engine.stages, stages, strict=True):
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]
-        used_here = [on_path[i] for i in parts]
-        sharded = engine.shard_layers(gradients, own, used_here, keep_last=last, recomputed=recomputed)
+        around = [[name for name in on_path[i] if name not in tiles] for i in parts]
+        sharded = engine.shard_layers(gradients, own, around, keep_last=last, recomputed=recomputed)
         model.layers[parts.start : parts.stop] = sharded
     return engine
 
@@ -320,7 +339,7 @@ def assemble(
     """Build the same with initial values of another seed; None: with anything in its memory."""
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
     stages = layers.of_rank(grid["pipeline"].rank)
-    model = build_model(config, ops, grid["tensor"])
+    model = build_model(config, ops, grid["tensor"], tile_elements(config.zero.tile_mb, precision.parameters.itemsize))
     offload = offload_of(config, host, disks)
     updates_there = offload is not None and offload.optimizer is not None
     recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host)

@@ -44,8 +44,7 @@ def pieces_of(
         split = interval.start < layout.tp_replicated
         if once and not split and tensor.rank > 0:
             continue
-        # from positions in the whole flat buffer to elements of the parameter
-        shift = (tensor.rank * (interval.stop - interval.start) if split else 0) - interval.start
+        shift = interval.first - interval.start  # from positions in the whole flat buffer to elements of the parameter
         first = max(interval.start, held.start)
         last = min(interval.stop, held.stop, numel[interval.name] - shift)
         if first < last:

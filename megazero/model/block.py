@@ -18,6 +18,7 @@ from megazero.model.linear import ColumnProducts, RowProduct
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.norm import Norm
 from megazero.model.tape import Tape, apply
+from megazero.model.tiles import TiledColumnProducts, TiledRowProduct
 
 
 class Block(nn.Module):
@@ -47,7 +48,7 @@ class _BeforeCore:
     That is handed on here, so that the gradients that reach x by both ways are added inside of the norm's backward.
     """
 
-    def __init__(self, norm: Norm, qkv: ColumnProducts):
+    def __init__(self, norm: Norm, qkv: ColumnProducts | TiledColumnProducts):
         self._norm, self._qkv, self.owners = norm, qkv, (*norm.owners, *qkv.owners)
 
     def run(self, tape: Tape, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,13 @@ class _BeforeCore:
 class _BehindCore:
     """The block's output, from what attention's heads have seen and the residual stream."""
 
-    def __init__(self, out: RowProduct, norm: Norm, mlp: GeluMlp | SwigluMlp, dropouts: tuple[Dropout, Dropout]):
+    def __init__(
+        self,
+        out: RowProduct | TiledRowProduct,
+        norm: Norm,
+        mlp: GeluMlp | SwigluMlp,
+        dropouts: tuple[Dropout, Dropout],
+    ):
         self._out, self._norm, self._mlp = out, norm, mlp
         self._first, self._second = dropouts
         self.owners = (*out.owners, *norm.owners, *mlp.owners)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megazero.comm.regions import Region
 from megazero.model.parameter import declare
 from megazero.model.tape import Owner, Tape
+from megazero.model.tiles import TiledColumnProducts, TiledRowProduct, cut
 
 
 class ColumnProducts:
@@ -152,23 +153,39 @@ def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | 
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
+    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs].
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
+    Args:
+        tile: elements of the largest weight that stays whole; None: any.
+
+    Attributes:
+        tiles: those of the weight, which then never has memory itself; none where it stays whole.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region, tile: int | None = None):
         super().__init__()
         self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,), axis=region.axis) if bias else None
-        self.product = ColumnProducts(region, self._parameters)
+        self.tiles = cut(self.weight, tile)
+        self.product = column_products(region, self)
 
 
 class RowLinear(nn.Module):
     """A linear layer whose inputs are split over the tensor axis: weight [inputs, outputs].
 
-    The bias [outputs] is whole on every rank.
+    The bias [outputs] is whole on every rank. Arguments and attributes as of `ColumnLinear`.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region, tile: int | None = None):
         super().__init__()
         self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,)) if bias else None
-        self.product = RowProduct(region, self._parameters)
+        self.tiles, owner = cut(self.weight, tile), self._parameters
+        self.product = TiledRowProduct(region, self.tiles, owner) if self.tiles else RowProduct(region, owner)
+
+
+def column_products(region: Region, *layers: ColumnLinear) -> ColumnProducts | TiledColumnProducts:
+    """Return the products of one input by the weights of some layers, which are all of one shape."""
+    if layers[0].tiles:
+        return TiledColumnProducts(region, *((layer.tiles, layer._parameters) for layer in layers))
+    return ColumnProducts(region, *(layer._parameters for layer in layers))

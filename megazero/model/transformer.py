@@ -22,7 +22,7 @@ from megazero.model.block import Block
 from megazero.model.contract import TIED, Layer, UnitDeclaration
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
-from megazero.model.linear import ColumnProducts
+from megazero.model.linear import ColumnLinear, ColumnProducts, RowLinear
 from megazero.model.loss import token_losses
 from megazero.model.mlp import make_mlp
 from megazero.model.norm import Norm, make_norm
@@ -95,13 +95,24 @@ class Transformer(nn.Module):
         sequence: between the matrices, the sequence is split over it too.
         chunks: of what is gathered and summed over it in forward (`Region`).
         ops: the kernels to use.
+        tile: elements of the largest weight of a block that is not cut into tiles; None: none is.
 
     Attributes:
         rotary: the rotary positions that all blocks share; None with learned ones.
         layers: embedding, blocks, head; forward calls them through this list, in which the builder replaces entries.
     """
 
-    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations, chunks: int = 1):
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        seed: int,
+        tensor: Axis,
+        sequence: bool,
+        ops: Operations,
+        chunks: int = 1,
+        tile: int | None = None,
+    ):
         super().__init__()
         self.shape, self.tensor, self.ops = shape, tensor, ops
         self.rotary = None
@@ -109,7 +120,8 @@ class Transformer(nn.Module):
             self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
         embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
-        blocks = (_block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
+        every = {"seed": seed, "region": block, "ops": ops, "tile": tile}
+        blocks = (_block(shape, i, self.rotary, **every) for i in range(shape.layers))
         self.blocks = nn.ModuleList(blocks)
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
@@ -149,22 +161,31 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.tokens.weight
 
     def units(self) -> list[UnitDeclaration]:
-        """Return the units in forward order: the tied weight, if there is one, the embedding, each block, the head."""
+        """Return the units in forward order.
+
+        The tied weight, if there is one, the embedding, each block with its tiles behind it, the head.
+        """
         names = {parameter: name for name, parameter in self.named_parameters()}
         tied = self._tied()
         units = [(TIED, [(names[p], p) for p in tied])]
-        units += [
-            (name, [(names[p], p) for p in m.parameters() if all(p is not t for t in tied)])
-            for name, m in self._named_parts()
-        ]
+        for name, part in self._named_parts():
+            cut = _tiled(part)
+            elsewhere = {id(p) for p in (*tied, *(linear.weight for linear in cut))}
+            units.append((name, [(names[p], p) for p in part.parameters() if id(p) not in elsewhere]))
+            units += [
+                (f"{names[linear.weight]}.{number}", [(names[linear.weight], tile.weight)])
+                for linear in cut
+                for number, tile in enumerate(linear.tiles)
+            ]
         return [(name, members) for name, members in units if members]
 
     def units_of_layers(self) -> list[list[str]]:
         """Return for each layer the names of the units that it uses."""
-        exist = {name for name, _ in self.units()}
+        exist = [name for name, _ in self.units()]
         ends = ("embedding", "head")
         return [
-            ([TIED] if self._tied() and name in ends else []) + [name] * (name in exist)
+            ([TIED] if self._tied() and name in ends else [])
+            + [unit for unit in exist if unit == name or unit.startswith(f"{name}.")]
             for name, _ in self._named_parts()
         ]
 
@@ -176,23 +197,30 @@ class Transformer(nn.Module):
         return [("embedding", self.embedding), *blocks, ("head", self.head)]
 
 
-def _block(shape: Shape, layer: int, rotary: Rotary | None, *, seed: int, region: Region, ops: Operations) -> Block:
+def _tiled(part: nn.Module) -> list[ColumnLinear | RowLinear]:
+    """Return the linear layers of a part whose weights are cut, in forward order."""
+    return [inner for inner in part.modules() if isinstance(inner, ColumnLinear | RowLinear) and inner.tiles]
+
+
+def _block(
+    shape: Shape,
+    layer: int,
+    rotary: Rotary | None,
+    *,
+    seed: int,
+    region: Region,
+    ops: Operations,
+    tile: int | None,
+) -> Block:
     # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
     out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
-    attention = Attention(
-        shape.hidden,
-        shape.heads,
-        shape.kv_heads,
-        bias=shape.bias,
-        rotary=rotary,
-        out_std=out_std,
-        region=region,
-    )
+    told = {"bias": shape.bias, "out_std": out_std, "region": region, "tile": tile}
+    attention = Attention(shape.hidden, shape.heads, shape.kv_heads, rotary=rotary, **told)
     return Block(
         make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
         attention,
         make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
-        make_mlp(shape.activation, shape.hidden, shape.ffn, bias=shape.bias, out_std=out_std, region=region, ops=ops),
+        make_mlp(shape.activation, shape.hidden, shape.ffn, ops=ops, **told),
         (
             Dropout(shape.dropout, seed=seed, layer=layer, site=0, ops=ops),
             Dropout(shape.dropout, seed=seed, layer=layer, site=1, ops=ops),

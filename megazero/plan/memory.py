@@ -69,7 +69,7 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         fused: the kernels of norms and activations make no copies of their own.
     """
     stages = job.layers.of_rank(rank)
-    sizes = units(job.shape, job.tensor, list(stages.values()))
+    sizes = units(job.shape, job.tensor, list(stages.values()), job.tile)
     held = states(sizes, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, stages.values())
     if job.secondary_ranks is not None:
@@ -220,6 +220,7 @@ class _Walk:
             head=head,
             fused=self.fused,
             widened=job.bytes.gradient > job.bytes.parameter,
+            tile=job.tile,
         )
 
 

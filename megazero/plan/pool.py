@@ -4,10 +4,12 @@ A buffer is kept for the next unit of its size, whatever that is (`comm/pool.py`
 pool of gradients each hold, of every size, as many buffers as were ever in use at once. Which units are in use at once
 depends on their kind (embedding, block, head, tied weight) and not on their size:
 
-    parameters   the units of a part of the model's path and those of the part after it, which are on their way
+    parameters   the units of a part of the model's path and those of the part after it, which are on their way; of a
+                 weight in tiles the one in use, and the next one
     gradients    the unit that backward delivers to (two at the head: a tied weight waits for the norm); the unit
                  reduced before it, which is on its way; and a tied weight of which both uses are on this rank, from the
-                 head's backward to the embedding's
+                 head's backward to the embedding's; while a block's tiles are delivered and reduced, the block's own
+                 unit, as soon as something of it has been
     shards       with the update on the host: of a unit that is reduced, and of the one before it
     codes        of what is quantised on its way: of the units of a part that are gathered at once; of each reduction
                  under way those that are sent and those that come
@@ -17,7 +19,7 @@ depends on their kind (embedding, block, head, tied weight) and not on their siz
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, islice, pairwise
 
 from megazero.base.quantized import quantized_bytes
 from megazero.plan.job import Job
@@ -41,7 +43,7 @@ def pool(job: Job, stages: Iterable[range]) -> int:
             whole |= Counter(unit.padded(shard) for unit in there)
     if job.shards_gradients and (shard > 1 or job.optimizer_away):
         shards = shard > 1 and job.optimizer_away
-        for there, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
+        for there, on_their_way in (moment for path in paths for moment in _reduced(job, path, ties)):
             of_shards = Counter(unit.padded(shard) // shard for unit in on_their_way if shards)
             gradients |= of_shards + Counter(unit.padded(shard) for unit in there)
     one_tie = job.pipeline > 1 and len(ties) == 1
@@ -64,7 +66,7 @@ def _staged(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[Unit
     shard, found = job.shard, Counter[int]()
     parts = shard if job.shards_optimizer else 1
     if shard > 1:
-        for _, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
+        for _, on_their_way in (moment for path in paths for moment in _reduced(job, path, ties)):
             found |= Counter(unit.padded(shard) for unit in on_their_way)
     if job.replicas > 1:  # one after the other
         found |= Counter({unit.padded(shard) // parts: 1 for path in paths for part in path for unit in part})
@@ -86,7 +88,7 @@ def _codes_reduced(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequen
     """Return the buffers for codes of gradients, by their bytes."""
     found, shard = Counter[int](), job.shard
     if job.gradient_bits is not None and shard > 1:
-        for _, on_their_way in (moment for path in paths for moment in _reduced(path, ties)):
+        for _, on_their_way in (moment for path in paths for moment in _reduced(job, path, ties)):
             eaches = [quantized_bytes(unit.padded(shard) // shard, job.gradient_bits) for unit in on_their_way]
             found |= Counter(2 * [shard * each for each in eaches])
             if job.gradient_hops is not None:  # the second hop of one at a time
@@ -100,16 +102,21 @@ def _path(job: Job, parts: range) -> list[StageUnits]:
     ends = (0, job.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
     kept = [i for i in parts if i in ends or i in blocks[:2]]
-    return [units(job.shape, job.tensor, [range(i, i + 1)]) for i in kept]
+    return [units(job.shape, job.tensor, [range(i, i + 1)], job.tile) for i in kept]
 
 
 def _gathered(path: Sequence[StageUnits]) -> Iterator[set[UnitSize]]:
     """Yield the sets of units whose parameters are gathered at once."""
     for part, following in pairwise([*path, ()]):
-        yield {*part, *following}
+        around = {unit for unit in (*part, *following) if not unit.weight}
+        yield around
+        for _, tiles in groupby((unit for unit in part if unit.weight), key=lambda unit: unit.weight):
+            yield {*around, *islice(tiles, 2)}
 
 
-def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
+def _reduced(
+    job: Job, path: Sequence[StageUnits], ties: Sequence[UnitSize]
+) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
     """Yield the sets of units whose gradients are in use at once, and those of them whose reduction has begun.
 
     Args:
@@ -122,8 +129,11 @@ def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[t
         due = [unit for unit in reversed(part) if not (at_head and unit in lasting)]  # reduced in this order
         for i, unit in enumerate(due):
             # The head's product delivers to the tied weight before its norm is complete, which is reduced first; the
-            # embedding's positions are complete before its lookup delivers anything.
-            yield {*(due[i:] if at_head else [unit]), *before, *lasting}, {unit, *before}
+            # embedding's positions are complete before its lookup delivers anything. A block delivers its last bias, or
+            # without biases the norm before the MLP, before the tiles that its backward comes to then.
+            begun = due[-1:] if job.shape.layernorm or unit.weight.startswith("attention") else []
+            there = due[i:] if at_head else [unit, *(begun if unit.weight else [])]
+            yield {*there, *before, *lasting}, {unit, *before}
             before = {unit}
 
 

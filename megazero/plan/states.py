@@ -15,6 +15,7 @@ k = 3 m):
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megazero.base.tiles import tile_rows
 from megazero.plan.model import ModelShape
 from megazero.plan.placements import STAGES, Placement, aligned
 
@@ -53,11 +54,16 @@ class Bytes:
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The elements of one unit on a tensor rank: those that decay, the others."""
+    """The elements of one unit on a tensor rank: those that decay, the others.
+
+    Attributes:
+        weight: of a tile, the weight that it is a part of, by its name in a block; "": of other units.
+    """
 
     name: str
     decayed: int
     rest: int
+    weight: str = ""
 
     @property
     def numel(self) -> int:
@@ -68,8 +74,15 @@ class UnitSize:
         return aligned(aligned(self.decayed) + self.rest, shard)
 
 
-def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) -> list[UnitSize]:
-    """Return the units of some parts of the model's path (0 the embedding, the last the head); None: of all."""
+def units(
+    shape: ModelShape, tensor: int, parts: Sequence[range] | None = None, tile: int | None = None
+) -> list[UnitSize]:
+    """Return the units of some parts of the model's path (0 the embedding, the last the head), in forward order.
+
+    Args:
+        parts: None: all.
+        tile: elements of the largest weight of a block that is not cut into tiles, which are units; None: none is.
+    """
     paths = parts or [range(shape.layers + 2)]
     own = {i for path in paths for i in path}
     vocabulary = -(-shape.vocab // tensor) * shape.hidden
@@ -79,7 +92,8 @@ def units(shape: ModelShape, tensor: int, parts: Sequence[range] | None = None) 
     if 0 in own:
         positions = shape.seq_len * shape.hidden if shape.learned_positions else 0
         found.append(UnitSize("embedding", 0 if shape.tied else vocabulary, positions))
-    found += [_block(shape, tensor, i - 1) for i in sorted(own) if 1 <= i <= shape.layers]
+    for i in (i for i in sorted(own) if 1 <= i <= shape.layers):
+        found += _block(shape, tensor, i - 1, tile)
     if shape.layers + 1 in own:
         found.append(UnitSize("head", 0 if shape.tied else vocabulary, norm))
     return [unit for unit in found if unit.numel]
@@ -96,9 +110,19 @@ def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> 
     }
 
 
-def _block(shape: ModelShape, tensor: int, layer: int) -> UnitSize:
-    h, kv, f, inputs = shape.hidden, shape.kv_width, shape.ffn, shape.num_mlp_inputs
-    matrices = 2 * h * h + 2 * h * kv + (inputs + 1) * h * f
+def _block(shape: ModelShape, tensor: int, layer: int, tile: int | None) -> list[UnitSize]:
+    """Return the unit of a block, and those of its tiles."""
+    h, kv, f = shape.hidden, shape.kv_width, shape.ffn
+    inputs = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
+    rows = {"attention.qkv": h + 2 * kv, "attention.out": h, **dict.fromkeys((*inputs, "mlp.down"), f)}
     norms = 2 * (2 if shape.layernorm else 1) * h
-    biases = (h + 2 * kv + inputs * f) // tensor + 2 * h if shape.layernorm else 0  # those of row products are whole
-    return UnitSize(f"blocks.{layer}", matrices // tensor, biases + norms)
+    biases = (h + 2 * kv + len(inputs) * f) // tensor + 2 * h if shape.layernorm else 0  # row products' are whole
+    name, whole, tiles = f"blocks.{layer}", 0, []
+    for weight, count in rows.items():
+        own = count // tensor
+        each = tile_rows(own, h, tile)
+        if each == own:
+            whole += own * h
+        else:
+            tiles += [UnitSize(f"{name}.{weight}.{i}", each * h, 0, weight) for i in range(own // each)]
+    return [UnitSize(name, whole, biases + norms), *tiles]

@@ -23,8 +23,8 @@ others leave it beside them through a device's own part of the network. What cod
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
-waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all
-(`systems.py`).
+waited for, and one unit's part always, because it has nothing to run beside; so has the first tile of each weight that
+is cut. Systems that do not overlap wait for all (`systems.py`).
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.nodes import AWAY, axis_size, exchanged, ranks_in_node
 from megazero.plan.systems import OURS, System
-from megazero.plan.traffic import Flow, Share, flows, gathers, updated
+from megazero.plan.traffic import Flow, Share, flows, gathers, unhidden, updated
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
@@ -134,7 +134,7 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     gathered, elements = gathers(job, share), updated(job, share)
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
     coded = passes(compute, own, m * sum(gathered), reduced)
-    data, hidden = _data(links, own, gathered, share.blocks, busy, system, coded)
+    data, hidden = _data(links, own, gathered, unhidden(job, share), busy, system, coded)
     update, offload = _update(machine, compute, own, elements, busy)
     parts = {
         "compute": m * work,
@@ -211,8 +211,8 @@ def _beside_products(one: float, compute: Compute, block: PassTimes) -> PassTime
         one: seconds of a gather, or of a sum, alone.
     """
     t = compute.job.tensor
-    forward = sum(_rest(one, product, t) for product in compute.products())
-    weights = sum(_rest(one, column, t) for column in block.columns)
+    forward = sum(_rest(one, product, 1 / t) for product in compute.products())
+    weights = sum(_rest(one, column, 1 / t) for column in block.columns)
     return PassTimes(forward, forward + weights, 0.0, forward if compute.job.recompute == "full" else 0.0)
 
 
@@ -315,7 +315,7 @@ def _data(
     links: Links,
     own: list[Flow],
     gathered: tuple[int, int],
-    blocks: int,
+    first: float,
     busy: PassTimes,
     system: System,
     coded: tuple[float, float],
@@ -323,6 +323,7 @@ def _data(
     """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not.
 
     Args:
+        first: the share of it that comes beside nothing.
         coded: seconds of the passes over what is quantised: parameters, gradients.
     """
     job = links.job
@@ -353,15 +354,15 @@ def _data(
     beside_forward, beside_backward = parameters * forward / times_gathered, reduces / times
     in_backward = parameters * backward / times_gathered
     free = links.machine.reached.beside
-    waited += times_gathered * _rest(beside_forward, free * busy.forward, blocks)
+    waited += times_gathered * _rest(beside_forward, free * busy.forward, first)
     beside = beside_backward + in_backward
-    waited += times * _rest(beside, free * busy.backward, blocks)
+    waited += times * _rest(beside, free * busy.backward, first)
     return waited + replicas + ends, reduces + parameters - waited
 
 
-def _rest(traffic: float, computation: float, units: int) -> float:
-    """Return the seconds waited for traffic beside a computation; one unit's part has nothing beside it."""
-    return max(traffic - computation, traffic / max(1, units))
+def _rest(traffic: float, computation: float, first: float) -> float:
+    """Return the seconds waited for traffic beside a computation; a share of it, the first, has nothing beside it."""
+    return max(traffic - computation, traffic * first)
 
 
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:

@@ -30,11 +30,13 @@ quantised on its way between shard ranks (`zero.quantize`) in those of codes and
     host, disk      what is offloaded, to and fro
 
 In stage 3 a forward gathers every unit of the stage; a backward those of the blocks, because the embedding needs none
-and the head's are still there.
+and the head's are still there. Tiles (`zero.tile_mb`) are freed as soon as they have been used: full recompute gathers
+them once more for its forward, but those of the last product, which it leaves out.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from megazero.base.quantized import sent_bytes
 from megazero.plan.job import Job
@@ -84,12 +86,19 @@ class _Unit:
     """A unit of a rank: padded elements, where its tail begins, number of such units.
 
     From its tail on, the buffer is whole on every tensor rank.
+
+    Attributes:
+        forward, backward: how often stage 3 gathers it in those of a micro-batch.
+        tile: it is a tile.
     """
 
     name: str
     padded: int
     tail: int
     count: int
+    forward: int = 1
+    backward: int = 0
+    tile: bool = False
 
 
 def share_of(job: Job, rank: int) -> Share:
@@ -140,28 +149,32 @@ def flows(job: Job, share: Share, shard_rank: int | None = None) -> Iterator[Flo
 
 def gathers(job: Job, share: Share) -> tuple[int, int]:
     """Return the elements that stage 3 gathers for the forward, and for the backward, of one micro-batch."""
-    own = {unit.name: unit for unit in _units(job, share)}
-    blocks = own["blocks"].padded * own["blocks"].count if "blocks" in own else 0
-    tied = own["tied"].padded if "tied" in own else 0
-    ends = tied * (share.embedding + share.head) + sum(
-        own[name].padded for name in ("embedding", "head") if name in own
+    own = _units(job, share)
+    forward, backward = (
+        sum(unit.padded * unit.count * times(unit) for unit in own)
+        for times in (lambda unit: unit.forward, lambda unit: unit.backward)
     )
-    return blocks + ends, blocks
+    return forward, backward
 
 
-def _gathers_of(job: Job, share: Share, own: list[_Unit], ops: int) -> Iterator[Flow]:
-    """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards.
+def unhidden(job: Job, share: Share) -> float:
+    """Return the share of what a forward gathers that comes beside nothing: one block, and of each weight a tile."""
+    own = _units(job, share)
+    total = sum(unit.padded * unit.count for unit in own)
+    first = {unit.name: unit.padded * share.blocks for unit in own if unit.tile}
+    return max(1 / max(1, share.blocks), sum(first.values()) / max(1, total))
 
-    Args:
-        ops: all of them.
-    """
+
+def _gathers_of(job: Job, own: list[_Unit]) -> Iterator[Flow]:
+    """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards."""
     n, m, near = job.shard, job.micro_batches, job.secondary_ranks
-    sizes = [
-        (unit.count * sent_bytes(unit.padded // n, job.parameter_bits, job.bytes.parameter), times)
-        for unit, times in _uses(share, own)
-    ]
     if not job.shards_parameters:
         return
+    sizes = [
+        (unit.count * sent_bytes(unit.padded // n, job.parameter_bits, job.bytes.parameter), _times(unit))
+        for unit in own
+    ]
+    ops = m * sum(unit.count * _times(unit) for unit in own)
     if near is None:
         yield Flow(job.shard_axis, "parameters", ops, m * (n - 1) * sum(size * times for size, times in sizes))
         return
@@ -171,11 +184,8 @@ def _gathers_of(job: Job, share: Share, own: list[_Unit], ops: int) -> Iterator[
     yield Flow("data" if near == n else "shard", "parameters", ops - first, again * n // near * (near - 1))
 
 
-def _uses(share: Share, own: list[_Unit]) -> Iterator[tuple[_Unit, int]]:
-    """Yield how often stage 3 gathers a rank's units in a micro-batch."""
-    for unit in own:
-        times = {"blocks": 2, "tied": share.embedding + share.head}
-        yield unit, times.get(unit.name, 1)
+def _times(unit: _Unit) -> int:
+    return unit.forward + unit.backward
 
 
 def updated(job: Job, share: Share) -> int:
@@ -187,10 +197,20 @@ def _units(job: Job, share: Share) -> list[_Unit]:
     shape, last = job.shape, job.shape.layers + 1
     parts = [range(1)] * share.embedding + [range(last, last + 1)] * share.head
     found = [_unit(job, unit, unit.name, 1) for unit in units(shape, job.tensor, parts)] if parts else []
+    found = [replace(u, forward=share.embedding + share.head) if u.name == "tied" else u for u in found]
     if share.blocks:
-        (block,) = units(shape, job.tensor, [range(1, 2)])
-        found.append(_unit(job, block, "blocks", share.blocks))
+        block, *tiles = units(shape, job.tensor, [range(1, 2)], job.tile)
+        found.append(replace(_unit(job, block, "blocks", share.blocks), backward=1))
+        for weight, same in groupby(tiles, key=lambda tile: tile.weight):
+            first, *more = same
+            tile = _unit(job, first, weight, share.blocks * (1 + len(more)))
+            found.append(replace(tile, backward=1 + replays(job, weight), tile=True))
     return found
+
+
+def replays(job: Job, weight: str) -> int:
+    """Return how often the forward that a backward computes again gathers a weight in tiles."""
+    return int(job.recompute == "full" and weight != "mlp.down")
 
 
 def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
@@ -219,15 +239,6 @@ def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
     if job.replicas > 1:
         elements = sum(unit.count * -(-_shard(job, unit) // job.replicas) for unit in own)
         yield Flow("replica", "gradients", numbers, 2 * (job.replicas - 1) * elements * job.bytes.summed)
-
-
-def _gathered(job: Job, share: Share) -> tuple[int, int]:
-    """Return the gathers of stage 3 in a step: operations, and elements of the units."""
-    if not job.shards_parameters:
-        return 0, 0
-    forward, backward = gathers(job, share)
-    ends = 2 * (share.embedding + share.head)
-    return job.micro_batches * (2 * share.blocks + ends), job.micro_batches * (forward + backward)
 
 
 def _tensor(job: Job, share: Share) -> Iterator[Flow]:
@@ -304,7 +315,7 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.summed)
     copies = len(tied) if share.head else 0
     counted = sum(unit.count for unit in own) - copies
-    everywhere = job.shape.layers + job.shape.tied + _ends(job)
+    everywhere = job.shape.layers + job.shape.tied + _ends(job) + _tiles(job) * job.shape.layers
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
     if job.shards_optimizer:
         sums.append((job.shard_axis, "norm", counted))
@@ -318,6 +329,11 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
 def _ends(job: Job) -> int:
     """Return the number of units of embedding and head beside a tied one."""
     return 2 if job.shape.learned_positions or not job.shape.tied else 1
+
+
+def _tiles(job: Job) -> int:
+    """Return the number of tiles of a block."""
+    return len(units(job.shape, job.tensor, [range(1, 2)], job.tile)) - 1
 
 
 def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
@@ -352,11 +368,12 @@ def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         yield from _from_disks(job, share, own)
     if (job.offload_optimizer or (job.disk_optimizer and job.apart)) and not job.parameters_away:
         yield Flow("host", "parameters back", numbers, shard * p)
-    ops, gathered = _gathered(job, share)
     if job.shard > 1:
-        yield from _gathers_of(job, share, own, ops)
+        yield from _gathers_of(job, own)
     if job.parameters_away:
         there = "disk" if job.disk_parameters else "host"
+        ops = m * sum(unit.count * _times(unit) for unit in own)
+        gathered = m * sum(unit.padded * unit.count * _times(unit) for unit in own)
         if job.secondary_ranks is not None:  # once a step
             ops, gathered = numbers, shard * job.shard
         yield Flow(there, "parameters back", ops, gathered // job.shard * p)

@@ -42,12 +42,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter to be laid out: full name, this rank's shape, its group, whether it is split over the tensor axis."""
+    """A parameter, or a part of one, to be laid out.
+
+    Attributes:
+        name: the parameter's full name.
+        shape: of what this rank has.
+        group: its update rule.
+        split: it is split over the tensor axis.
+        first: the element of the parameter's flat order, over all ranks, at which it begins.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: Group
     split: bool
+    first: int = 0
 
     @property
     def numel(self) -> int:
@@ -57,12 +66,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Interval:
-    """The place of a parameter: elements [start, stop) of the unit's flat buffer."""
+    """The place of an `Entry`: elements [start, stop) of the unit's flat buffer."""
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
         for entry in sorted(members, key=lambda entry: not entry.split):  # stable: the model's order
             if not entry.split and tp_replicated is None:
                 tp_replicated = position
-            intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel))
+            intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel, entry.first))
             position += entry.numel
     end = position if tp_replicated is None else tp_replicated
     return UnitLayout(name, tuple(intervals), tuple(starts), end, aligned(position))

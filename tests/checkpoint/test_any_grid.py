@@ -36,6 +36,7 @@ LAYOUTS = {
     ),
     "dp2-stage1-nvme": job_on(data=2, accumulation=4, stage=1, disk_optimizer=True),
     "tp2-dp2-stage3-nvme": job_on(tensor=2, data=2, accumulation=2, stage=3, disk_optimizer=True, disk_parameters=True),
+    "tp2-dp2-stage3-tiles": job_on(tensor=2, data=2, accumulation=2, stage=3, tile_mb=0.01),
 }
 
 
@@ -53,6 +54,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 # One process reads what every grid wrote, and these, together, read it all once more.
 READERS = (
     "tp2-dp2-stage3-nvme",
+    "tp2-dp2-stage3-tiles",
     "dp8-stage3",
     "dp4-shard2-stage3",
     "pp2-interleaved-dp2-stage2",

@@ -47,6 +47,14 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["zero.quantize.gradients=int8", "parallel.tensor=2"],
         "parallel.sequence=true",
     ),
+    "zero.stage == 3 and parallel.tensor_chunks == 1 with zero.tile_mb": (
+        ["zero.tile_mb=1", "zero.stage=2"],
+        "zero.stage=3",
+    ),
+    "zero.tile_mb >= a row of a weight, model.hidden elements": (
+        ["zero.tile_mb=1e-5", "zero.stage=3"],
+        "zero.tile_mb=1",
+    ),
     "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
@@ -96,6 +104,9 @@ ALSO = [
     (GRAPHS, "data.mask_eod=true", "data.mask_eod=false"),
     (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
+    ([*GRAPHS, "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
+    (["zero.quantize.parameters=int8", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
+    (["zero.quantize.gradients=int4", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
     (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
     (["zero.quantize.parameters=int8", "zero.stage=3"], "parallel.tensor=2", "parallel.tensor=1"),

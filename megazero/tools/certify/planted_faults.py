@@ -21,6 +21,7 @@ from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
 from megazero.plan.job import Job
+from megazero.tools.certify.certify import in_tiles
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
@@ -35,6 +36,7 @@ OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
 ON_DISKS: Variant = partial(replace, data=2, stage=2, disk_optimizer=True)
 QUANTISED: Variant = partial(replace, data=2, stage=3, parameter_bits=8, gradient_bits=8)
 NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
+IN_TILES: Variant = partial(in_tiles, data=2, stage=3)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
 
@@ -283,6 +285,14 @@ def stale_neighbours(rig: Rig) -> None:
     second.forget = lambda: None  # type: ignore[method-assign]
 
 
+def swapped_tiles(rig: Rig) -> None:
+    block = rig.built.model.blocks[0]
+    assert isinstance(block, Block)
+    first, second = (tile.weight for tile in block.mlp.up.tiles[:2])
+    one, other = first.gradient_slot, second.gradient_slot
+    first.gradient_slot, second.gradient_slot = other, one  # type: ignore[attr-defined]
+
+
 def added_twice(rig: Rig) -> None:
     quantizer = _block(rig).quantizers.gradients
     assert quantizer is not None, "the layout quantises gradients"
@@ -365,6 +375,7 @@ FAULTS = (
     Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, lost_on_the_way),
     Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, unwritten),
     Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, stale_neighbours),
+    Fault("swapped-tiles", "two tiles of a weight get each other's gradients", IN_TILES, swapped_tiles),
     Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, added_twice),
     Fault("other-scales", "a block of codes is multiplied by another one's scale", QUANTISED, scales_of_another),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),

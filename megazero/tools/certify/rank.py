@@ -15,6 +15,8 @@ from megazero.model.parameter import declarations_by_name
 from megazero.optim.clip import clip_factor
 from megazero.zero.engine import Engine
 from megazero.zero.placement import FlatBuffer, redistribute
+from megazero.zero.tiles import with_whole_weights
+from megazero.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,14 @@ def reduced_gradients(engine: Engine, clipped: Tensor) -> Iterator[tuple[str, Te
     Args:
         clipped: the factor, which depends on all gradients; the update has multiplied those in memory by it.
     """
-    for unit in engine.units:
-        if unit.offloaded_gradients is not None:
-            unit.offloaded_gradients.wait()  # an update under way changes them
-        factor = 1.0 if unit.reduced_gradients.is_meta else clipped.to(unit.reduced_gradients.device)
-        with unit.reduced_gradients_in_memory() as own:
-            flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
-            for interval in unit.layout.intervals:
-                yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor
+    yield from with_whole_weights(engine.units, lambda unit: _reduced_of(unit, clipped))
+
+
+def _reduced_of(unit: Unit, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if unit.offloaded_gradients is not None:
+        unit.offloaded_gradients.wait()  # an update under way changes them
+    factor = 1.0 if unit.reduced_gradients.is_meta else clipped.to(unit.reduced_gradients.device)
+    with unit.reduced_gradients_in_memory() as own:
+        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
+        for interval in unit.layout.intervals:
+            yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor
