@@ -253,11 +253,6 @@ class Engine:
         if self._delayed is not None:
             self._delayed.flush_delayed()
 
-    def close(self) -> None:
-        """End what is under way with disks; what rests there is gone."""
-        if self._offload.disks is not None:
-            self._offload.disks.close()
-
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Continue from masters and moments that have been loaded.
 
