@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from megazero.base.stop_signals import NOTED
-    from megazero.config.file import load, name_of, refuse_unbuilt
+    from megazero.config.file import load, name_of
     from megazero.launcher.environment import set_for_gpus, world_from_environment
     from megazero.run.early_look import look
 
@@ -91,7 +91,6 @@ def _train(options: argparse.Namespace) -> int:
     if not first:
         HEART.end()
     config = load(options.config, options.overrides)
-    refuse_unbuilt(config)
     if not world.launcher:
         look(config, name_of(options.config), options.nproc)
     with ended_at_once(speaks=first), doing("loading torch"):
@@ -140,10 +139,9 @@ def _certify(options: argparse.Namespace) -> int:
 
 
 def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
-    from megazero.config.file import load, refuse_unbuilt
+    from megazero.config.file import load
 
     config = load(options.config, options.overrides)
-    refuse_unbuilt(config)
     with doing("loading torch"):
         from megazero.tools.certify.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
 
@@ -201,7 +199,7 @@ def _schedule(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from megazero.build.pipeline import check_world
-    from megazero.config.file import flatten, load, refuse_unbuilt
+    from megazero.config.file import flatten, load
     from megazero.plan.machines import MACHINES
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
@@ -212,7 +210,6 @@ def _plan(options: argparse.Namespace) -> int:
         what = f"--hardware is missing; known are {', '.join(MACHINES)}"
         raise UserError(100, what, "or give a file of `megazero doctor --write FILE.yaml`", where="plan")
     machine, system = machine_of(options.hardware), system_of(options.system)
-    refuse_unbuilt(config)
     check_name(options.draw, "plan")
     if options.search and (options.draw is not None or options.tokens is not None):
         raise UserError(100, "--draw and --tokens are of one plan, not of a --search", where="plan")
@@ -233,10 +230,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from megazero.config.file import load, name_of, refuse_unbuilt
+    from megazero.config.file import load, name_of
 
     config, name = load(options.config, options.overrides), name_of(options.config)
-    refuse_unbuilt(config)
     if options.rank >= options.gpus:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
     check_name(options.draw, "simulate")

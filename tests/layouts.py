@@ -138,7 +138,7 @@ class Rank:
         self.data, self.tensor = self.grid["data"], self.grid["tensor"]
         self.job, self.shape = job, shape
         self.host = Host(CPU, grid.comm.ledger, apart=True)
-        disks = disks_of(grid) if job.disk_optimizer or job.disk_parameters else None
+        disks = disks_of(grid) if job.uses_disks else None
         self.built = built = build(config_of(job, shape, precision), self.grid, CPU, REFERENCE, self.host, disks=disks)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 

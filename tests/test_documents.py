@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megazero.build.assemble import build_model
 from megazero.config.file import CONFIGS, load
-from megazero.config.rules import EXCLUSIONS, LIMITS, RELATIONS
+from megazero.config.rules import EXCLUSIONS, RELATIONS
 from tests.tiny_run import ROOT
 
 
@@ -42,13 +42,7 @@ def exclusions() -> Iterator[str]:
         yield f"| `{row.option}` {given} | `{row.other}` {allowed} | {row.reason} |"
 
 
-def limits() -> Iterator[str]:
-    yield "| option | runs start with |"
-    yield "|---|---|"
-    yield from (f"| `{limit.option}` | {' or '.join(shown(value) for value in limit.allowed)} |" for limit in LIMITS)
-
-
-TABLES = (shipped, relations, exclusions, limits)
+TABLES = (shipped, relations, exclusions)
 
 
 def tables() -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.__main__ import main
 from megazero.build.pipeline import model_shape
-from megazero.config.file import CONFIGS, load, refuse_unbuilt
+from megazero.config.file import CONFIGS, load
 from megazero.config.schema import Config
 from megazero.plan.machines import MACHINES
 from megazero.tools.planning.job import plan
@@ -64,8 +64,6 @@ def test_links_lead_to_sections():
 
 def test_every_shipped_config_starts_and_fits_where_it_is_said():
     configs = {path.stem: load(path.stem) for path in CONFIGS.glob("*.yaml")}
-    for config in configs.values():
-        refuse_unbuilt(config)
     tiny = configs.pop("tiny")
     assert plan(tiny, 1, MACHINES["a100-80gb"]).fullest.peak < 1e9, "a laptop"
     least = {name: fitting(config) for name, config in configs.items()}

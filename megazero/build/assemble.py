@@ -342,7 +342,7 @@ def assemble(
     model = build_model(config, ops, grid["tensor"], tile_elements(config.zero.tile_mb, precision.parameters.itemsize))
     offload = offload_of(config, host, disks)
     updates_there = offload is not None and offload.optimizer is not None
-    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host)
+    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, disks)
     engine = build_engine(
         model,
         list(stages.values()),

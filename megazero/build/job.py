@@ -48,6 +48,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         recompute=memory.recompute,
         partition=memory.partition,
         offload=memory.offload == "cpu" and apart,
+        disk_inputs=memory.offload == "nvme",
         graphs=memory.cuda_graphs and apart,
         offload_optimizer=offload.optimizer == "cpu" and apart,
         offload_parameters=offload.parameters == "cpu" and apart,
@@ -65,7 +66,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
 
 def options_of(job: Job) -> dict[str, Any]:
     """Return the options that lay a config out as a job is: all but model, precision, global batch and data axis."""
-    where = {"zero.offload.path": PATH} if job.disk_optimizer or job.disk_parameters else {}
+    where = {"zero.offload.path": PATH} if job.uses_disks else {}
     return where | {
         "parallel.tensor": job.tensor,
         "parallel.pipeline": job.pipeline,
@@ -80,7 +81,7 @@ def options_of(job: Job) -> dict[str, Any]:
         "batch.micro": job.micro_batch,
         "memory.recompute": job.recompute,
         "memory.partition": job.partition,
-        "memory.offload": "cpu" if job.offload else "none",
+        "memory.offload": "nvme" if job.disk_inputs else "cpu" if job.offload else "none",
         "memory.cuda_graphs": job.graphs,
         "zero.offload.optimizer": "nvme" if job.disk_optimizer else "cpu" if job.offload_optimizer else "none",
         "zero.offload.parameters": "nvme" if job.disk_parameters else "cpu" if job.offload_parameters else "none",

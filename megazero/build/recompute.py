@@ -10,9 +10,11 @@ from collections.abc import Mapping
 import torch
 
 from megazero.comm.grid import Axis, Grid
+from megazero.comm.home import PagedHome
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.memory.activation_store import Arena, ArenaStore
+from megazero.memory.disk_arena import DiskArena
 from megazero.memory.graphs import Exchange, GraphedLayer, graphs_of
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import PlainStore, Recomputed
@@ -34,6 +36,7 @@ def recompute(
     dtype: torch.dtype,
     device: torch.device,
     host: Host,
+    disks: PagedHome | None,
 ) -> set[Layer]:
     """Put recomputed layers in the place of blocks, or of their attention's core.
 
@@ -41,6 +44,7 @@ def recompute(
         stages: of this rank, with their parts of the model's path.
         dtype: of activations.
         host: where inputs are kept, if the job says so and it is apart.
+        disks: where they are kept, if the job says so.
 
     Returns:
         The parts of the path that run again in their backward.
@@ -62,11 +66,18 @@ def recompute(
     pool = Pool(dtype, device, ledger, "inputs")
     exchange = Exchange(shape, dtype, device, ledger) if job.graphs and host.apart else None
     graphs = None if exchange is None else graphs_of(device)
+    going = pool.take(numel // axis.size) if job.disk_inputs else None
     recomputed: set[Layer] = set()
     for stage, parts in stages.items():
         own = [i for i in parts if i in blocks]
-        arena = Arena(len(own) * kept[stage], numel // axis.size, dtype, device, ledger, host_of)
-        store = ArenaStore(arena) if axis.size == 1 and host_of is None else PartitionedStore(arena, axis, pool, device)
+        slots = len(own) * kept[stage]
+        if going is None:
+            arena = Arena(slots, numel // axis.size, dtype, device, ledger, host_of)
+            plain = axis.size == 1 and host_of is None
+            store = ArenaStore(arena) if plain else PartitionedStore(arena, axis, pool, device)
+        else:
+            assert disks is not None, "whoever builds opens the disks"
+            store = PartitionedStore(DiskArena(slots, going, disks), axis, pool, device)
         for i in own:
             block = blocks[i]
             if exchange is None or graphs is None:

@@ -129,7 +129,7 @@ class Saver:
         self._snapshot = Snapshot(sources) if snapshot else None
         kept = sources if self._snapshot is None else self._snapshot.copies
         self._entries = list(_entries(holdings, iter(kept)))
-        self._reads_disks = len(here) < len(holdings)
+        self._on_disks = [holding for holding in holdings if holding.disks is not None and holding.pieces]
         self._copied, self._give_up = threading.Event(), threading.Event()
         self._copied.set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
@@ -208,7 +208,7 @@ class Saver:
         try:
             if self._snapshot is not None:
                 self._snapshot.copy_near()
-                if not self._reads_disks:  # else the next update waits for the whole file
+                if not self._on_disks:  # else the next update waits for the whole file
                     self._copied.set()
                 self._snapshot.arrive()
             self.store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
@@ -224,6 +224,7 @@ class Saver:
 
     def _write_shard(self, step: int, staging: Path) -> WrittenShard:
         entries = self._entries
+        self._require_whole_updates(step)
         for entry in entries:
             if entry.disks is None:  # what is on disks is examined as it is written, and read once
                 self._require_finite(entry, entry.values, step)
@@ -245,6 +246,18 @@ class Saver:
                 if entry.disks is not None:
                     self._require_finite(entry, values, step)
                 yield values
+
+    def _require_whole_updates(self, step: int) -> None:
+        """Refuse state on disks of which an update has written one part and not another."""
+        for holding in self._on_disks:
+            assert holding.disks is not None
+            seen = set[int]().union(*map(holding.disks.versions, holding.tensors.values()))
+            if len(seen) > 1:
+                name, updates = holding.pieces[0].name, " and ".join(map(str, sorted(seen)))
+                what = f"not saved: on disks parts of {name} and its moments have seen {updates} updates"
+                raise UserError(
+                    608, what, "go on from an earlier one, which is intact", where=self.store.folder, step=step
+                )
 
     def _require_finite(self, entry: _Entry, values: Tensor, step: int) -> None:
         if not entry.any_value and not _is_finite(values):

@@ -59,6 +59,10 @@ class PagedHome(Home, Protocol):
         """Let a whole buffer be zeros again."""
         ...
 
+    def versions(self, handle: Tensor) -> set[int]:
+        """Return how many updates have written a buffer: one number, unless an update is half done."""
+        ...
+
     def close(self) -> None:
         """End what is under way; the buffers are gone."""
         ...

@@ -29,7 +29,6 @@ class Option:
     value: Any
     meaning: str
     relations: tuple[str, ...]
-    built: tuple[Any, ...] | None
 
 
 def explain(config: Config, selection: str | None) -> list[Option]:
@@ -39,11 +38,8 @@ def explain(config: Config, selection: str | None) -> list[Option]:
         UserError: 104, no such option or section.
     """
     values = flatten(config)
-    limits = {limit.option: limit.allowed for limit in rules.LIMITS}
     options = [
-        Option(
-            key, _type(field), default, values[key], field.description or "", tuple(_relations(key)), limits.get(key)
-        )
+        Option(key, _type(field), default, values[key], field.description or "", tuple(_relations(key)))
         for key, field, default in _fields(Config, "")
         if selection is None or key == selection or key.startswith(f"{selection}.")
     ]
@@ -66,9 +62,6 @@ def as_text(options: list[Option], columns: int | None = None) -> str:
         lines.append(f"{option.key} = {shown}{default}   [{option.type}]")
         lines.append(f"    {option.meaning}")
         lines += [f"    {relation}" for relation in option.relations]
-        if option.built is not None:
-            built = " or ".join(spelt(value) for value in option.built)
-            lines.append(f"    not built yet: runs start with {built} only")
     return "\n".join(part for line in lines for part in wrapped(line, columns, "        "))
 
 

@@ -123,25 +123,6 @@ def option_keys() -> list[str]:
     return list(flatten(Config()))
 
 
-def refuse_unbuilt(config: Config) -> None:
-    """Refuse to start what a config may say but the code cannot do yet.
-
-    Raises:
-        UserError: 109, one line per option.
-    """
-    values = flatten(config)
-    errors = [
-        UserError(
-            109,
-            f"{limit.option} = {spelt(values[limit.option])} is not built yet",
-            f"today it must be {' or '.join(spelt(value) for value in limit.allowed)}",
-        )
-        for limit in rules.beyond_limits(values)
-    ]
-    if errors:
-        raise FaultList(errors)
-
-
 def dump(config: Config, path: Path) -> None:
     """Write the config as YAML that `load` reads back to the same config.
 

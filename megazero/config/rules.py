@@ -1,11 +1,9 @@
 """The rules of which options go together, as data.
 
-Three tables, used by the configuration's checks, by `explain`, and by the documents:
+Two tables, used by the configuration's checks, by `explain`, and by the documents:
 
 - `RELATIONS`: equations between sizes. Checked when a config is read.
 - `EXCLUSIONS`: options that need or forbid one another. Checked when a config is read.
-- `LIMITS`: what is not built yet: the only values an option may have for a run to *start*. A config that asks for more
-  can still be read, explained, sized and built on meta; it is never silently trained as something else.
 
 Rows see a resolved config (`config.resolved`) through `Values`, which maps "section.key" to its value.
 """
@@ -47,14 +45,6 @@ class Exclusion:
     reason: str
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The only values of an option that can be trained with today."""
-
-    option: str
-    allowed: tuple[Any, ...]
-
-
 def _divides(small: str, large: str, do: str) -> Relation:
     return Relation(
         (large, small),
@@ -65,8 +55,8 @@ def _divides(small: str, large: str, do: str) -> Relation:
     )
 
 
-def _offloads(v: Values) -> tuple[str, str]:
-    return v["zero.offload.optimizer"], v["zero.offload.parameters"]
+def _homes(v: Values) -> tuple[str, str, str]:
+    return v["zero.offload.optimizer"], v["zero.offload.parameters"], v["memory.offload"]
 
 
 def _row_mb(v: Values) -> float:
@@ -169,10 +159,10 @@ RELATIONS: tuple[Relation, ...] = (
         "raise zero.tile_mb",
     ),
     Relation(
-        ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters"),
+        ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters", "memory.offload"),
         "zero.offload.path given with nvme",
-        lambda v: bool(v["zero.offload.path"]) or "nvme" not in _offloads(v),
-        lambda v: f"zero.offload.path {v['zero.offload.path']!r} with {' and '.join(_offloads(v))}",
+        lambda v: bool(v["zero.offload.path"]) or "nvme" not in _homes(v),
+        lambda v: f"zero.offload.path {v['zero.offload.path']!r} with {', '.join(_homes(v))}",
         "give zero.offload.path=FOLDER on a local NVMe disk, or a list of folders",
     ),
     Relation(
@@ -247,9 +237,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
 )
 
-# An option that is missing here works; so does a value that is listed.
-LIMITS: tuple[Limit, ...] = (Limit("memory.offload", ("none", "cpu")),)
-
 # Verbs of the contract, and whether they run today.
 VERBS: dict[str, bool] = {
     "train": True,
@@ -273,8 +260,3 @@ def broken_relations(values: Values) -> list[Relation]:
 
 def broken_exclusions(values: Values) -> list[Exclusion]:
     return [e for e in EXCLUSIONS if values[e.option] in e.values and values[e.other] not in e.allowed]
-
-
-def beyond_limits(values: Values) -> list[Limit]:
-    """Return the limits that a config goes beyond: options that ask for what is not built yet."""
-    return [limit for limit in LIMITS if values[limit.option] not in limit.allowed]

@@ -8,7 +8,7 @@ command line overrides it. Whatever is wrong is found here, before torch is impo
 the nearest valid one and its line, wrong types and all broken relations between options are reported together.
 
 Only the rooms `config/`, `build/`, `run/` and `tools/` ever see it; every object below receives plain values. How files
-are read is `config/file.py`; which options go together, and which are not built yet, is `config/rules.py`.
+are read is `config/file.py`; which options go together is `config/rules.py`.
 """
 
 from typing import Annotated, Literal
@@ -173,7 +173,7 @@ class Memory(Section):
     )
     partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
     offload: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_tier)] = Field(
-        default="none", description="Pa+cpu: where they rest; true is cpu."
+        default="none", description="Pa+cpu, Pa+nvme: where they rest; true is cpu."
     )
     cuda_graphs: bool = Field(
         default=False, description="Recomputed blocks are recorded once and replayed; not measured on a GPU yet."
@@ -284,6 +284,11 @@ class Config(Section):
     data: Data = Field(default_factory=Data)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     observe: Observe = Field(default_factory=Observe)
+
+    @property
+    def uses_disks(self) -> bool:
+        """Return whether anything rests on disks."""
+        return "nvme" in (self.zero.offload.optimizer, self.zero.offload.parameters, self.memory.offload)
 
 
 def resolved(config: Config) -> Config:

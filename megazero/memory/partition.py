@@ -1,14 +1,17 @@
-"""Split kept inputs over the tensor axis (Pa, the ZeRO paper's section 6.1), on the host if asked (Pa+cpu).
+"""Split kept inputs over the tensor axis (Pa, the ZeRO paper's section 6.1), on the host or on disks if asked.
 
 The ranks of the tensor axis compute the same residual stream, and would all keep it. Instead each keeps one of `size`
 equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, beside the 2 n (t
 - 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is nothing to
-gather, and only the move to the host remains.
+gather, and only the move to the host or to disks remains.
 
 Inputs are needed in the reverse order in which they were kept, so when one is asked for, the fetch of the one before it
 starts: it comes from the host, and from the other ranks, while the block behind it is being computed. Two whole inputs
-are there at a time.
+are there at a time. What comes from a disk has to be there before it can be sent to others, and nobody knows when that
+is but the host: so then the gather begins where the input is needed.
 """
+
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from megazero.comm.grid import Axis
 from megazero.comm.pool import Pool
 from megazero.comm.streams import SideStream
 from megazero.memory.activation_store import Arena
+from megazero.memory.disk_arena import DiskArena
 
 
 class PartitionedStore:
@@ -29,7 +33,7 @@ class PartitionedStore:
         pool: for whole inputs.
     """
 
-    def __init__(self, arena: Arena, axis: Axis, pool: Pool, device: torch.device):
+    def __init__(self, arena: Arena | DiskArena, axis: Axis, pool: Pool, device: torch.device):
         self.arena, self.axis, self.pool, self.stream = arena, axis, pool, SideStream(device)
         self._last: _Part | None = None
 
@@ -49,27 +53,34 @@ class _Part:
     def __init__(self, store: PartitionedStore, slot: Tensor, shape: torch.Size, before: "_Part | None"):
         self._store, self._shape, self._before = store, shape, before
         self._slot: Tensor | None = slot  # None: nothing is in it that is needed any more
-        self._coming: tuple[Tensor, Pending] | None = None
+        self._whole: Tensor | None = None  # on its way, or there
+        self._read: Future[None] | None = None  # its part, from a disk
+        self._gather: Pending | None = None
 
     def start(self) -> None:
         """Start to fetch and gather the input, which will be needed soon."""
         store = self._store
-        if self._slot is None or self._coming is not None:
+        if self._slot is None or self._whole is not None:
             return
-        whole = store.pool.take(self._shape.numel())
+        self._whole = store.pool.take(self._shape.numel())
         with store.stream.queued():
-            store.arena.fetch(self._slot, whole.chunk(store.axis.size)[store.axis.rank])
-            self._coming = whole, start_all_gather_in_place(whole, store.axis, "inputs")
+            self._read = store.arena.fetch(self._slot, self._whole.chunk(store.axis.size)[store.axis.rank])
+            if self._read is None:
+                self._gather = start_all_gather_in_place(self._whole, store.axis, "inputs")
 
     def restore(self) -> Tensor:
         self.start()
-        assert self._coming is not None
-        whole, pending = self._coming
-        with self._store.stream.queued():
-            pending.wait()
-        self._store.stream.join()
+        store, whole = self._store, self._whole
+        assert whole is not None
+        if self._read is not None:
+            self._read.result()
+        with store.stream.queued():
+            if self._gather is None:
+                self._gather = start_all_gather_in_place(whole, store.axis, "inputs")
+            self._gather.wait()
+        store.stream.join()
         if self._slot is not None:  # not given back before: an input would be written over one that is still read
-            self._store.arena.give(self._slot)
+            store.arena.give(self._slot)
             self._slot = None
         if self._before is not None:
             self._before.start()
@@ -77,6 +88,6 @@ class _Part:
         return whole.view(self._shape)
 
     def free(self) -> None:
-        assert self._coming is not None
-        self._store.pool.give(self._coming[0])
-        self._coming = None
+        assert self._whole is not None
+        self._store.pool.give(self._whole)
+        self._whole = None

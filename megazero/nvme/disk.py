@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -171,11 +172,10 @@ class Disk:
             for one in (*now, *(one for window in ahead for one in window)):
                 self._drop(one)
 
-    def version(self, handle: Tensor) -> int:
-        """Return how often each piece of a buffer was written; -1: not all of them equally often."""
+    def versions(self, handle: Tensor) -> set[int]:
+        """Return how many updates have written a buffer: one number, unless an update is half done."""
         _, pieces = self._buffers[handle.untyped_storage()._cdata]
-        versions = {piece.version for piece in pieces}
-        return versions.pop() if len(versions) == 1 else -1
+        return {piece.version for piece in pieces}
 
     def close(self) -> None:
         """End what is under way; the buffers are gone."""
@@ -260,7 +260,7 @@ class Disk:
         """Write back what a caller has changed; free the rest."""
         for one, access in zip(window, accesses, strict=True):
             if isinstance(one, Loaded) and access != "read":
-                self._start_write(one.piece, one.memory)
+                self._start_write(one.piece, one.memory, updates=access == "update")
             elif isinstance(one, Loaded):
                 self._give(one.memory)
 
@@ -301,9 +301,9 @@ class Disk:
                 raise lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
         return memory
 
-    def _start_write(self, piece: Piece, memory: Tensor) -> None:
+    def _start_write(self, piece: Piece, memory: Tensor, *, updates: bool = False) -> None:
         piece.hash = hash_of(memory[: piece.nbytes])
-        piece.writing = Write(self._submit(piece, memory), memory)
+        piece.writing = Write(self._submit(piece, memory), memory, updates)
         self._writes.append(piece)
 
     def _submit(self, piece: Piece, memory: Tensor) -> Transfer:
@@ -320,11 +320,11 @@ class Disk:
             except OSError as error:
                 if write.tries == TRIES:
                     raise unwritten(piece, error) from None
-                piece.writing = Write(self._submit(piece, write.memory), write.memory, write.tries + 1)
+                piece.writing = replace(write, transfer=self._submit(piece, write.memory), tries=write.tries + 1)
                 continue
             self._writes.popleft()
             piece.writing = None
-            piece.version += 1
+            piece.version += write.updates
             self._give(write.memory)
 
     def _memory(self, size: int) -> Tensor:

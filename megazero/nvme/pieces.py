@@ -22,7 +22,7 @@ class Piece:
         nbytes: without the padding that aligns it.
         room: bytes of a whole piece of this dtype.
         hash: of its bytes; None: it was never written, and is zeros.
-        version: how often it was written.
+        version: the updates that have written it; what is sent there counts as none.
         writing: the write under way.
     """
 
@@ -37,10 +37,11 @@ class Piece:
 
 @dataclass(eq=False)
 class Write:
-    """A write under way, and the memory that it writes from."""
+    """A write under way, the memory that it writes from, and whether an update has changed that."""
 
     transfer: Transfer
     memory: Tensor
+    updates: bool
     tries: int = 1
 
 

@@ -31,7 +31,7 @@ class Job:
         tile_mb: MiB of the largest weight of a block that is not cut into tiles; None: none is.
         micro_batch, global_batch: sequences.
         recompute: none | selective | full.
-        partition, offload: of the inputs that full recompute keeps (Pa, Pa+cpu).
+        partition, offload, disk_inputs: of the inputs that full recompute keeps (Pa, Pa+cpu, Pa+nvme).
         graphs: blocks are replayed as CUDA graphs.
         offload_optimizer, offload_parameters: to the host.
         disk_optimizer, disk_parameters: to disks instead.
@@ -61,6 +61,7 @@ class Job:
     recompute: str = "none"
     partition: bool = False
     offload: bool = False
+    disk_inputs: bool = False
     graphs: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -84,7 +85,7 @@ class Job:
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
-        words += ["Pa+cpu" if self.offload else "Pa"] * self.partition + ["graphs"] * self.graphs
+        words += [self.inputs] * self.partition + ["graphs"] * self.graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
         words += [f"parameters-int{self.parameter_bits}"] * (self.parameter_bits is not None)
         words += [f"gradients-int{self.gradient_bits}"] * (self.gradient_bits is not None)
@@ -157,6 +158,21 @@ class Job:
     def shards_optimizer(self) -> bool:
         """Return whether each rank of that axis updates its own shard, which is what its optimizer state is of."""
         return self.placements.optimizer is Placement.SHARD
+
+    @property
+    def inputs(self) -> str:
+        """Return how the inputs that full recompute keeps are split and where they rest, in the paper's words."""
+        return f"Pa{'+cpu' * self.offload}{'+nvme' * self.disk_inputs}" if self.partition else "whole"
+
+    @property
+    def inputs_away(self) -> Literal["host", "disk"] | None:
+        """Return where the inputs that full recompute keeps rest; None: on the device."""
+        return "disk" if self.disk_inputs else "host" if self.offload else None
+
+    @property
+    def uses_disks(self) -> bool:
+        """Return whether anything rests on disks."""
+        return self.disk_optimizer or self.disk_parameters or self.disk_inputs
 
     @property
     def offloaded(self) -> str:

@@ -7,7 +7,8 @@
     residuals     of error feedback: what quantised gradients have lost, (N-1)/N of all gradients
     angles        of rotary positions, one table for all blocks: 2 s d e (cos and sin, d channels of a head)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
-                  with Pa+cpu; where they have to be put together again two whole ones more
+                  with Pa+cpu, on disks with Pa+nvme; where they have to be put together again two whole ones more; on
+                  their way to a disk one more n/t
     graphs        input, output and their gradients, which pass between replayed blocks: 4 n
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
                   the backward of one of them takes beside that (`peak.py`)
@@ -120,9 +121,11 @@ def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int
     split = job.partition and not job.sequence and job.tensor > 1
     # One in use and one on its way back, both of one stage.
     buffers = min(2, max(_blocks(parts, shape.layers) for parts in stages.values()))
-    whole = buffers * kept_by_block(shape, micro, "full") if split or job.offload else 0
+    whole = buffers * kept_by_block(shape, micro, "full") if split or job.inputs_away else 0
+    if job.disk_inputs:
+        return {f"{DISK}inputs": slots * each, "inputs": whole + each}
     if job.offload:
-        return {"host_inputs": slots * each, "inputs": whole}
+        return {f"{HOST}inputs": slots * each, "inputs": whole}
     return {"inputs": slots * each + whole}
 
 

@@ -4,7 +4,8 @@ Tried are all sizes of the axes that divide the ranks (tensor ranks stay within 
 schedules where they are regular (`time.regular`), stages, micro-batches that divide a data rank's share (up to 64),
 sequence parallelism, and of what saves memory and costs time: without offload, with optimizer state, with parameters,
 with both on the host, the least recompute that is enough (none, selective, full, Pa, Pa+cpu): more of it only costs.
-Where nothing fits so, and the machine has disks, optimizer state, and then parameters too, are put there.
+Where nothing fits so, and the machine has disks, optimizer state, and then parameters too, are put there, and the
+inputs that recompute keeps (Pa+nvme) where the host has no room for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ RECOMPUTE: tuple[dict[str, object], ...] = (
     {"recompute": "full", "partition": True},
     {"recompute": "full", "partition": True, "offload": True},
 )
+INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "disk_inputs": True}
 OFFLOAD: tuple[dict[str, object], ...] = (
     {},
     {"offload_optimizer": True},
@@ -215,6 +217,7 @@ def _shard_ranks(data: int, in_node: int) -> Iterator[int | None]:
 
 def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iterator[list[Job]]:
     """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
+    kinds = (*RECOMPUTE, INPUTS_ON_DISKS) if tier is DISKS else RECOMPUTE
     for offload in tier:
         rests = "parameters" if {"offload_parameters", "disk_parameters"} & offload.keys() else "optimizer"
         stage = max(layout.stage, min(stages_that_shard(rests))) if offload else layout.stage
@@ -222,8 +225,10 @@ def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iter
             continue  # that stage is tried by itself
         yield [
             replace(layout, stage=stage, **offload, **recompute)  # type: ignore[arg-type]
-            for recompute in RECOMPUTE
-            if "partition" not in recompute or "offload" in recompute or (layout.tensor > 1 and not layout.sequence)
+            for recompute in kinds
+            if "partition" not in recompute
+            or {"offload", "disk_inputs"} & recompute.keys()
+            or (layout.tensor > 1 and not layout.sequence)
         ]
 
 

@@ -380,8 +380,8 @@ def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         # A disk's update writes parameters where they are; the host's only those of the host.
         if not job.disk_optimizer and not job.one_home:
             yield Flow(there, "parameters out", numbers, shard * p)
-    if job.offload and job.recompute == "full":
+    if (away := job.inputs_away) is not None and job.recompute == "full":
         split = job.tensor if job.sequence or job.partition else 1
         size = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * p
-        yield Flow("host", "inputs out", m * share.blocks, m * share.blocks * size)
-        yield Flow("host", "inputs back", m * share.blocks, m * share.blocks * size)
+        yield Flow(away, "inputs out", m * share.blocks, m * share.blocks * size)
+        yield Flow(away, "inputs back", m * share.blocks, m * share.blocks * size)

@@ -16,6 +16,7 @@ from megazero.build.upload import Upload
 from megazero.checkpoint.save import ShardState
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, Grid
+from megazero.comm.home import PagedHome
 from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
@@ -57,12 +58,13 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what its checkpoints say of it, the tensors to fill from one, and the kernels of the device."""
+    """A trainer, what its checkpoints say of it, the tensors to fill from one, the device's kernels, and open disks."""
 
     trainer: Trainer
     about: CheckpointMetadata
     holdings: list[ShardState]
     ops: Operations
+    disks: PagedHome | None
 
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
@@ -136,7 +138,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops)
+    return Ready(trainer, about, holdings_to_load(built), ops, disks)
 
 
 def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.device) -> BatchLoader:

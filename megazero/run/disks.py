@@ -1,4 +1,4 @@
-"""Open the disks that state is offloaded to (`zero.offload.*: nvme`), or say in one line why they cannot serve."""
+"""Open the disks that state or kept inputs are offloaded to (nvme), or say in one line why they cannot serve."""
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
@@ -29,7 +29,7 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger) -> Disk | N
             queue of transfers can be built.
     """
     offload = config.zero.offload
-    if "nvme" not in (offload.optimizer, offload.parameters):
+    if not config.uses_disks:
         return None
     from megazero.kernels.build import BuildError
     from megazero.nvme.disk import Disk

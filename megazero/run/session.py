@@ -263,6 +263,8 @@ def _trained(
         site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
         HEART.say("")
         trainer.close()
+        if ready.disks is not None:
+            ready.disks.close()
 
 
 def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) -> Manifest | None:

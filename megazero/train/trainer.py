@@ -191,7 +191,6 @@ class Trainer:
         try:
             self.loader.close()
             self.checkpoints.close()
-            self.engine.close()
         finally:
             self.recorder.close()
 

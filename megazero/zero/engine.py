@@ -270,11 +270,6 @@ class Engine:
             if unit.quantizers.gradients is not None:
                 unit.quantizers.gradients.forget_residuals()
 
-    def close(self) -> None:
-        """End what is under way with disks; what rests there is gone."""
-        if self._offload.disks is not None:
-            self._offload.disks.close()
-
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Continue from masters and moments that have been loaded.
 

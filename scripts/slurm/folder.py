@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megazero.base.errors import UserError
-from megazero.config.file import load, name_of, refuse_unbuilt, run_dir
+from megazero.config.file import load, name_of, run_dir
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,7 +16,6 @@ def main(arguments: Sequence[str]) -> int:
     name, *overrides = arguments
     try:
         config = load(name, overrides)
-        refuse_unbuilt(config)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

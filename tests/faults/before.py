@@ -18,13 +18,6 @@ usage("a word for a number", "MZ-105 command line: run.steps…", "run.steps=man
 usage("sizes that do not divide", "MZ-106 …model.hidden % model.heads == 0 is broken: 40 % 3 = 1…", "model.heads=3")
 usage("an override without a value", "MZ-108 …", "run.steps")
 usage(
-    "what is not built yet",
-    "MZ-109: memory.offload = nvme is not built yet; today it must be none or cpu",
-    "memory.recompute=full",
-    "memory.partition=true",
-    "memory.offload=nvme",
-)
-usage(
     "more ranks than the batch divides",
     "MZ-106 --nproc 3: expected batch.global % (batch.micro * data ranks) == 0, got "
     "4 % (2 * 3) = 4; change batch.global",

@@ -31,6 +31,7 @@ MODES = {
     "full": {"recompute": "full"},
     "Pa": {"recompute": "full", "partition": True},
     "Pa+cpu": {"recompute": "full", "partition": True, "offload": True},
+    "Pa+nvme": {"recompute": "full", "partition": True, "disk_inputs": True},
 }
 CASES = [
     (flavour, dtype, tensor, sequence, pipeline, data, stage, mode)
@@ -122,7 +123,7 @@ def tell(grid: Grid, layout: Job) -> dict[str, int]:
     ledger = grid.comm.ledger
 
     def elements() -> dict[str, int]:
-        axes = (axis for axis in ("tensor", "host") if axis in ledger.traffic)
+        axes = (axis for axis in ("tensor", "host", "disk") if axis in ledger.traffic)
         return {f"{axis} {what}": sent.elements for axis in axes for what, sent in ledger.traffic[axis].items()}
 
     before = elements()
@@ -143,22 +144,24 @@ def elements_of(layout: Job) -> int:
     [
         pytest.param(tensor, mode, marks=pytest.mark.full if (tensor, mode) in ((4, "full"), (4, "Pa")) else ())
         for tensor in (1, 2, 4)
-        for mode in ("full", "Pa", "Pa+cpu")
+        for mode in ("full", "Pa", "Pa+cpu", "Pa+nvme")
     ],
 )
 def test_kept_inputs_are_the_formula(tensor: int, mode: str) -> None:
-    """4 bytes x s b h x blocks / (tensor ranks with Pa), wherever they lie, and two whole ones where they are put
-    together again.
+    """4 bytes x s b h x blocks / (tensor ranks with Pa), wherever they lie, two whole ones where they are put together
+    again, and a part on its way to a disk.
     """
     layout = replace(job_on(tensor, accumulation=2), **MODES[mode])
     n, blocks = elements_of(layout), WIDE.layers
     for told in run_ranks(tensor, tell, layout, tensor=tensor):
         kept = 4 * n * blocks // (1 if mode == "full" else tensor)
         whole = 0 if mode == "full" or (mode == "Pa" and tensor == 1) else 4 * 2 * n
-        assert told.get("inputs", 0) == (whole if mode == "Pa+cpu" else kept + whole)
-        assert told.get("host_inputs", 0) == (kept if mode == "Pa+cpu" else 0)
-        moved = 2 * blocks * n // tensor if mode == "Pa+cpu" else 0  # in two micro-batches
-        assert told.get("host inputs out", 0) == told.get("host inputs back", 0) == moved
+        away, going = {"Pa+cpu": ("host", 0), "Pa+nvme": ("nvme", 4 * n // tensor)}.get(mode, (None, 0))
+        assert told.get("inputs", 0) == (whole + going if away else kept + whole)
+        for place, axis in (("host", "host"), ("nvme", "disk")):
+            assert told.get(f"{place}_inputs", 0) == (kept if place == away else 0)
+            moved = 2 * blocks * n // tensor if place == away else 0  # in two micro-batches
+            assert told.get(f"{axis} inputs out", 0) == told.get(f"{axis} inputs back", 0) == moved
 
 
 def test_sequence_parallelism_has_split_them_already(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +212,7 @@ def test_activations_shrink() -> None:
     flat = {mode: tell_deep(mode, 2) for mode in ("none", *MODES)}
     each = {mode: (deep[mode] - flat[mode]) / 2 for mode in deep}
     assert each["selective"] < each["none"]
-    assert each["full"] == each["Pa"] == each["Pa+cpu"] == 0
+    assert each["full"] == each["Pa"] == each["Pa+cpu"] == each["Pa+nvme"] == 0
 
 
 def tell_deep(mode: str, layers: int) -> int:

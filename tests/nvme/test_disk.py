@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
+from megazero.checkpoint.pieces import Piece as CheckpointPiece
+from megazero.checkpoint.progress import Progress
+from megazero.checkpoint.save import Saver, ShardState
+from megazero.checkpoint.store import Store
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import DiskQueue, Transfer
@@ -61,6 +65,12 @@ def whole(disk: Disk, handle: Tensor) -> Tensor:
     found = torch.empty(handle.shape, dtype=handle.dtype)
     disk.bring(handle, found, "test")
     return found
+
+
+def double(disk: Disk, handle: Tensor) -> None:
+    """Update a buffer."""
+    for _, (x,) in disk.windows([(handle, "update")], "test"):
+        x.mul_(2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -117,7 +127,7 @@ def test_an_update_in_windows_is_the_one_in_memory(disk: Disk, numel: int) -> No
     for x, handle in zip((master, moment, gradient), handles, strict=True):
         assert torch.equal(whole(disk, handle), x)
     assert torch.equal(rounded, master.to(torch.bfloat16))
-    assert [disk.version(handle) for handle in handles] == [4, 4, 1]
+    assert [disk.versions(handle) for handle in handles] == [{3}, {3}, {0}]
     sent, back = disk._ledger.traffic[DISK]["test out"], disk._ledger.traffic[DISK]["test back"]
     assert sent.bytes_sent == numel * (4 + 4 + 2) + 3 * numel * 8
     assert back.bytes_sent == 3 * numel * 10 + numel * 10
@@ -154,19 +164,22 @@ def test_a_write_that_fails_is_tried_again(disk: Disk) -> None:
     queue.fails = ["write", "write"]
     disk.send(x, handle, "test")
     disk.settle()
-    assert torch.equal(whole(disk, handle), x) and disk.version(handle) == 1
+    assert torch.equal(whole(disk, handle), x)
+    queue.fails = ["write", "write"]
+    double(disk, handle)
+    assert torch.equal(whole(disk, handle), 2 * x) and disk.versions(handle) == {1}
 
 
 def test_a_write_that_fails_for_good_ends_it(disk: Disk) -> None:
     queue: Any = disk._queue
     handle = disk.zeros(3 * PIECE, torch.float32, "test")
+    double(disk, handle)
     queue.fails = ["write"] * 3
-    disk.send(counted(3 * PIECE, torch.float32), handle, "test")
     with pytest.raises(UserError, match=r"MZ-604.*could not be written, 3 times: Input/output error"):
-        disk.settle()
+        double(disk, handle)
     with pytest.raises(UserError, match=r"MZ-604"):
         disk.settle()
-    assert disk.version(handle) == 0, "what was not written is not counted"
+    assert disk.versions(handle) == {1}, "what was not written is not counted"
 
 
 def test_a_read_that_fails_is_told(disk: Disk) -> None:
@@ -225,3 +238,31 @@ def test_windows_that_end_early_give_their_memory_back(disk: Disk, ends: str) ->
         assert not queue._under_way and disk._ledger.bytes["host_pieces"].now == taken
     queue.fails = []
     assert torch.equal(whole(disk, handle), x)
+
+
+@pytest.mark.parametrize("half", ["of one window", "of one buffer", "nothing"])
+def test_a_half_update_is_not_saved(disk: Disk, tmp_path: Path, half: str) -> None:
+    """One that ended behind its first window, and one that has reached a unit's masters and not its moments."""
+    place = Store(tmp_path / "checkpoints", "token")
+    handles = {kind: disk.zeros(3 * PIECE, torch.float32, "test") for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    for handle in handles.values():
+        double(disk, handle)
+    if half == "of one buffer":
+        double(disk, handles["weight"])
+    elif half == "of one window":
+        for number, _ in enumerate(disk.windows([(handle, "update") for handle in handles.values()], "test")):
+            if number == 1:  # the first is on its way back
+                break
+        disk.settle()
+    holding = ShardState([CheckpointPiece("a", 0, 3 * PIECE, 0)], handles, disks=disk)
+    saver = Saver(place, [holding], rank=1, size=2, snapshot=False, conclude=None, tidy=None)
+    place.folder.mkdir()
+    saver.begin(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
+    if half == "nothing":
+        saver.finish()
+    else:
+        with pytest.raises(UserError, match=r"MZ-608.* of a and its moments have seen 1 and 2 updates") as caught:
+            saver.finish()
+        assert "\n" not in str(caught.value)
+    assert (place.staging(1) / "part_00001.json").exists() == (half == "nothing")
+    saver.close()

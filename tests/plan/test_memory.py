@@ -27,6 +27,7 @@ MODES = {
     "full": {"recompute": "full"},
     "Pa": {"recompute": "full", "partition": True},
     "Pa+cpu": {"recompute": "full", "partition": True, "offload": True},
+    "Pa+nvme": {"recompute": "full", "partition": True, "disk_inputs": True},
 }
 CASES = [
     (flavour, grid, schedule, stage, sequence, mode, dtype)
@@ -41,7 +42,7 @@ CASES = [
 ]
 COVER = pairwise(CASES)
 SAMPLE = [*COVER, *CASES[:: len(CASES) // 60]]  # the first dozen of a cover hold most pairs
-EXACT = ("parameters", "gradients", "optimizer", "inputs", "host_inputs", "angles")
+EXACT = ("parameters", "gradients", "optimizer", "inputs", "host_inputs", "nvme_inputs", "angles")
 
 
 def held(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> tuple[int, dict[str, int]]:

@@ -9,7 +9,7 @@ from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.plan.job import Job
 from megazero.plan.model import ModelShape
-from megazero.plan.nodes import ranks_in_node, split_by_node
+from megazero.plan.nodes import AWAY, ranks_in_node, split_by_node
 from megazero.plan.states import Bytes
 from megazero.plan.traffic import flows, fullest, sent, share_of, traffic
 from megazero.zero.placement import Precision
@@ -30,6 +30,7 @@ MODES = {
     "full": {"recompute": "full"},
     "Pa": {"recompute": "full", "partition": True},
     "Pa+cpu": {"recompute": "full", "partition": True, "offload": True},
+    "Pa+nvme": {"recompute": "full", "partition": True, "disk_inputs": True},
 }
 WHAT = {"here": {}, "optimizer": {"offload_optimizer": True}, "parameters": {"offload_parameters": True}}
 WHAT |= {"both": {"offload_optimizer": True, "offload_parameters": True}}
@@ -87,7 +88,7 @@ def check(
     plan = planned(layout, SHAPES[flavour], DTYPES[dtype])
     for number, ledger in enumerate(ledgers):
         assert traffic(plan, number // (tensor * data), number // tensor % data) == ledger, f"rank {number}"
-    most = max(sum(sum(p.values()) for a, p in ledger.items() if a != "host") for ledger in ledgers)
+    most = max(sum(sum(p.values()) for a, p in ledger.items() if a not in AWAY) for ledger in ledgers)
     assert most == sent(traffic(plan, fullest(plan)))
 
 

@@ -48,7 +48,7 @@ def real(grid: Grid, layout: Job, wires: Wires, flavour: str, dtype: str) -> Cou
     """What a rank counts in two steps among the others."""
     grid, config, shape = rewired(grid, wires), config_of(layout, SHAPES[flavour], DTYPES[dtype]), SHAPES[flavour]
     ledger = grid.comm.ledger
-    disks = disks_of(grid) if layout.disk_optimizer or layout.disk_parameters else None
+    disks = disks_of(grid) if layout.uses_disks else None
     built = build(config, grid, CPU, KERNELS.get(dtype, REFERENCE), Host(CPU, ledger, apart=True), disks=disks)
     feed = feeds_of(grid["tensor"], CPU, layout.sequence)
     for number in range(2):
@@ -106,6 +106,7 @@ ELSEWHERE = {
     "nothing": {},
     "Pa": {"partition": True},
     "Pa+cpu": {"partition": True, "offload": True},
+    "Pa+nvme": {"partition": True, "disk_inputs": True},
     "optimizer": {"offload_optimizer": True},
     "delayed": {"offload_optimizer": True, "delayed": True},
     "all": {"offload_optimizer": True, "offload_parameters": True},
@@ -141,10 +142,13 @@ def check(grid: tuple, stage: int, schedule: str, recompute: str, elsewhere: str
         assert simulated(rank, layout, wires, flavour, dtype) == counted, f"rank {rank}"
 
 
-ON_DISKS = ((1, 2, 1, False), 3, "1f1b", "none", "all on disks", "deep", "bf16")
+ON_DISKS = [
+    ((1, 2, 1, False), 3, "1f1b", "none", "all on disks", "deep", "bf16"),
+    ((2, 1, 1, False), 1, "1f1b", "full", "Pa+nvme", "deep", "bf16"),
+]
 
 
-@pytest.mark.parametrize("case", [*COVER[:FEW], ON_DISKS], ids=ids([*COVER[:FEW], ON_DISKS]))
+@pytest.mark.parametrize("case", [*COVER[:FEW], *ON_DISKS], ids=ids([*COVER[:FEW], *ON_DISKS]))
 def test_a_rank_alone_counts_what_it_counts_among_others(case: tuple) -> None:
     check(*case)
 

@@ -29,7 +29,7 @@ from megazero.launcher.scratch import scratch_folder
 from megazero.launcher.spawn import run_local
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES
-from megazero.plan.search import DISKS, OFFLOAD, RECOMPUTE
+from megazero.plan.search import DISKS, INPUTS_ON_DISKS, OFFLOAD, RECOMPUTE
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
@@ -85,7 +85,7 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
         groups = [None, *(n for n in range(1, data) if data % n == 0)]
         stages = list(product(STAGES, groups, [None])) if data > 1 else [(1, None, None)]  # it shares with data ranks
         stages += [(3, None, n) for n in range(2, data + 1) if data % n == 0]
-        choices = product(stages, TENSOR[tensor > 1], SCHEDULES, RECOMPUTE, OFFLOADS)
+        choices = product(stages, TENSOR[tensor > 1], SCHEDULES, (*RECOMPUTE, INPUTS_ON_DISKS), OFFLOADS)
         for (stage, shard_ranks, secondary_ranks), (sequence, tensor_chunks), (
             schedule,
             chunks,
@@ -285,7 +285,7 @@ def _tolerance(config: Config, layout: Job | None = None) -> Tolerance:
 def _configured(config: Config, layout: Job, folder: Path) -> Config:
     """Return a config of a layout whose disks, if it has any, are a folder."""
     changed = laid_out(config, layout)
-    if not (layout.disk_optimizer or layout.disk_parameters):
+    if not layout.uses_disks:
         return changed
     offload = changed.zero.offload.model_copy(update={"path": str(folder), "host_mb": _HOST_MB})
     return changed.model_copy(update={"zero": changed.zero.model_copy(update={"offload": offload})})
@@ -307,12 +307,12 @@ def admits(config: Config, layout: Job) -> bool:
 def _options(layout: Job) -> dict[str, Any]:
     """Return what a layout is made of."""
     shown = {name: getattr(layout, name) for name in _SHOWN}
-    return shown | {"inputs_away": layout.offload, "offload": layout.offloaded, "delayed": layout.delayed}
+    return shown | {"inputs_away": layout.inputs_away, "offload": layout.offloaded, "delayed": layout.delayed}
 
 
 def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
     values = {name: getattr(layout, name) for name in _PAIRED}
-    values |= {"inputs": (layout.partition, layout.offload), "tiles": layout.tile_mb is not None}
+    values |= {"inputs": layout.inputs, "tiles": layout.tile_mb is not None}
     return set(combinations(values.items(), 2))
 
 

@@ -17,6 +17,8 @@ from megazero.build.assemble import StageInputs
 from megazero.checkpoint.save import ShardState
 from megazero.comm.home import Access
 from megazero.data.loader import MicroBatch
+from megazero.memory.partition import PartitionedStore
+from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
@@ -34,6 +36,7 @@ SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
 CHUNKS: Variant = partial(replace, tensor=2, sequence=True, tensor_chunks=2)
 OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
 ON_DISKS: Variant = partial(replace, data=2, stage=2, disk_optimizer=True)
+DISK_INPUTS: Variant = partial(replace, tensor=2, recompute="full", partition=True, disk_inputs=True)
 QUANTISED: Variant = partial(replace, data=2, stage=3, parameter_bits=8, gradient_bits=8)
 NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
 IN_TILES: Variant = partial(in_tiles, data=2, stage=3)
@@ -279,6 +282,26 @@ def unwritten(rig: Rig) -> None:
     disks.windows = read_only  # type: ignore[method-assign]
 
 
+def inputs_of_another_block(rig: Rig) -> None:
+    """Let each input that is kept on disks be the one that was kept before it, as if it left before it was copied."""
+    layers = (getattr(layer, "layer", None) for layer in rig.built.model.layers)
+    stores = {layer.store for layer in layers if isinstance(layer, Recomputed)}
+    arenas = [store.arena for store in stores if isinstance(store, PartitionedStore)]
+    assert arenas, "the layout splits kept inputs"
+    for arena in arenas:
+        arena.put = _one_late(arena.put)  # type: ignore[method-assign]
+
+
+def _one_late(put: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    before: list[Tensor] = []
+
+    def late(flat: Tensor) -> Tensor:
+        before.append(flat.clone())
+        return put(before.pop(0) if len(before) > 1 else flat)
+
+    return late
+
+
 def stale_neighbours(rig: Rig) -> None:
     second = _block(rig).secondary
     assert second is not None, "the layout has second shards"
@@ -374,6 +397,7 @@ FAULTS = (
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, lost_on_the_way),
     Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, lost_on_the_way),
     Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, unwritten),
+    Fault("late-inputs", "a block is computed again from another one's input", DISK_INPUTS, inputs_of_another_block),
     Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, stale_neighbours),
     Fault("swapped-tiles", "two tiles of a weight get each other's gradients", IN_TILES, swapped_tiles),
     Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, added_twice),

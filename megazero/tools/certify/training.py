@@ -91,7 +91,8 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     plant(rig)
     write_results(_trained(rig, config, steps), folder, grid["world"].rank)
     loader.close()
-    built.engine.close()
+    if disks is not None:
+        disks.close()
     disconnect()
 
 

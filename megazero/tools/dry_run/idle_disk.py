@@ -63,6 +63,9 @@ class IdleDisk:
     def clear(self, x: Tensor) -> None:
         pass
 
+    def versions(self, handle: Tensor) -> set[int]:
+        return {0}
+
     def join(self) -> None:
         pass
 

@@ -212,7 +212,7 @@ def _ranks(job: Job, machine: Machine, system: System) -> Iterator[RankMemory]:
 
 def _settings(job: Job, machine: Machine, system: System) -> Iterator[tuple[str, RankMemory]]:
     """Yield every setting of recompute and Pa that changes something."""
-    for one in next(savings(replace(job, recompute="none", partition=False, offload=False))):
+    for one in next(savings(replace(job, recompute="none", partition=False, offload=False, disk_inputs=False))):
         words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
         yield words, max(_ranks(one, machine, system), key=lambda found: found.peak)
 
@@ -251,8 +251,7 @@ def _check_peak(config: Config, machine: Machine) -> None:
     if dtype not in machine.peaks:
         what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
         raise UserError(118, what, "take another precision.dtype", where="plan")
-    offload = config.zero.offload
-    if "nvme" in (offload.optimizer, offload.parameters) and not machine.disk_bytes:
+    if config.uses_disks and not machine.disk_bytes:
         do = "give `disk` in a machine's file (docs/planning.md)"
         raise UserError(118, f"the disks of {machine.name} are not known", do, where="plan")
 
