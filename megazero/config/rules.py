@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.config.weights import MOST_PERIOD, whole_weights
+
 Values = Mapping[str, Any]
 
 
@@ -67,6 +69,24 @@ def _divides(small: str, large: str, do: str) -> Relation:
 
 def _offloads(v: Values) -> tuple[str, str]:
     return v["zero.offload.optimizer"], v["zero.offload.parameters"]
+
+
+def _names(v: Values, *options: str) -> list[str]:
+    return [each["name"] for option in options for each in v[option] or ()]
+
+
+def _all_names(v: Values) -> list[str]:
+    """Return the names of validation sets: with a share of each source held out, of the sources too."""
+    shared = v["data.sources"] and isinstance(v["data.valid"], float)
+    return _names(v, *(("data.sources",) if shared else ()), "data.validation")
+
+
+def _doubled(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def _period(v: Values) -> int:
+    return sum(whole_weights([source["weight"] for source in v["data.sources"] or ()] or [1.0]))
 
 
 def _even_head(v: Values) -> bool:
@@ -148,6 +168,34 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: bool(v["zero.offload.path"]) or "nvme" not in _offloads(v),
         lambda v: f"zero.offload.path {v['zero.offload.path']!r} with {' and '.join(_offloads(v))}",
         "give zero.offload.path=FOLDER on a local NVMe disk, or a list of folders",
+    ),
+    Relation(
+        ("data.train", "data.sources"),
+        "data.train == null with data.sources",
+        lambda v: v["data.train"] is None or v["data.sources"] is None,
+        lambda v: f"data.train {v['data.train']}",
+        "give one of the two, and the other null",
+    ),
+    Relation(
+        ("data.sources",),
+        "names of data.sources differ",
+        lambda v: not _doubled(_names(v, "data.sources")),
+        lambda v: f"two are called {', '.join(_doubled(_names(v, 'data.sources')))}",
+        "give each its own name",
+    ),
+    Relation(
+        ("data.validation", "data.valid", "data.sources"),
+        "names of validation sets differ",
+        lambda v: not _doubled(_all_names(v)),
+        lambda v: f"two are called {', '.join(_doubled(_all_names(v)))}",
+        "give each its own name (with a share in data.valid each source is a validation set too)",
+    ),
+    Relation(
+        ("data.sources",),
+        "whole weights of data.sources sum to at most 1,000,000",
+        lambda v: _period(v) <= MOST_PERIOD,
+        lambda v: f"{_period(v):,}, after which the order repeats",
+        "give weights of fewer digits",
     ),
     Relation(
         ("checkpoint.load", "checkpoint.resume"),

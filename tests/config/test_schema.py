@@ -29,7 +29,10 @@ DEFAULTS = {
     "batch": {"global": 8, "micro": 1},
     "data": {
         "train": "data/quickstart/train",
+        "sources": None,
+        "max_epochs": None,
         "valid": None,
+        "validation": None,
         "valid_every": None,
         "valid_samples": None,
         "tokenizer": None,
@@ -38,7 +41,8 @@ DEFAULTS = {
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
 }
-MAX_OPTIONS = 96
+MAX_OPTIONS = 99
+SOURCE = "data: {{sources: [{}]}}"
 
 
 def lines(path: Path, text: str, *overrides: str) -> list[str]:
@@ -136,6 +140,38 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("zero: {offload: cpu}", "MZ-105 c.yaml:1: zero.offload is a section, got cpu"),
         ("model:", "MZ-105 c.yaml:1: model is a section, got null"),
         ('run: {dir: "a\\0b"}', "MZ-105 c.yaml:1: run.dir: String should match pattern"),
+        (
+            SOURCE.format("{path: a, weight: 0}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected greater than 0, got 0",
+        ),
+        (
+            SOURCE.format("{path: a, weight: -1}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected greater than 0, got",
+        ),
+        (SOURCE.format("{path: a, weight: .nan}"), "MZ-105 c.yaml:1: data.sources[0].weight: expected a finite number"),
+        (SOURCE.format("{path: a, weight: .inf}"), "MZ-105 c.yaml:1: data.sources[0].weight: expected a finite number"),
+        (
+            SOURCE.format("{path: a, weight: much}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected a number, got mu",
+        ),
+        (
+            SOURCE.format("{path: a, weight: true}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected a number, got tr",
+        ),
+        (SOURCE.format("{path: a}, {weight: 2}"), "MZ-105 c.yaml:1: data.sources[1].path is missing"),
+        (SOURCE.format("{path: a, wieght: 2}"), "MZ-104 c.yaml:1: unknown key data.sources[0].wieght"),
+        (SOURCE.format("a"), "MZ-105 c.yaml:1: data.sources[0]: expected {path: ..., weight: ..., name: ...}, got a"),
+        (SOURCE.format(""), "MZ-105 c.yaml:1: data.sources: Tuple should have at least 1 item"),
+        (SOURCE.format("{path: x/a}, {path: y/a}"), "MZ-106 c.yaml:1: names of data.sources differ is broken: two are"),
+        (
+            SOURCE.format("{path: a, weight: 1.0000001}, {path: b}"),
+            "MZ-106 c.yaml:1: whole weights of data.sources sum ",
+        ),
+        ("data: {train: b, sources: [{path: a}]}", "MZ-106 c.yaml:1: data.train == null with data.sources is broken: "),
+        (
+            "data: {valid: 0.1, validation: [{path: x/a}, {path: a}]}",
+            "MZ-106 c.yaml:1: names of validation sets differ ",
+        ),
         ("run: {steps: 3\n", "MZ-102 c.yaml:2: not YAML: "),
         ("- a", "MZ-102 c.yaml: expected sections, got "),
         ("data: {train: 2020-13-45}", "MZ-102 c.yaml: cannot be read: month must be in 1..12"),
