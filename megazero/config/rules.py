@@ -259,6 +259,7 @@ VERBS: dict[str, bool] = {
     "simulate": True,
     "export": True,
     "import": True,
+    "data": True,
     "report": False,
     "doctor": True,
 }
