@@ -11,6 +11,7 @@ Only the rooms `config/`, `build/`, `run/` and `tools/` ever see it; every objec
 are read is `config/file.py`; which options go together, and which are not built yet, is `config/rules.py`.
 """
 
+import re
 from pathlib import PurePath
 from typing import Annotated, Literal, TypeVar
 
@@ -219,7 +220,9 @@ class Batch(Section):
     micro: Sequences = Field(default=1, description="Sequences in one forward pass of one data rank.")
 
 
-Name = Annotated[Text, Field(min_length=1, max_length=64)]  # a part of metrics' keys
+# A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9 _.,+=@:~-]+$")]
+_NOT_IN_NAMES = r"[^A-Za-z0-9 _.,+=@:~-]"
 
 
 class Source(Section):
@@ -239,7 +242,7 @@ class Data(Section):
         description="Token files to train on: a path without .bin/.idx, from the current folder; null: data.sources, "
         "else data/quickstart/train.",
     )
-    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=1000)] | None = Field(
+    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)] | None = Field(
         default=None,
         description="Instead of data.train, token files that are mixed: a list of {path, weight, name}.",
     )
@@ -336,8 +339,8 @@ def resolved(config: Config) -> Config:
 
 def _named(given: NamedFiles) -> NamedFiles:
     """Return token files with a name: the end of their path, where none is given."""
-    name = given.name or (PurePath(given.path).name or given.path)[-64:]
-    return given.model_copy(update={"name": name})
+    name = re.sub(_NOT_IN_NAMES, "_", PurePath(given.path).name or given.path)[-64:]
+    return given.model_copy(update={"name": given.name or name})
 
 
 def default_ffn(hidden: int, activation: str) -> int:

@@ -99,6 +99,20 @@ class TokenStream:
         ordinals = np.searchsorted(self._starts, positions, side="right") - 1
         return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each document, int64 [num_documents]."""
+        return np.diff(self._starts)
+
+    def document(self, ordinal: int, most: int | None = None) -> np.ndarray:
+        """Return the tokens of a document by its place among those chosen; the first `most` of them, None: all."""
+        first, length = int(self._first_tokens[ordinal]), int(self._starts[ordinal + 1] - self._starts[ordinal])
+        return self.dataset.read(first, first + (length if most is None else min(length, most)))
+
+    def number(self, ordinal: int) -> int:
+        """Return the number in the file of a document, which has tokens, by its place among those chosen."""
+        return self.dataset.locate(int(self._first_tokens[ordinal]))[0]
+
     def parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (document number in the file, offset in it, tokens) of each document in [start, stop), in order."""
         found = []

@@ -45,7 +45,7 @@ from megazero.run.checkpointing import (
     checkpoints_of,
     holdings_to_load,
 )
-from megazero.run.data import open_data
+from megazero.run.data import open_data, refuse_overlap
 from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
@@ -84,6 +84,8 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     with doing("opening the data"):
         data = open_data(config)
+        if grid["world"].rank == 0:  # the others would read the same
+            refuse_overlap(config, data)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None

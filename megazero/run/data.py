@@ -8,6 +8,7 @@ from megazero.config.schema import Config, Source
 from megazero.config.weights import whole_weights
 from megazero.data import mixture
 from megazero.data.mixture import Mixture, seed_of
+from megazero.data.overlap import shared_document
 from megazero.data.windows import WindowDataset, open_datasets
 
 
@@ -65,6 +66,23 @@ def sources_text(config: Config, found: Mixture) -> str:
         for s, given in zip(found.sources, config.data.sources, strict=True)
     )
     return "of " + ", ".join(each)
+
+
+def refuse_overlap(config: Config, data: RunData) -> None:
+    """Refuse a set of `data.validation` that has a document which is trained on.
+
+    Raises:
+        UserError: 220, with the first that was found.
+    """
+    for given in (str(each.name) for each in config.data.validation or ()):
+        stream = data.validation[given].stream
+        for source in data.mixture.sources:
+            trained = source.windows.stream
+            if (shared := shared_document(trained, stream)) is not None:
+                what = f"document {shared.validation:,} of validation set {given} is trained on: it is document "
+                what += f"{shared.training:,} of {trained.dataset.prefix}"
+                do = "take it out of one of them, or hold out documents of the sources by data.valid=SHARE"
+                raise UserError(220, what, do, where=stream.dataset.prefix)
 
 
 def _sources(config: Config) -> tuple[Sequence[Source], list[int]]:

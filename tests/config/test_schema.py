@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megazero.base.errors import LINE_LIMIT, FaultList, UserError
-from megazero.config.file import flatten, load, option_keys
+from megazero.config.file import dump, flatten, load, option_keys
 from megazero.config.schema import Config, default_ffn, resolved
 
 # What scripts and users rely on, with the value that a resolved config has when nobody says otherwise.
@@ -79,6 +79,19 @@ def test_what_null_stands_for(file: Path):
         assert value(file, f"pipeline: {{schedule: {schedule}}}", "pipeline.chunks") == chunks
     assert value(file, "zero: {stage: 0}", "zero.stage") == 0
     assert value(file, "run: {steps: 99}", "schedule.cooldown") == 19
+
+
+def test_names_of_sources_are_the_ends_of_their_paths(file: Path):
+    text = SOURCE.format("{path: a/web-1.5}, {path: b/, name: x}, {path: c/größe}, {path: /}, {path: " + "p" * 99 + "}")
+    file.write_text(text)
+    sources = load(str(file)).data.sources
+    assert sources is not None
+    assert [source.name for source in sources] == ["web-1.5", "x", "gr__e", "_", "p" * 64]
+    dump(load(str(file)), file)
+    assert load(str(file)).data.sources == sources
+    assert value(file, SOURCE.format("{path: a}"), "data.train") is None
+    (line,) = lines(file, SOURCE.format(", ".join(["{path: a}"] * 101)))
+    assert line.startswith("MZ-105 c.yaml:1: data.sources: ")
 
 
 def test_sections_are_frozen():
