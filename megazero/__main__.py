@@ -9,11 +9,11 @@
     schedule   shows what every rank of a pipeline does in a step, and draws it
     plan       tells memory, traffic, time and cost of a job before it runs, and finds the fastest layout that fits
     doctor     measures this machine, and says what is missing
+    data       tells which text a step of a run saw, and in which steps a document was seen
     simulate   runs one rank of any number without data: its memory and what it sends, to the byte
 
-Exit codes: 0 success, 2 usage or configuration, 1 any other failure, 130 interrupted (docs/operations.md). What a
-user can mend is one line on stderr; a traceback is a fault of ours. Configs are checked before torch is imported, so
-a typo costs a fraction of a second.
+Exit codes: docs/operations.md. What a user can mend is one line on stderr; a traceback is a fault of ours. Configs are
+checked before torch is imported, so a typo costs a fraction of a second.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from megazero.base.picture import check_name
 from megazero.base.terminal import width
 from megazero.config import rules
 from megazero.launcher.interruption import Interrupted, Interruption, ended_at_once
+from megazero.tools import data_verb
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -347,9 +348,8 @@ def _add_planning(verbs: Any) -> None:
     simulate.add_argument("--draw", type=Path, metavar="FILE", help="its memory over the steps, as .svg or .png")
     doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
-    doctor.add_argument(
-        "--nproc", type=_at_least(1, int, _MOST_LOCAL), help="ranks that measure at once; one per GPU, else two"
-    )
+    measure = "ranks that measure at once; one per GPU, else two"
+    doctor.add_argument("--nproc", type=_at_least(1, int, _MOST_LOCAL), help=measure)
     doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
     doctor.set_defaults(run=_doctor)
     for parser in (schedule, plan, simulate, doctor):
@@ -358,6 +358,7 @@ def _add_planning(verbs: Any) -> None:
 
 def _add_run_folders(verbs: Any) -> None:
     """Add the verbs that read or make the folder of a run."""
+    data_verb.add(verbs)
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     generate.add_argument("--prompt", required=True)

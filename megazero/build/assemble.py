@@ -46,7 +46,7 @@ from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
-    from megazero.data.loader import MicroBatch
+    from megazero.data.windows import MicroBatch
     from megazero.launcher.environment import World
 
 

@@ -21,7 +21,7 @@ from megazero.comm.pinned import pinned_bytes
 from megazero.comm.readback import Mark, mark, passed
 
 if TYPE_CHECKING:
-    from megazero.data.loader import MicroBatch
+    from megazero.data.windows import MicroBatch
 
 _ALIGNED = 16  # bytes: no dtype is wider
 

@@ -10,7 +10,7 @@ Does not import torch.
 
 import difflib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from megazero.config.schema import Config, resolved
 
 # What a library calls a type, and what its users do.
 _PLAINLY = {"a valid integer": "a whole number", "a valid tuple": "a list", "a valid string": "text"}
+_PLAINLY |= {"a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}"}
+_PLAINLY |= {"a valid dictionary or instance of ValidationSet": "{path: ..., name: ...}"}
 _PLAINLY |= {"a valid boolean": "true or false", "a valid number": "a number"}
 _DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -132,14 +134,19 @@ def dump(config: Config, path: Path) -> None:
     yaml = YAML()
     yaml.width = 120
     plain = config.model_dump(by_alias=True)
-    for section, key in ((plain["optimizer"], "betas"), (plain["zero"]["offload"], "path")):
-        section[key] = list(section[key]) if isinstance(section[key], tuple) else section[key]
     text = io.BytesIO()
-    yaml.dump(plain, text)
+    yaml.dump(_lists(plain), text)
     try:
         replace_file(path, text.getvalue())
     except OSError as error:
         raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
+
+
+def _lists(value: Any) -> Any:
+    """Return a value with lists for tuples, at any depth."""
+    if isinstance(value, dict):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
@@ -274,13 +281,31 @@ def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
     for item in error.errors():
         # the location of a complaint about one branch of a union goes on past the option's name
         parts = [str(part) for part in item["loc"]]
-        key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in known), None)
-        if key is not None and item["type"] != "extra_forbidden":
+        length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), None)
+        key = ".".join(parts[:length])
+        place = _place_in_list(key, item["loc"][length:])
+        if length is None or (item["type"] == "extra_forbidden" and place == key):
+            continue
+        if item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in lines):
+            continue  # it has items, of which each is wrong
+        where = source.locate(key)
+        if item["type"] == "extra_forbidden":
+            lines[place] = UserError(104, f"unknown key {place}", where=where)
+        elif item["type"] == "missing":
+            lines[place] = UserError(105, f"{place} is missing", where=where)
+        else:
             what = item["msg"].replace("Input should be", "expected")
             for library, ours in _PLAINLY.items():
                 what = what.replace(library, ours)
-            lines[key] = UserError(105, f"{key}: {what}, got {spelt(item['input'])}", where=source.locate(key))
+            lines[place] = UserError(105, f"{place}: {what}, got {spelt(item['input'])}", where=where)
     return list(lines.values())
+
+
+def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
+    """Return where in a list of sections a complaint is: `data.sources[1].weight`; the option's key for any other."""
+    if not inside or not isinstance(inside[0], int):
+        return key
+    return f"{key}[{inside[0]}]" + "".join(f".{part}" for part in inside[1:2])
 
 
 def _violations(config: Config, source: _Source) -> Iterator[UserError]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.config.weights import MOST_PERIOD, whole_weights
+
 Values = Mapping[str, Any]
 
 
@@ -62,6 +64,24 @@ def _homes(v: Values) -> tuple[str, str, str]:
 def _row_mb(v: Values) -> float:
     """Return the MiB of a row of a block's weights, each of which has `model.hidden` columns."""
     return v["model.hidden"] * {"fp64": 8, "fp32": 4}.get(v["precision.dtype"], 2) / 2**20
+
+
+def _names(v: Values, *options: str) -> list[str]:
+    return [each["name"] for option in options for each in v[option] or ()]
+
+
+def _all_names(v: Values) -> list[str]:
+    """Return the names of validation sets: with a share of each source held out, of the sources too."""
+    shared = v["data.sources"] and isinstance(v["data.valid"], float)
+    return _names(v, *(("data.sources",) if shared else ()), "data.validation")
+
+
+def _doubled(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def _period(v: Values) -> int:
+    return sum(whole_weights([source["weight"] for source in v["data.sources"] or ()] or [1.0]))
 
 
 def _even_head(v: Values) -> bool:
@@ -166,6 +186,34 @@ RELATIONS: tuple[Relation, ...] = (
         "give zero.offload.path=FOLDER on a local NVMe disk, or a list of folders",
     ),
     Relation(
+        ("data.train", "data.sources"),
+        "data.train == null with data.sources",
+        lambda v: v["data.train"] is None or v["data.sources"] is None,
+        lambda v: f"data.train {v['data.train']}",
+        "give one of the two, and the other null",
+    ),
+    Relation(
+        ("data.sources",),
+        "names of data.sources differ",
+        lambda v: not _doubled(_names(v, "data.sources")),
+        lambda v: f"two are called {', '.join(_doubled(_names(v, 'data.sources')))}",
+        "give each its own name",
+    ),
+    Relation(
+        ("data.validation", "data.valid", "data.sources"),
+        "names of validation sets differ",
+        lambda v: not _doubled(_all_names(v)),
+        lambda v: f"two are called {', '.join(_doubled(_all_names(v)))}",
+        "give each its own name (with a share in data.valid each source is a validation set too)",
+    ),
+    Relation(
+        ("data.sources",),
+        "whole weights of data.sources sum to at most 1,000,000",
+        lambda v: _period(v) <= MOST_PERIOD,
+        lambda v: f"{_period(v):,}, after which the order repeats",
+        "give weights of fewer digits",
+    ),
+    Relation(
         ("checkpoint.load", "checkpoint.resume"),
         "checkpoint.load == all with checkpoint.resume none",
         lambda v: v["checkpoint.load"] == "all" or v["checkpoint.resume"] != "none",
@@ -248,6 +296,7 @@ VERBS: dict[str, bool] = {
     "simulate": True,
     "export": True,
     "import": True,
+    "data": True,
     "report": False,
     "doctor": True,
 }

@@ -11,7 +11,9 @@ Only the rooms `config/`, `build/`, `run/` and `tools/` ever see it; every objec
 are read is `config/file.py`; which options go together is `config/rules.py`.
 """
 
-from typing import Annotated, Literal
+import re
+from pathlib import PurePath
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -225,14 +227,41 @@ class Batch(Section):
     micro: Sequences = Field(default=1, description="Sequences in one forward pass of one data rank.")
 
 
+# A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9 _.,+=@:~-]+$")]
+_NOT_IN_NAMES = r"[^A-Za-z0-9 _.,+=@:~-]"
+
+
+class Source(Section):
+    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
+    weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
+    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
+
+
+class ValidationSet(Section):
+    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
+    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
+
+
 class Data(Section):
-    train: Text = Field(
-        default="data/quickstart/train",
-        description="Token files to train on: a path without .bin/.idx, from the current folder.",
+    train: Text | None = Field(
+        default=None,
+        description="Token files to train on: a path without .bin/.idx, from the current folder; null: data.sources, "
+        "else data/quickstart/train.",
+    )
+    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)] | None = Field(
+        default=None,
+        description="Instead of data.train, token files that are mixed: a list of {path, weight, name}.",
+    )
+    max_epochs: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="A run that would go through a source more often is refused; null: none is."
     )
     valid: Annotated[Text | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
         default=None,
-        description="Validation: token files as in data.train, or the share of its documents held out; null: none.",
+        description="Validation: token files as in data.train, or the share of all documents held out; null: none.",
+    )
+    validation: Annotated[tuple[ValidationSet, ...], Field(min_length=1, max_length=100)] | None = Field(
+        default=None, description="More validation sets, each with metrics of its own: a list of {path, name}."
     )
     valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
     valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
@@ -240,6 +269,10 @@ class Data(Section):
         default=None, description="sentencepiece model, from the current folder; for samples and bits per byte."
     )
     mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
+
+
+QUICKSTART = "data/quickstart/train"  # what is trained on where nothing else is said
+NamedFiles = TypeVar("NamedFiles", Source, ValidationSet)
 
 
 class Checkpoint(Section):
@@ -293,7 +326,7 @@ class Config(Section):
 
 def resolved(config: Config) -> Config:
     """Return the config with every default that depends on other options filled in, as a run's config.yaml shows it."""
-    model, chunks = config.model, config.pipeline.chunks
+    model, data, chunks = config.model, config.data, config.pipeline.chunks
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
     if chunks is None:
@@ -304,9 +337,22 @@ def resolved(config: Config) -> Config:
             "model": model.model_copy(update={"kv_heads": kv_heads, "ffn": ffn}),
             "zero": config.zero.model_copy(update={"stage": 1 if config.zero.stage is None else config.zero.stage}),
             "pipeline": config.pipeline.model_copy(update={"chunks": chunks}),
+            "data": data.model_copy(
+                update={
+                    "train": QUICKSTART if data.train is None and data.sources is None else data.train,
+                    "sources": data.sources and tuple(map(_named, data.sources)),
+                    "validation": data.validation and tuple(map(_named, data.validation)),
+                }
+            ),
             "schedule": config.schedule.model_copy(update={"cooldown": cooldown}),
         }
     )
+
+
+def _named(given: NamedFiles) -> NamedFiles:
+    """Return token files with a name: the end of their path, where none is given."""
+    name = re.sub(_NOT_IN_NAMES, "_", PurePath(given.path).name or given.path)[-64:]
+    return given.model_copy(update={"name": given.name or name})
 
 
 def default_ffn(hidden: int, activation: str) -> int:

@@ -3,6 +3,9 @@
 indexed_dataset   the .bin/.idx pair on disk (Megatron's format), read where it is needed, written atomically
 documents         which documents are training and which validation; documents joined to one token stream
 sampler           sample id -> window, index in the batch -> (data rank, micro-batch, row): pure functions
-loader            windows of the stream as tensors, one list of micro-batches per step
+windows           windows of the stream as tensors
+interleave        sample id -> source, and which of its samples: several sources by weight
+mixture           one source, or several: sample id -> source and window
+loader            one list of micro-batches per step
 tokenizer         text <-> ids, lossless
 """

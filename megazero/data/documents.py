@@ -99,6 +99,38 @@ class TokenStream:
         ordinals = np.searchsorted(self._starts, positions, side="right") - 1
         return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each document, int64 [num_documents]."""
+        return np.diff(self._starts)
+
+    def document(self, ordinal: int, most: int | None = None) -> np.ndarray:
+        """Return the tokens of a document by its place among those chosen; the first `most` of them, None: all."""
+        first, length = int(self._first_tokens[ordinal]), int(self._starts[ordinal + 1] - self._starts[ordinal])
+        return self.dataset.read(first, first + (length if most is None else min(length, most)))
+
+    def number(self, ordinal: int) -> int:
+        """Return the number in the file of a document, which has tokens, by its place among those chosen."""
+        return self.dataset.locate(int(self._first_tokens[ordinal]))[0]
+
+    def parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return (document number in the file, offset in it, tokens) of each document in [start, stop), in order."""
+        found = []
+        first, last = np.searchsorted(self._starts, start, side="right") - 1, np.searchsorted(self._starts, stop)
+        for ordinal in range(int(first), int(last)):
+            begin, end = max(start, int(self._starts[ordinal])), min(stop, int(self._starts[ordinal + 1]))
+            if begin < end:
+                found.append((*self.locate(begin), end - begin))
+        return found
+
+    def span(self, document: int) -> tuple[int, int] | None:
+        """Return where a document of the file begins and ends in the stream; None: it is not among those chosen."""
+        begin, end = self.dataset.document_offsets[document : document + 2].tolist()
+        ordinal = int(np.searchsorted(self._first_tokens, begin, side="right")) - 1
+        if begin == end or ordinal < 0 or self._first_tokens[ordinal] != begin:
+            return None
+        return int(self._starts[ordinal]), int(self._starts[ordinal + 1])
+
     def _tokens(self, in_file: np.ndarray) -> np.ndarray:
         """Return the tokens at rising positions of the file."""
         if not len(in_file):

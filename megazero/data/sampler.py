@@ -57,37 +57,73 @@ def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: i
 @overload
 def window_of(sample: int, num_windows: int, seed: int) -> int: ...
 @overload
-def window_of(sample: np.ndarray, num_windows: int, seed: int) -> np.ndarray: ...
-def window_of(sample: int | np.ndarray, num_windows: int, seed: int) -> int | np.ndarray:
+def window_of(sample: np.ndarray, num_windows: int | np.ndarray, seed: int | np.ndarray) -> np.ndarray: ...
+def window_of(sample: int | np.ndarray, num_windows: int | np.ndarray, seed: int | np.ndarray) -> int | np.ndarray:
     """Return the window of text of a sample (an id, or int64 ids of any shape), in [0, num_windows).
 
     Over the ids e x N ... e x N + N - 1 of an epoch e every window comes exactly once.
+
+    Args:
+        num_windows, seed: of all samples, or of each (int64 and uint64 of the samples' shape).
     """
-    assert num_windows > 0
-    epochs, positions = np.divmod(np.atleast_1d(np.asarray(sample, np.int64)), num_windows)
-    keys = _round_keys(epochs.astype(np.uint64), seed)
-    half = max(_MIN_HALF_BITS, ((num_windows - 1).bit_length() + 1) // 2)
-    windows = _permute(positions.astype(np.uint64), keys, half)
-    while (outside := windows >= num_windows).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
-        windows[outside] = _permute(windows[outside], keys[:, outside], half)
+    ids = np.atleast_1d(np.asarray(sample, np.int64))
+    counts = np.broadcast_to(np.asarray(num_windows, np.int64), ids.shape)
+    assert (counts > 0).all()
+    epochs, positions = np.divmod(ids, counts)
+    keys, halves = _round_keys(epochs.astype(np.uint64), _words(seed)), _halves(counts)
+    windows = _permute(positions.astype(np.uint64), keys, halves)
+    limits = counts.astype(np.uint64)
+    while (outside := windows >= limits).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
+        windows[outside] = _permute(windows[outside], keys[:, outside], halves[outside])
     result = windows.astype(np.int64)
     return result if isinstance(sample, np.ndarray) else int(result[0])
 
 
-def _round_keys(epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Return 32-bit keys, uint64 [rounds, *shape of epochs], from the low 64 bits of seed and epoch and the round."""
-    words = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    key = mix(np.full_like(epochs, words[0]) ^ np.uint64(0x9E3779B9))
-    key = mix(key ^ np.uint64(words[1]))
+def position_of(window: int, epoch: int, num_windows: int, seed: int) -> int:
+    """Return the sample id that has this window in an epoch: the inverse of `window_of`."""
+    assert 0 <= window < num_windows
+    keys, halves = _round_keys(np.array([epoch], np.uint64), _words(seed)), _halves(np.array([num_windows]))
+    position = np.array([window], np.uint64)
+    while True:
+        position = _permute_back(position, keys, halves)
+        if position[0] < num_windows:
+            return epoch * num_windows + int(position[0])
+
+
+def _words(seed: int | np.ndarray) -> np.ndarray:
+    """Return the low 64 bits of a seed, or of each, as uint64."""
+    return seed.astype(np.uint64) if isinstance(seed, np.ndarray) else np.asarray(seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
+
+
+def _halves(num_windows: np.ndarray) -> np.ndarray:
+    """Return the bits of half a number of [0, num_windows), uint64: of so many windows no float is rounded."""
+    assert (num_windows < 2**53).all()
+    bits = np.frexp((num_windows - 1).astype(np.float64))[1]  # of 0, 1, 2 and 3, 4 ... : 0, 1, 2, 3 ...
+    return np.maximum(_MIN_HALF_BITS, (bits + 1) // 2).astype(np.uint64)
+
+
+def _round_keys(epochs: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """Return 32-bit keys, uint64 [rounds, *shape of epochs], from the 64 bits of seed and epoch and the round."""
+    key = mix((seeds & _WORD) ^ np.uint64(0x9E3779B9) | np.zeros_like(epochs))
+    key = mix(key ^ (seeds >> np.uint64(32)))
     key = mix(key ^ (epochs & _WORD))
     key = mix(key ^ (epochs >> np.uint64(32)))
     return np.stack([mix((key + np.uint64(0x9E3779B9 * (round_ + 1))) & _WORD) for round_ in range(_ROUNDS)])
 
 
-def _permute(x: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+def _permute(x: np.ndarray, keys: np.ndarray, halves: np.ndarray) -> np.ndarray:
     """Map each element of x by a bijection of [0, 2^(2 half)) of its own."""
-    bits, mask = np.uint64(half), np.uint64(2**half - 1)
-    left, right = x >> bits, x & mask
+    masks = (np.uint64(1) << halves) - np.uint64(1)
+    left, right = x >> halves, x & masks
     for key in keys:
-        left, right = right, left ^ (mix(right ^ key) & mask)
-    return (left << bits) | right
+        left, right = right, left ^ (mix(right ^ key) & masks)
+    return (left << halves) | right
+
+
+def _permute_back(x: np.ndarray, keys: np.ndarray, halves: np.ndarray) -> np.ndarray:
+    """Return what `_permute` maps to x."""
+    masks = (np.uint64(1) << halves) - np.uint64(1)
+    left, right = x >> halves, x & masks
+    for key in keys[::-1]:
+        left, right = right ^ (mix(left ^ key) & masks), left
+    return (left << halves) | right

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from megazero.base.heartbeat import HEART
-from megazero.observe.metrics import Value
+from megazero.observe.metrics import VALID_LOSS, Value, valid_losses
 
 
 def clock_text(seconds: float) -> str:
@@ -60,8 +60,8 @@ class ConsoleSink:
             OSError: the first time the stream turns out to be closed.
         """
         left = self._time_left(row)
-        if row.get("valid_loss") is not None:
-            self._valid = _number(row, "valid_loss")
+        if keys := valid_losses(row):
+            self._valid = _number(row, keys[0])
         if self._stream is None:
             return
         try:
@@ -97,8 +97,7 @@ class ConsoleSink:
 
     def _long(self, row: Mapping[str, Value], left: float) -> str:
         parts = [f"step {row['step']}/{self._total}", f"loss {_number(row, 'loss'):.4f}"]
-        if row.get("valid_loss") is not None:
-            parts.append(f"valid {_number(row, 'valid_loss'):.4f}")
+        parts += [f"valid{key.removeprefix(VALID_LOSS)} {_number(row, key):.4f}" for key in valid_losses(row)]
         parts += [f"norm {_number(row, 'grad_norm'):.3g}", f"lr {_number(row, 'lr'):.3e}"]
         if row.get("skipped"):
             parts.append(f"skipped {row['skipped']}")

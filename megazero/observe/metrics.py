@@ -35,6 +35,7 @@ TIMING_KEYS = (
     "memory_peak_bytes",
     "seconds",
 )
+VALID_LOSS = "valid_loss"  # of the set without a name; "valid_loss.NAME" of the others
 HALF_LIFE = 50  # steps after which a step's weight in tokens_per_second_mean is half
 
 
@@ -43,7 +44,8 @@ class Row:
     """The metrics of one logged step. Field order is the order of the keys in metrics.jsonl.
 
     step counts from 1. time is in seconds since 1970, when the step was done. tokens and samples are those consumed
-    since the start of the run (skipped steps consume too), epoch is samples over those of the data set. loss is that
+    since the start of the run (skipped steps consume too), epoch is samples over those of the data set, epochs the same
+    of each source that has a name (the key is left out where none has). loss is that
     of this step's batch before its update, in nats per token. grad_norm is unscaled and before the clip, clipped is 1
     where it was beyond the clip. skipped counts all skipped steps so far. comm_bytes are the bytes this rank sent in
     the step. seconds are the host's by phase (`phases.py`).
@@ -54,6 +56,7 @@ class Row:
     tokens: int
     samples: int
     epoch: float
+    epochs: Mapping[str, float] | None
     loss: float
     grad_norm: float
     clipped: int
@@ -70,19 +73,25 @@ class Row:
     seconds: dict[str, float]
 
 
-def validated(row: Mapping[str, Value], valid_loss: float | None, bits_per_byte: float | None) -> dict[str, Value]:
-    """Return a row with its validation, which comes after the training loss.
+def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> dict[str, Value]:
+    """Return a row with its validations, which come after the training loss.
 
     Args:
-        valid_loss: None: it was not validated.
-        bits_per_byte: None: the tokenizer is not known.
+        scores: loss, and bits per byte where the tokenizer is known, by the name of a set; "": it has none.
     """
-    if valid_loss is None:
-        return dict(row)
-    at = list(row).index("loss") + 1
-    items = list(row.items())
-    bits = [] if bits_per_byte is None else [("valid_bits_per_byte", bits_per_byte)]
-    return dict([*items[:at], ("valid_loss", valid_loss), *bits, *items[at:]])
+    found: dict[str, Value] = {}
+    for key, value in row.items():
+        found[key] = value
+        for name, (loss, bits_per_byte) in scores.items() if key == "loss" else ():
+            end = f".{name}" if name else ""
+            found |= {f"{VALID_LOSS}{end}": loss}
+            found |= {} if bits_per_byte is None else {f"valid_bits_per_byte{end}": bits_per_byte}
+    return found
+
+
+def valid_losses(row: Mapping[str, Value]) -> list[str]:
+    """Return the keys of a row's validation losses, in order."""
+    return [key for key in row if key == VALID_LOSS or key.startswith(f"{VALID_LOSS}.")]
 
 
 def scalars(row: Mapping[str, Value]) -> dict[str, Number]:

@@ -20,6 +20,7 @@ class Numbers:
     skipped: int
     samples: int
     epoch: float
+    epochs: Mapping[str, float] | None
 
 
 def finite(row: Mapping[str, Value]) -> dict[str, Value]:

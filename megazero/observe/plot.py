@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from megazero.base.picture import picture
+from megazero.observe.metrics import VALID_LOSS, valid_losses
 
 WIDTH, LEAST = 0.1, 15  # of the rows, and in rows: the window of the trend
 POINTS = 1000  # that the trend is drawn through, at most
-TRAIN, TREND, VALID = "#9db7d5", "#1f4e8c", "#d1495b"
+TRAIN, TREND = "#9db7d5", "#1f4e8c"
+VALID = ("#d1495b", "#2a9d6f", "#e08a2c", "#7b4fa3", "#6b6b6b", "#b08968")
 
 
 def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
@@ -33,7 +35,8 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
     rows = list(rows)
     train = _points(rows, "loss")
-    valid = _points(rows, "valid_loss")
+    keys = dict.fromkeys(key for row in rows for key in valid_losses(row))
+    valid = {key.removeprefix(VALID_LOSS): points for key in keys if (points := _points(rows, key))}
     with picture(path, 8, 4.5) as figure:
         axes = figure.add_subplot()
         if train:
@@ -41,10 +44,12 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
             losses, marker = [loss for _, loss in train], "o" if len(train) == 1 else ""
             axes.plot(steps, losses, color=TRAIN, linewidth=0.8, marker=marker, label="training")
             axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label="training, trend")
-        if valid:
-            axes.plot(*zip(*valid, strict=True), "o-", color=VALID, linewidth=1, markersize=4, label="validation")
-            step, loss = valid[-1]
-            axes.annotate(f"{loss:.3f}", (step, loss), (0, 7), textcoords="offset points", ha="right", color=VALID)
+        for number, (name, points) in enumerate(valid.items()):
+            colour = VALID[number % len(VALID)]
+            label = f"validation{name.replace('.', ' ', 1)}"
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1, markersize=4, label=label)
+            step, loss = points[-1]
+            axes.annotate(f"{loss:.3f}", (step, loss), (0, 7), textcoords="offset points", ha="right", color=colour)
         axes.set_xlabel("step")
         axes.set_ylabel("loss (nats/token)")
         axes.grid(color="#e3e3e3", linewidth=0.6)

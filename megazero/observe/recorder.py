@@ -114,21 +114,19 @@ class Recorder:
             comm_bytes=self._sent,
             seconds=self._phases.take(),
         )
-        return asdict(row)
+        return {key: value for key, value in asdict(row).items() if key != "epochs" or value is not None}
 
-    def write(
-        self, row: Mapping[str, Value], valid_loss: float | None = None, bits_per_byte: float | None = None
-    ) -> None:
+    def write(self, row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> None:
         """Pass a row to the sinks, and begin a new interval.
 
         The row was made before its step was saved and validated: their seconds are added to it here.
 
         Args:
-            valid_loss, bits_per_byte: of the step, where it was validated, and where the tokenizer is known.
+            scores: validation loss and bits per byte of the step by the name of a set, see `validated`.
         """
         before = row.get("seconds")
         seconds = together(before if isinstance(before, dict) else {}, self._phases.take())
-        self._sinks.row(validated({**row, "seconds": seconds}, valid_loss, bits_per_byte))
+        self._sinks.row(validated({**row, "seconds": seconds}, scores))
         self._interval.restart()
 
     def close(self) -> None:

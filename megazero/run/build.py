@@ -20,8 +20,10 @@ from megazero.comm.home import PagedHome
 from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
-from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.loader import BatchLoader, validation_batches
+from megazero.data.mixture import Mixture
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
+from megazero.data.windows import MicroBatch, WindowDataset
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.observe.console import ConsoleSink
@@ -44,6 +46,7 @@ from megazero.run.checkpointing import (
     checkpoints_of,
     holdings_to_load,
 )
+from megazero.run.data import open_data, refuse_overlap
 from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
@@ -58,13 +61,14 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what its checkpoints say of it, the tensors to fill from one, the device's kernels, and open disks."""
+    """A trainer, what checkpoints say of it, the tensors to fill from one, the device's kernels, open disks, the data."""
 
     trainer: Trainer
     about: CheckpointMetadata
     holdings: list[ShardState]
     ops: Operations
     disks: PagedHome | None
+    mixture: Mixture
 
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
@@ -81,9 +85,9 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     with doing("opening the data"):
-        train, valid = open_datasets(
-            config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
-        )
+        data = open_data(config)
+        if grid["world"].rank == 0:  # the others would read the same
+            refuse_overlap(config, data)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -106,15 +110,19 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         phases.now(phase)
         ACTIVITIES.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
 
-    about = about_run(config, built, grid, site, Identity.of(train, tokenizer))
+    def score_batches(many: list[MicroBatch]) -> list[Tensor]:
+        return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
+
+    about = about_run(config, built, grid, site, Identity.of(data.mixture, tokenizer))
     trainer = Trainer(
         engine,
         pipeline,
         lambda batch, step: feed(batch, step, True),
-        loader_of(config, train, grid["data"], device),
-        _validation(
-            config, valid, lambda many: pipeline.evaluate(many, lambda b: feed(b, 0, False)), tokenizer, grid, device
-        ),
+        loader_of(config, data.mixture, grid["data"], device),
+        {
+            name: _validation(config, windows, score_batches, tokenizer, grid, device)
+            for name, windows in data.validation.items()
+        },
         Recorder(
             _sinks(config, site, first, engine, comm.ledger),
             _profile(config, folder, first),
@@ -138,15 +146,14 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops, disks)
+    return Ready(trainer, about, holdings_to_load(built), ops, disks, data.mixture)
 
 
-def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.device) -> BatchLoader:
+def loader_of(config: Config, mixture: Mixture, data: Axis, device: torch.device) -> BatchLoader:
     """Return the loader of the micro-batches of each step on one rank of the data axis, for its device."""
     upload = Upload(device)
     return BatchLoader(
-        train,
-        seed=config.run.seed,
+        mixture,
         global_batch=config.batch.global_,
         micro_batch=config.batch.micro,
         data_rank=data.rank,
@@ -178,14 +185,12 @@ def _learning_rate(config: Config) -> LearningRate:
 
 def _validation(
     config: Config,
-    dataset: WindowDataset | None,
+    dataset: WindowDataset,
     losses: Callable[[list[MicroBatch]], list[Tensor]],
     tokenizer: Tokenizer | None,
     grid: Grid,
     device: torch.device,
-) -> Validation | None:
-    if dataset is None:
-        return None
+) -> Validation:
     micro, samples = config.batch.micro, config.data.valid_samples
     token_bytes = None if tokenizer is None else tokenizer.token_bytes()
 

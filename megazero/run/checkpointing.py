@@ -31,7 +31,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.config.file import flatten
 from megazero.config.schema import Config
-from megazero.data.loader import WindowDataset
+from megazero.data.mixture import Mixture
 from megazero.data.tokenizer import Tokenizer
 from megazero.launcher.signals import Signals
 from megazero.model.parameter import whole_shapes
@@ -72,10 +72,9 @@ class Identity:
     tokenizer: str | None
 
     @classmethod
-    def of(cls, train: WindowDataset, tokenizer: Tokenizer | None) -> "Identity":
+    def of(cls, mixture: Mixture, tokenizer: Tokenizer | None) -> "Identity":
         """Return the identity of the windows' place in the files, not of every token, and of the tokenizer's file."""
-        data = f"{train.num_windows} windows, xxh3 {train.stream.digest()}"
-        return cls(data, tokenizer.fingerprint if tokenizer is not None else None)
+        return cls(mixture.digest(), tokenizer.fingerprint if tokenizer is not None else None)
 
 
 @dataclass(frozen=True)

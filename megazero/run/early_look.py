@@ -28,6 +28,12 @@ def look(config: Config, name: str, nproc: int | None) -> None:
         return
     if data.tokenizer is not None:
         open_tokenizer(data.tokenizer, config.model.vocab)
-    refuse_missing(data.train)
-    if isinstance(data.valid, str):
-        refuse_missing(data.valid)
+    for path in _paths(config):
+        refuse_missing(path)
+
+
+def _paths(config: Config) -> list[str]:
+    """Return the path of every data set that a config names."""
+    data = config.data
+    paths = [data.train, data.valid] + [each.path for each in (*(data.sources or ()), *(data.validation or ()))]
+    return [path for path in paths if isinstance(path, str)]

@@ -25,6 +25,7 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis
 from megazero.observe.jsonl import drop_rows_after
+from megazero.observe.metrics import valid_losses
 from megazero.run.folder import RunFolder
 
 
@@ -199,7 +200,7 @@ def owed_row(
         last = drop_rows_after(metrics, step, warn)
         if row is None or last is None or last["step"] != step:
             return row
-        if not validates or "valid_loss" in last:
+        if not validates or valid_losses(last):
             return None
         drop_rows_after(metrics, step - 1, warn)
         return row

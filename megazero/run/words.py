@@ -14,6 +14,7 @@ from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready
 from megazero.run.checkpointing import RunContext
+from megazero.run.data import sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.loading import described, doubt
 from megazero.train.trainer import Trainer
@@ -33,8 +34,7 @@ def beginning(
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, "
     start += f"into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
-    data = config.data
-    yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}"
+    yield f"data {sources_text(config, ready.mixture)}, tokenizer {config.data.tokenizer or 'none: ids alone'}"
     yield _resting(config, ready.trainer)
     if device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"
@@ -55,10 +55,10 @@ def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | Non
 def ending(trainer: Trainer, folder: RunFolder, seconds: float) -> str:
     """Return the last lines of a run that has come to its end."""
     lines = [f"done in {clock_text(seconds)}"]
-    if trainer.score is not None:
-        lines.append(f"validation loss {trainer.score.loss:.4f} nats per token")
-        if trainer.score.bits_per_byte is not None:
-            lines[-1] += f", {trainer.score.bits_per_byte:.4f} bits per byte"
+    for name, score in trainer.scores.items():
+        lines.append(f"validation loss {f'of {name} ' if name else ''}{score.loss:.4f} nats per token")
+        if score.bits_per_byte is not None:
+            lines[-1] += f", {score.bits_per_byte:.4f} bits per byte"
     lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
     lines.append(f"loss curve {folder.loss_plot}")
     return "\n".join(lines)

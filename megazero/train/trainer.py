@@ -37,7 +37,8 @@ from megazero.zero.engine import Engine, StepNumbers, StepResult
 if TYPE_CHECKING:  # what the loop is given
     from megazero.checkpoint.checkpoints import Checkpoints
     from megazero.checkpoint.progress import Progress
-    from megazero.data.loader import BatchLoader, MicroBatch
+    from megazero.data.loader import BatchLoader
+    from megazero.data.windows import MicroBatch
     from megazero.observe.recorder import Recorder
     from megazero.pipeline.stage import StageInputs
 
@@ -93,7 +94,7 @@ class Trainer:
         pipeline: forward and backward passes.
         feed: (micro-batch, step) -> what the passes need to know of it.
         loader: the micro-batches of each step.
-        validation: None for none.
+        validations: by the name of a set; "" for the one without.
         recorder: observes.
         schedule: when to do what.
         checkpoints: saves, the last step before the last validation or anything else can fail.
@@ -111,7 +112,7 @@ class Trainer:
         pipeline: Pipeline,
         feed: Callable[[MicroBatch, int], StageInputs],
         loader: BatchLoader,
-        validation: Validation | None,
+        validations: Mapping[str, Validation],
         recorder: Recorder,
         schedule: TrainSchedule,
         checkpoints: Checkpoints,
@@ -121,12 +122,12 @@ class Trainer:
         blame: Blame,
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
-        self.validation, self.recorder, self.schedule, self.now = validation, recorder, schedule, now
+        self.validations, self.recorder, self.schedule, self.now = validations, recorder, schedule, now
         self.checkpoints, self.stopping, self.summarise = checkpoints, stopping, summarise
         self.blame = blame
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
-        self.score: Score | None = None
+        self.scores: dict[str, Score] = {}
         self.owes = False  # a validation was broken off
         self._pending: _Pending | None = None
         self._numbers: StepNumbers | None = None  # of the pending step; None: not read
@@ -157,8 +158,8 @@ class Trainer:
     def run(self) -> int:
         """Train, and return the number of steps done.
 
-        The last validation's result is `score`; why it ended before the last step, if it did, is `reason`. Whatever was
-        to be saved is committed.
+        The last validation's results are `scores`; why it ended before the last step, if it did, is `reason`. Whatever
+        was to be saved is committed.
 
         Raises:
             UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
@@ -256,7 +257,7 @@ class Trainer:
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
-        return self.validation is not None and self.schedule.validates(done - 1)
+        return bool(self.validations) and self.schedule.validates(done - 1)
 
     def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
         """Return the row of a step, without a validation."""
@@ -270,15 +271,13 @@ class Trainer:
             skipped=self.skipped,
             samples=self.loader.samples(done),
             epoch=self.loader.epoch(done),
+            epochs=self.loader.epochs(done),
         )
         return self.recorder.row(done, numbers)
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
-        score = self._validate(done) if validates else None
-        if score is None:
-            self.recorder.write(row)
-        else:
-            self.recorder.write(row, score.loss, score.bits_per_byte)
+        scores = (self._validate(done) if validates else None) or {}
+        self.recorder.write(row, {name: (score.loss, score.bits_per_byte) for name, score in scores.items()})
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         from megazero.checkpoint.progress import Progress  # its checks need a package that no step needs
@@ -303,15 +302,19 @@ class Trainer:
                 ),
             )
 
-    def _validate(self, done: int) -> Score | None:
-        """Return the score behind a step; None: it was broken off, and `reason` says why."""
-        assert self.validation is not None, "see `validates`"
+    def _validate(self, done: int) -> dict[str, Score] | None:
+        """Return the scores behind a step; None: they were broken off, and `reason` says why."""
         self.now(done, "validation")
+        scores: dict[str, Score] = {}
         with self.recorder.paused(), torch.no_grad():
-            score = self.validation.score(self._ends)
-        self.owes = score is None
-        self.score = score or self.score
-        return score
+            for name, validation in self.validations.items():
+                score = validation.score(self._ends)
+                if score is None:
+                    self.owes = True
+                    return None
+                scores[name] = score
+        self.owes, self.scores = False, scores
+        return scores
 
     def _ends(self) -> bool:
         self.reason = self.reason or self.stopping.check(self.checkpoints.seconds)

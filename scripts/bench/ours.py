@@ -14,7 +14,7 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid
 from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
-from megazero.data.loader import MicroBatch
+from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.launcher.environment import RankContext, World, stay_on
 from megazero.launcher.rendezvous import connect

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megazero.build.assemble import assemble, feeds_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.host import Host
-from megazero.data.loader import MicroBatch
+from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.model.loss import token_losses

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megazero.build.assemble import build, feeds_of
 from megazero.comm.grid import Grid, single
-from megazero.data.loader import MicroBatch
+from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose
 from megazero.pipeline.executor import BACKWARDS
 from megazero.schedules.actions import Kind

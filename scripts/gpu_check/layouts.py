@@ -15,8 +15,8 @@ from megazero.build.job import options_of
 from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
-from megazero.data.loader import MicroBatch
 from megazero.data.sampler import index_of, sample_id
+from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import REFERENCE
 from megazero.launcher.environment import fix_cublas_workspace
 from megazero.plan.job import Job

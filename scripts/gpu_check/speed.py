@@ -21,7 +21,7 @@ from megazero.build.pipeline import model_shape
 from megazero.build.upload import Upload
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
-from megazero.data.loader import MicroBatch
+from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.plan.hardware import peak_flops
 from megazero.zero.engine import Engine

@@ -21,7 +21,8 @@ from megazero.build.assemble import build, feeds_of
 from megazero.build.upload import Upload
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
-from megazero.data.loader import BatchLoader, MicroBatch
+from megazero.data.loader import BatchLoader
+from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose
 from megazero.train.trainer import Trainer, TrainSchedule
 from scripts.gpu_check.echo import echoing, one_rank_group
@@ -117,10 +118,9 @@ def trainer(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Trainer:
     built = build(config_of(case), grid, device, ops, host, host_ops=host_ops)
     feed = feeds_of(grid["tensor"], device, case.job.sequence)
     upload = Upload(device)
-    dataset: Any = _Windows(case.job.documents)
+    mixture: Any = _Mixture(case.job.documents)
     loader = BatchLoader(
-        dataset,
-        seed=0,
+        mixture,
         global_batch=GLOBAL_BATCH,
         micro_batch=case.job.micro_batch,
         num_data=case.job.data,
@@ -131,7 +131,7 @@ def trainer(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Trainer:
     never = 10**9
     rate, nothing = _as(at=lambda updates: LR), _as()
     return Trainer(
-        *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, None, nothing),
+        *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, {}, nothing),
         TrainSchedule(never, rate, never, None),
         _as(settle=lambda: None, failed=False, seconds=0.0, due=lambda done: False, saved=None),
         _as(votes=lambda **_: [2], counted=lambda votes: None),
@@ -141,28 +141,35 @@ def trainer(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Trainer:
     )
 
 
-class _Windows:
-    """Windows of random tokens, as a data set gives them, with or without two documents in each."""
+class _Mixture:
+    """Windows of random tokens, as a mixture of one source gives them, with or without two documents in each."""
 
     num_windows = 1 << 10
 
     def __init__(self, documents: bool):
         self._documents = documents
 
-    def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
-        length, generator = MODEL["seq_len"], torch.Generator().manual_seed(int(windows[0]))
+    def epochs(self, samples: int) -> None:
+        """Return nothing: the source has no name."""
+
+    def micro_batches(self, samples: np.ndarray) -> list[MicroBatch]:
+        """Return samples [micro-batches, rows] as micro-batches."""
+        return [self._micro_batch(rows) for rows in samples]
+
+    def _micro_batch(self, sample_ids: np.ndarray) -> MicroBatch:
+        length, generator = MODEL["seq_len"], torch.Generator().manual_seed(int(sample_ids[0]))
         of_rank_0 = MODEL["vocab"] // 2  # no echo knows the logits of the other tensor rank's tokens
-        window = torch.randint(0, of_rank_0, (length + 1, len(windows)), generator=generator)
+        window = torch.randint(0, of_rank_0, (length + 1, len(sample_ids)), generator=generator)
         ids, valid_SB = (
             torch.from_numpy(sample_ids.astype(np.int64)),
-            torch.ones(length, len(windows), dtype=torch.bool),
+            torch.ones(length, len(sample_ids), dtype=torch.bool),
         )
         whole = MicroBatch(window[:-1].clone(), window[1:].clone(), valid_SB, None, None, ids)
         if not self._documents:
             return whole
         parts = (length // 4, length - length // 4)
-        positions = torch.cat([torch.arange(part) for part in parts])[:, None].repeat(1, len(windows))
-        return replace(whole, positions_SB=positions, documents=(parts,) * len(windows))
+        positions = torch.cat([torch.arange(part) for part in parts])[:, None].repeat(1, len(sample_ids))
+        return replace(whole, positions_SB=positions, documents=(parts,) * len(sample_ids))
 
 
 def _place(error: Exception) -> str:

@@ -22,7 +22,7 @@ from megazero.comm.grid import Axis
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.data.loader import MicroBatch, open_datasets
+from megazero.data.windows import MicroBatch, open_datasets
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.run.build import loader_of

@@ -52,7 +52,7 @@ def biggest_weight(outcome: Outcome) -> Any:
 
 
 def bits_per_byte(outcome: Outcome) -> Any:
-    return outcome.trainer.score and outcome.trainer.score.bits_per_byte
+    return outcome.trainer.scores[""].bits_per_byte
 
 
 def files(outcome: Outcome) -> Any:
@@ -131,6 +131,8 @@ ROWS: dict[str, Works] = {
     "batch.global": Works("8", lambda outcome: outcome.column("tokens")),
     # batch.micro: test_micro_batches_are_cut_as_asked
     "data.train": Works("{train}", losses, ("data.valid=null",)),
+    # data.sources, data.max_epochs: tests/run/test_sources.py
+    # data.validation: tests/run/test_validation_sets.py
     "data.valid": Works("0.5", valid_losses),
     "data.valid_every": Works("2", valid_losses, VALID),
     "data.valid_samples": Works("3", valid_losses, VALID),
@@ -173,6 +175,9 @@ OTHERWISE = {
     "zero.offload.path",
     "zero.offload.host_mb",
     "zero.offload.delayed",
+    "data.sources",
+    "data.max_epochs",
+    "data.validation",
     "run.time_limit",
     "run.deterministic",
     "checkpoint.async",

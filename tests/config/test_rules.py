@@ -55,6 +55,16 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         "zero.tile_mb=1",
     ),
     "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
+    "data.train == null with data.sources": (["data.train=a", "data.sources=[{path: a}]"], "data.train=null"),
+    "names of data.sources differ": (["data.sources=[{path: a}, {path: b/a}]"], "data.sources=null"),
+    "names of validation sets differ": (
+        ["data.sources=[{path: a}]", "data.validation=[{path: b/a}]", "data.valid=0.1"],
+        "data.valid=null",
+    ),
+    "whole weights of data.sources sum to at most 1,000,000": (
+        ["data.sources=[{path: a, weight: 1000000}, {path: b}]"],
+        "data.sources=[{path: a, weight: 999999}, {path: b}]",
+    ),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
 # The same for exclusions: one config for each (option, value that needs something).
@@ -114,7 +124,7 @@ ALSO = [
     (["zero.quantize.parameters=int8", "zero.stage=3"], "parallel.tensor=2", "parallel.tensor=1"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
-CONTRACT_VERBS |= {"report", "doctor"}
+CONTRACT_VERBS |= {"report", "doctor", "data"}
 
 
 @pytest.fixture

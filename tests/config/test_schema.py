@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from megazero.base.errors import LINE_LIMIT, FaultList, UserError
-from megazero.config.file import flatten, load, option_keys
+from megazero.config.file import dump, flatten, load, option_keys
 from megazero.config.schema import Config, default_ffn, resolved
 
 # What scripts and users rely on, with the value that a resolved config has when nobody says otherwise.
@@ -30,7 +30,10 @@ DEFAULTS = {
     "batch": {"global": 8, "micro": 1},
     "data": {
         "train": "data/quickstart/train",
+        "sources": None,
+        "max_epochs": None,
         "valid": None,
+        "validation": None,
         "valid_every": None,
         "valid_samples": None,
         "tokenizer": None,
@@ -39,7 +42,8 @@ DEFAULTS = {
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
 }
-MAX_OPTIONS = 96
+MAX_OPTIONS = 99
+SOURCE = "data: {{sources: [{}]}}"
 
 
 def lines(path: Path, text: str, *overrides: str) -> list[str]:
@@ -76,6 +80,19 @@ def test_what_null_stands_for(file: Path):
         assert value(file, f"pipeline: {{schedule: {schedule}}}", "pipeline.chunks") == chunks
     assert value(file, "zero: {stage: 0}", "zero.stage") == 0
     assert value(file, "run: {steps: 99}", "schedule.cooldown") == 19
+
+
+def test_names_of_sources_are_the_ends_of_their_paths(file: Path):
+    text = SOURCE.format("{path: a/web-1.5}, {path: b/, name: x}, {path: c/größe}, {path: /}, {path: " + "p" * 99 + "}")
+    file.write_text(text)
+    sources = load(str(file)).data.sources
+    assert sources is not None
+    assert [source.name for source in sources] == ["web-1.5", "x", "gr__e", "_", "p" * 64]
+    dump(load(str(file)), file)
+    assert load(str(file)).data.sources == sources
+    assert value(file, SOURCE.format("{path: a}"), "data.train") is None
+    (line,) = lines(file, SOURCE.format(", ".join(["{path: a}"] * 101)))
+    assert line.startswith("MZ-105 c.yaml:1: data.sources: ")
 
 
 def test_sections_are_frozen():
@@ -137,6 +154,38 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("zero: {offload: cpu}", "MZ-105 c.yaml:1: zero.offload is a section, got cpu"),
         ("model:", "MZ-105 c.yaml:1: model is a section, got null"),
         ('run: {dir: "a\\0b"}', "MZ-105 c.yaml:1: run.dir: String should match pattern"),
+        (
+            SOURCE.format("{path: a, weight: 0}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected greater than 0, got 0",
+        ),
+        (
+            SOURCE.format("{path: a, weight: -1}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected greater than 0, got",
+        ),
+        (SOURCE.format("{path: a, weight: .nan}"), "MZ-105 c.yaml:1: data.sources[0].weight: expected a finite number"),
+        (SOURCE.format("{path: a, weight: .inf}"), "MZ-105 c.yaml:1: data.sources[0].weight: expected a finite number"),
+        (
+            SOURCE.format("{path: a, weight: much}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected a number, got mu",
+        ),
+        (
+            SOURCE.format("{path: a, weight: true}"),
+            "MZ-105 c.yaml:1: data.sources[0].weight: expected a number, got tr",
+        ),
+        (SOURCE.format("{path: a}, {weight: 2}"), "MZ-105 c.yaml:1: data.sources[1].path is missing"),
+        (SOURCE.format("{path: a, wieght: 2}"), "MZ-104 c.yaml:1: unknown key data.sources[0].wieght"),
+        (SOURCE.format("a"), "MZ-105 c.yaml:1: data.sources[0]: expected {path: ..., weight: ..., name: ...}, got a"),
+        (SOURCE.format(""), "MZ-105 c.yaml:1: data.sources: Tuple should have at least 1 item"),
+        (SOURCE.format("{path: x/a}, {path: y/a}"), "MZ-106 c.yaml:1: names of data.sources differ is broken: two are"),
+        (
+            SOURCE.format("{path: a, weight: 1.0000001}, {path: b}"),
+            "MZ-106 c.yaml:1: whole weights of data.sources sum ",
+        ),
+        ("data: {train: b, sources: [{path: a}]}", "MZ-106 c.yaml:1: data.train == null with data.sources is broken: "),
+        (
+            "data: {valid: 0.1, validation: [{path: x/a}, {path: a}]}",
+            "MZ-106 c.yaml:1: names of validation sets differ ",
+        ),
         ("run: {steps: 3\n", "MZ-102 c.yaml:2: not YAML: "),
         ("- a", "MZ-102 c.yaml: expected sections, got "),
         ("data: {train: 2020-13-45}", "MZ-102 c.yaml: cannot be read: month must be in 1..12"),

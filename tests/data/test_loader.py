@@ -9,8 +9,10 @@ import torch
 from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.loader import BatchLoader, validation_batches
+from megazero.data.mixture import Mixture, Source
 from megazero.data.sampler import window_of
+from megazero.data.windows import MicroBatch, WindowDataset, open_datasets
 
 VOCAB = 1000
 
@@ -85,7 +87,8 @@ def rows(batches: list[MicroBatch]) -> dict[int, list[int]]:
 
 
 def loader(dataset: WindowDataset, micro: int, rank: int = 0, num_data: int = 1, seed: int = 5) -> BatchLoader:
-    return BatchLoader(dataset, seed=seed, global_batch=12, micro_batch=micro, data_rank=rank, num_data=num_data)
+    mixture = Mixture([Source(None, dataset, 1, seed)])
+    return BatchLoader(mixture, global_batch=12, micro_batch=micro, data_rank=rank, num_data=num_data)
 
 
 @pytest.mark.parametrize(("micro", "num_data"), [(1, 1), (12, 1), (3, 2), (1, 4), (2, 3), (4, 3)])
@@ -123,7 +126,7 @@ def test_step_is_a_pure_function_of_the_step(counting):
 
 def test_one_epoch_reads_every_window_once(counting):
     dataset = windows_of(counting, 8)
-    batches = BatchLoader(dataset, seed=1, global_batch=17, micro_batch=17)
+    batches = BatchLoader(Mixture([Source(None, dataset, 1, 1)]), global_batch=17, micro_batch=17)
     first_tokens = [token for step in range(3) for token in batches.step(step)[0].tokens_SB[0].tolist()]
     assert sorted(first_tokens) == list(range(0, 408, 8))
     batches.close()
@@ -148,7 +151,7 @@ def test_error_of_the_thread_surfaces_at_its_step_and_again(make_dataset):
     """Two windows, one bad: the step that meets it fails, each time it is asked for, and others still work."""
     dataset = windows_of(make_dataset([[1, 1, 1, 5000, 1]], np.int32), 2)
     bad = next(step for step in range(1, 10) if window_of(step, 2, 0) == 1 and window_of(step - 1, 2, 0) == 0)
-    batches = BatchLoader(dataset, seed=0, global_batch=1, micro_batch=1)
+    batches = BatchLoader(Mixture([Source(None, dataset, 1, 0)]), global_batch=1, micro_batch=1)
     batches.step(bad - 1)
     for _ in range(2):
         with pytest.raises(UserError, match=r"MZ-205.*is 5000"):

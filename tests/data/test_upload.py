@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.build.upload import Upload, views
-from megazero.data.loader import BatchLoader, MicroBatch
+from megazero.data.loader import BatchLoader
+from megazero.data.mixture import Mixture, Source
+from megazero.data.windows import MicroBatch
 from megazero.plan.job import Job
 from megazero.plan.memory import batch
 from megazero.plan.model import ModelShape
@@ -111,9 +113,9 @@ def test_a_buffer_is_written_again_only_when_it_has_been_read(steps: list[list[M
 
 def test_a_loader_that_packs_gives_the_same_steps_in_any_order(make_dataset) -> None:
     dataset = windows_of(make_dataset([list(range(d * 9, d * 9 + 9)) for d in range(50)]), 8, mask_eod=True)
-    sizes = {"seed": 3, "global_batch": 12, "micro_batch": 3}
+    mixture, sizes = Mixture([Source(None, dataset, 1, 3)]), {"global_batch": 12, "micro_batch": 3}
     upload = Upload(CPU, Memory().allocate, lambda device: None)
-    plain, packing = BatchLoader(dataset, **sizes), BatchLoader(dataset, **sizes, pack=upload.pack)
+    plain, packing = BatchLoader(mixture, **sizes), BatchLoader(mixture, **sizes, pack=upload.pack)
     order = (0, 1, 2, 2, 7, 8, 0, 9)
     kept = [packing.step(step) for step in order]
     assert all(equal(batches, plain.step(step)) for step, batches in zip(order, kept, strict=True))
@@ -125,7 +127,9 @@ def test_a_loader_can_be_closed_beside_a_device_that_hangs(make_dataset) -> None
     """Its thread waits for a copy that is never made, and the process for its thread."""
     dataset, queue = windows_of(make_dataset([list(range(500))]), 8), Queue()
     upload = Upload(CPU, Memory().allocate, queue.mark)
-    loader = BatchLoader(dataset, seed=0, global_batch=2, micro_batch=1, pack=upload.pack, stop=upload.stop)
+    loader = BatchLoader(
+        Mixture([Source(None, dataset, 1, 0)]), global_batch=2, micro_batch=1, pack=upload.pack, stop=upload.stop
+    )
     loader.step(0), loader.step(1)
     closing = threading.Thread(target=loader.close, daemon=True)
     closing.start()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megazero.data.loader import WindowDataset
+from megazero.data.windows import WindowDataset
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
 from tests.faults.site import SINCE, TWO, Site, before_each_update, fault, is_rank_1

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "build": {  # from a config to what computes a step
         "comm",
         "config",
-        "data.loader",
+        "data.windows",
         "kernels.operations",
         "launcher.environment",
         "memory",

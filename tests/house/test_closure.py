@@ -13,8 +13,9 @@ from tests.house.source import Source, project
 # units that tell what happens to them; events of CUDA that are used again, splits for channels that are shown; state on
 # disks: homes of what is not in memory, updates in windows, checkpoints that read and write it in parts; values that
 # are quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters,
-# what rounding has lost added to what is sent next; a gather for the next forward beside the end of a backward.
-LINES = 11_270
+# what rounding has lost added to what is sent next; a gather for the next forward beside the end of a backward;
+# weights in tiles; kept inputs on disks; validation sets with names.
+LINES = 11_700
 
 
 def imported(source: Source, modules: dict[str, Source]) -> Iterator[str]:

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from megazero.observe.metrics import HALF_LIFE, Interval, Row, Smoothed, Value, memory_peak_bytes, rates, validated
 
 # docs and scripts rely on these names and this order
-KEYS = ["step", "time", "tokens", "samples", "epoch", "loss", "valid_loss", "valid_bits_per_byte", "grad_norm"]
+KEYS = [
+    "step",
+    "time",
+    "tokens",
+    "samples",
+    "epoch",
+    "epochs",
+    "loss",
+    "valid_loss",
+    "valid_bits_per_byte",
+    "grad_norm",
+]
 KEYS += ["clipped", "lr", "loss_scale", "skipped", "step_time", "tokens_per_second", "tokens_per_second_mean"]
 KEYS += ["tflops_per_device", "mfu", "memory_peak_bytes", "comm_bytes", "seconds"]
 
@@ -23,6 +34,7 @@ def row() -> dict[str, Value]:
         tokens=64,
         samples=2,
         epoch=0.5,
+        epochs={"web": 0.5},
         loss=4.0,
         grad_norm=1.0,
         clipped=0,
@@ -42,10 +54,10 @@ def row() -> dict[str, Value]:
 
 
 def test_keys_are_the_contract_in_its_order():
-    found = validated(row(), 3.9, 1.2)
+    found = validated(row(), {"": (3.9, 1.2)})
     assert list(found) == KEYS and (found["valid_loss"], found["valid_bits_per_byte"]) == (3.9, 1.2)
-    assert list(validated(row(), None, None)) == [key for key in KEYS if not key.startswith("valid_")]
-    assert list(validated(row(), 3.9, None)) == [key for key in KEYS if key != "valid_bits_per_byte"]
+    assert list(validated(row(), {})) == [key for key in KEYS if not key.startswith("valid_")]
+    assert list(validated(row(), {"": (3.9, None)})) == [key for key in KEYS if key != "valid_bits_per_byte"]
 
 
 @given(st.integers(1, 50), st.integers(1, 10**9), st.floats(1e-3, 1e5), st.floats(1, 1e13), st.integers(1, 4096))

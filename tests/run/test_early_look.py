@@ -17,6 +17,7 @@ sys.exit(code + 100 * ("torch" in sys.modules))
 WRONG = [
     ("data.train=no/such", 1, "MZ-201 no/such.idx: no such token file"),
     ("data.valid=no/such", 1, "MZ-201 no/such.idx: no such token file"),
+    ("data.validation=[{path: no/such}]", 1, "MZ-201 no/such.idx: no such token file"),
     ("data.tokenizer=no/such.model", 1, "MZ-209 no/such.model: no tokenizer"),
     ("model.vocab=100", 2, "MZ-112 "),
 ]

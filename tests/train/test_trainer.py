@@ -200,7 +200,7 @@ def test_validation_and_rows_come_when_due(tiny_data: TinyData, tmp_path: Path):
         (6, True),
         (7, True),
     ]
-    assert outcome.trainer.score is not None and outcome.rows[-1]["valid_loss"] == outcome.trainer.score.loss
+    assert outcome.rows[-1]["valid_loss"] == outcome.trainer.scores[""].loss
 
 
 def test_due_steps():
@@ -223,7 +223,7 @@ def test_weights_are_saved_before_the_last_validation_can_fail(tiny_data: TinyDa
         def score(self, stop: Callable[[], bool]) -> None:
             raise RuntimeError("the validation data went away")
 
-    trainer.validation = Broken()  # type: ignore[assignment]
+    trainer.validations = {"": Broken()}  # type: ignore[dict-item]
     try:
         with pytest.raises(RuntimeError, match="went away"):
             trainer.run()

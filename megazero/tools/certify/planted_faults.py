@@ -16,7 +16,7 @@ from megazero.base.quantized import BLOCK, code_bytes
 from megazero.build.assemble import StageInputs
 from megazero.checkpoint.save import ShardState
 from megazero.comm.home import Access
-from megazero.data.loader import MicroBatch
+from megazero.data.windows import MicroBatch
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block

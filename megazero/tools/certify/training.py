@@ -25,13 +25,14 @@ from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config
-from megazero.data.loader import MicroBatch, open_datasets
+from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose
 from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.model.parameter import declaration_of
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
+from megazero.run.data import open_data
 from megazero.run.disks import open_disks
 from megazero.tools.certify.rank import Results, record, write_results
 from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, eps_of
@@ -83,9 +84,7 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(config, device, comm.ledger)
     built = build(config, grid, device, ops, host, disks=disks)
-    data, model = config.data, config.model
-    train, _ = open_datasets(data.train, data.valid, model.seq_len, model.vocab, data.mask_eod)
-    loader = loader_of(config, train, grid["data"], device)
+    loader = loader_of(config, open_data(config).mixture, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
     plant(rig)

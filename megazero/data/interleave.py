@@ -1,0 +1,77 @@
+"""Say which source each sample of a mixture comes from, so exactly that every prefix has its share of each.
+
+With whole weights w_k, whose sum is the period P, source k has given c_k(n) of the first n samples, and
+
+    |c_k(n) - n w_k / P| < 1        for every source and every n
+
+Written for the j-th sample of source k (from 0), that is a first and a last slot for it: floor(j P / w_k) and
+ceil((j + 1) P / w_k) - 1. Samples are jobs of one slot each, and to take of those that may come the one whose last slot
+is nearest keeps all of them in time if any order does (Jackson 1955; slots as in Baruah, Cohen, Plaxton and Varvel,
+Proportionate Progress, Algorithmica 1996). That one does is R. Tijdeman, The Chairman Assignment Problem, Discrete
+Mathematics 1980. After P samples every source has given exactly w_k, and the order repeats. So one period is made once,
+and held; where a sample comes from is then two look-ups, at any number of it.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+
+class Interleaving:
+    """The order in which sources give samples.
+
+    Args:
+        weights: whole, at least 1 each: how many samples of a period a source gives. Making it takes O(their sum).
+
+    Attributes:
+        weights: the same, int64 [sources].
+        period: their sum.
+    """
+
+    def __init__(self, weights: Sequence[int]):
+        assert weights and min(weights) > 0, "checked by the config"
+        self.weights = np.array(weights, np.int64)
+        self.period = int(self.weights.sum())
+        self._sources = _one_period([int(weight) for weight in weights])  # [P]
+        # The slots of each source, one source after the other, and for each slot its place among its source's.
+        self._slots = np.argsort(self._sources, kind="stable")
+        self._firsts = np.cumsum(self.weights) - self.weights
+        self._places = np.empty(self.period, np.int64)
+        self._places[self._slots] = np.arange(self.period) - np.repeat(self._firsts, self.weights)
+
+    def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (source, number of the sample among that source's, from 0) of samples, int64 of their shape."""
+        periods, slots = np.divmod(samples, self.period)
+        sources = self._sources[slots]
+        return sources, periods * self.weights[sources] + self._places[slots]
+
+    def sample(self, source: int, number: int) -> int:
+        """Return the sample that is a source's `number`-th, from 0: the inverse of `of`."""
+        periods, place = divmod(number, int(self.weights[source]))
+        return periods * self.period + int(self._slots[self._firsts[source] + place])
+
+    def counts(self, samples: int) -> np.ndarray:
+        """Return how many of the first so many samples come from each source, int64 [sources]."""
+        periods, rest = divmod(samples, self.period)
+        return periods * self.weights + np.bincount(self._sources[:rest], minlength=len(self.weights))
+
+
+def _one_period(weights: Sequence[int]) -> np.ndarray:
+    """Return the source of each slot of a period, int64 [sum of weights]."""
+    period = sum(weights)
+    early: list[tuple[int, int, int]] = []  # (first slot, source, number) of samples whose time has not come
+    ready: list[tuple[int, int, int]] = []  # (slot before which it must come, source, number)
+    for source in range(len(weights)):
+        heappush(early, (0, source, 0))
+    order = np.empty(period, np.int64)
+    for slot in range(period):
+        while early and early[0][0] <= slot:
+            _, source, number = heappop(early)
+            heappush(ready, (-(-(number + 1) * period // weights[source]), source, number))
+        end, source, number = heappop(ready)
+        assert slot < end, "Tijdeman 1980"
+        order[slot] = source
+        if number + 1 < weights[source]:
+            heappush(early, ((number + 1) * period // weights[source], source, number + 1))
+    return order

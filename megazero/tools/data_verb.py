@@ -1,0 +1,41 @@
+"""`megazero data`: the command line of what `tools/seen_text.py` finds. Imports torch only when it runs."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from megazero.base.answers import answer
+from megazero.base.command_line import at_least
+from megazero.base.doing import doing
+from megazero.base.errors import UserError
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    data = verbs.add_parser("data", help="tell which text a step of a run saw, or when a document was seen")
+    data.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
+    data.add_argument("--step", type=at_least(1, int), help="of which to show the text, counted from 1 as in the rows")
+    data.add_argument("--rank", type=at_least(0, int), help="only what this rank read, on the newest checkpoint's grid")
+    data.add_argument("--document", type=at_least(0, int), help="of which to show in which steps it was read, instead")
+    data.add_argument("--source", metavar="NAME", help="of the document, where there are several")
+    data.add_argument("--json", action="store_true")
+    data.set_defaults(run=_data)
+
+
+def _data(options: argparse.Namespace) -> int:
+    step, document = options.step, options.document
+    if (step is None) == (document is None):
+        raise UserError(100, "expected either --step or --document", where="data")
+    if step is None and options.rank is not None:
+        raise UserError(100, "--rank goes with --step", where="data")
+    if document is None and options.source is not None:
+        raise UserError(100, "--source goes with --document", where="data")
+    with doing("loading torch"):
+        from megazero.run.folder import RunFolder
+        from megazero.tools.seen_text import as_text, step_text, steps_of
+
+    folder = RunFolder(options.run_folder)
+    found = step_text(folder, step, options.rank) if document is None else steps_of(folder, document, options.source)
+    answer(json.dumps(found, indent=1) if options.json else as_text(found))
+    return 0

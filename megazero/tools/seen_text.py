@@ -1,0 +1,158 @@
+"""Find which text a step of a run saw, and in which steps a document was seen: both by the functions that chose it.
+
+Nothing of it is recorded while a run trains. A step's samples name windows, and windows documents; the way back goes
+through the inverse of the permutation. Both read the run's config.yaml and the token files that it names.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from megazero.base.errors import UserError
+from megazero.base.terminal import in_columns
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.store import Store
+from megazero.config.file import load
+from megazero.config.schema import Config
+from megazero.data.sampler import placement
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
+from megazero.observe.jsonl import read_rows
+from megazero.run.data import RunData, open_data
+from megazero.run.folder import RunFolder
+
+_SHOWN = 48  # characters of a text in a table
+
+
+def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, Any]]:
+    """Return the documents, or parts of them, that a step read, in the order of its samples.
+
+    Each is {sample, source, document, offset, tokens}, with `text` where the run has a tokenizer. A sample has as many
+    as its window touches; `source` is null where the only one has no name, `offset` is in tokens of the document.
+
+    Args:
+        step: from 1.
+        rank: only the samples that it computed, on the grid of the newest checkpoint; None: all.
+
+    Raises:
+        UserError: 113, no run is there; 100, no such step or rank; 402, there is no checkpoint to tell the grid.
+    """
+    folder.require_run()
+    config = load(str(folder.config))
+    if step > config.run.steps:
+        raise UserError(100, f"--step {step}: the run has {config.run.steps:,} steps", where="data")
+    samples = (step - 1) * config.batch.global_ + np.arange(config.batch.global_)
+    if rank is not None:
+        samples = samples[_of_rank(folder, config, rank)]
+    data, length = open_data(config), config.model.seq_len
+    tokenizer = _tokenizer(config)
+    found = []
+    for sample, source, window in zip(
+        *(each.tolist() for each in (samples, *data.mixture.locate(samples))), strict=True
+    ):
+        chosen = data.mixture.sources[source]
+        for part in _parts(data, source, window, length):
+            text = {} if tokenizer is None else {"text": _text(data, source, part, tokenizer)}
+            found.append({"sample": sample, "source": chosen.name} | part | text)
+    return found
+
+
+def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[str, Any]]:
+    """Return in which of the steps done so far a document was read, by step.
+
+    Each is {step, sample, source, document, offset, tokens}: which part of it was in that sample.
+
+    Args:
+        document: its number in the token files.
+        name: of the source; may be None where there is one.
+
+    Raises:
+        UserError: 113, no run is there; 100, no such source or document; 122, the document is not trained on.
+    """
+    folder.require_run()
+    config = load(str(folder.config))
+    data, length, done = open_data(config), config.model.seq_len, _done(folder)
+    source = _source(data, name)
+    windows = data.mixture.sources[source].windows
+    stream, samples = windows.stream, done * config.batch.global_
+    if document >= stream.dataset.num_documents:
+        what = f"--document {document}: {stream.dataset.prefix} has {stream.dataset.num_documents:,} documents"
+        raise UserError(100, what, where="data")
+    if (span := stream.span(document)) is None:
+        what = f"document {document} is not trained on: it is empty, or held out by data.valid"
+        raise UserError(122, what, where=stream.dataset.prefix)
+    count = data.mixture.counts(samples)[source]
+    found = []
+    for window in range(span[0] // length, min((span[1] - 1) // length + 1, windows.num_windows)):
+        part = next(part for part in _parts(data, source, window, length) if part["document"] == document)
+        for epoch in range(-(-count // windows.num_windows)):
+            sample = data.mixture.sample_of(source, window, epoch)
+            if sample < samples:
+                step = sample // config.batch.global_ + 1
+                found.append({"step": step, "sample": sample, "source": data.mixture.sources[source].name} | part)
+    return sorted(found, key=lambda each: (each["sample"], each["offset"]))
+
+
+def as_text(found: list[dict[str, Any]]) -> str:
+    """Return what was found as a table, texts by their beginning."""
+    if not found:
+        return "in no step so far"
+    heads = tuple(head for head in found[0] if head != "text")
+    lines = in_columns([heads, *(tuple(_shown(each[head]) for head in heads) for each in found)])
+    texts = ["", *(_shown(each.get("text", "")) for each in found)]
+    return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        text = ascii(value)[1:-1] if not value.isprintable() else value
+        return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return "-" if value is None else str(value)
+
+
+def _parts(data: RunData, source: int, window: int, length: int) -> list[dict[str, Any]]:
+    """Return the documents of a window's input, {document, offset, tokens}."""
+    stream = data.mixture.sources[source].windows.stream
+    parts = stream.parts(window * length, (window + 1) * length)
+    return [{"document": document, "offset": offset, "tokens": tokens} for document, offset, tokens in parts]
+
+
+def _text(data: RunData, source: int, part: dict[str, Any], tokenizer: Tokenizer) -> str:
+    dataset = data.mixture.sources[source].windows.stream.dataset
+    first = int(dataset.document_offsets[part["document"]]) + part["offset"]
+    return tokenizer.decode(dataset.read(first, first + part["tokens"]).tolist())
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    path = config.data.tokenizer
+    return None if path is None else open_tokenizer(path, config.model.vocab)
+
+
+def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
+    """Return which sequences of a step a rank of the world computed: ranks are counted tensor, then data, fastest."""
+    store = Store(folder.checkpoints)
+    if not (steps := store.steps()):
+        raise UserError(402, "no checkpoint yet that tells the grid", "leave --rank out", where=folder.checkpoints)
+    grid = read_manifest(store.path(steps[0])).grid
+    ranks, batch = grid["tensor"] * grid["data"] * grid["pipeline"], config.batch
+    if rank >= ranks:
+        raise UserError(100, f"--rank {rank}: the run has {ranks} ranks", where="data")
+    data_rank, micro_batches = rank // grid["tensor"] % grid["data"], batch.global_ // (batch.micro * grid["data"])
+    places = (placement(i, grid["data"], micro_batches, batch.micro) for i in range(batch.global_))
+    return [i for i, place in enumerate(places) if place[0] == data_rank]
+
+
+def _source(data: RunData, name: str | None) -> int:
+    names = [source.name for source in data.mixture.sources]
+    if name is None and len(names) == 1:
+        return 0
+    if name not in names:
+        known = ", ".join(str(each) for each in names)
+        what = "--source is missing" if name is None else f"--source {name}: no such source"
+        raise UserError(100, f"{what}; expected one of {known}", where="data")
+    return names.index(name)
+
+
+def _done(folder: RunFolder) -> int:
+    """Return how many steps the run has logged or saved."""
+    rows = read_rows(folder.metrics) if folder.metrics.exists() else []
+    return max([0, *(row["step"] for row in rows[-1:]), *Store(folder.checkpoints).steps()[:1]])

@@ -1,0 +1,122 @@
+"""What `megazero data` says of a step is what the loader reads, and the way back finds every sight of a document."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.__main__ import main
+from megazero.config.file import load
+from megazero.data.loader import BatchLoader
+from megazero.data.tokenizer import Tokenizer
+from megazero.run.data import open_data
+from megazero.run.folder import RunFolder
+from megazero.run.session import launch
+from tests.sources import cut, options
+from tests.tiny_run import TinyData
+
+
+@pytest.fixture(scope="module")
+def run(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of 40 steps on three sources, of which it goes through some more than once."""
+    folder = RunFolder(tmp_path_factory.mktemp("seen") / "run")
+    mixed = options(cut(tiny_data, tmp_path_factory.mktemp("sources")))
+    config = tiny_data.load(folder.path, *mixed, "run.steps=40", "batch.global=12", "model.layers=1", "data.valid=0.2")
+    assert launch(config, "small", 1) == 0
+    return folder
+
+
+def asked(capsys: pytest.CaptureFixture[str], folder: RunFolder, *words: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["data", "--run", str(folder.path), "--json", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("step", [1, 17, 40])
+def test_a_step_is_what_the_loader_reads(run: RunFolder, tiny_data: TinyData, step: int, capsys) -> None:
+    config = load(str(run.config))
+    loader = BatchLoader(open_data(config).mixture, global_batch=12, micro_batch=2)
+    tokenizer = Tokenizer(tiny_data.tokenizer)
+    found = asked(capsys, run, "--step", str(step))
+    for batch in loader.step(step - 1):
+        for b, sample in enumerate(batch.sample_ids_B.tolist()):
+            parts = [part for part in found if part["sample"] == sample]
+            assert sum(part["tokens"] for part in parts) == 32
+            ids, at = batch.tokens_SB[:, b].tolist(), 0
+            for part in parts:
+                assert part["text"] == tokenizer.decode(ids[at : at + part["tokens"]])
+                assert part["source"] in ("first", "second", "third")
+                at += part["tokens"]
+    loader.close()
+    assert list(dict.fromkeys(part["sample"] for part in found)) == list(range(12 * step - 12, 12 * step))
+    assert asked(capsys, run, "--step", str(step), "--rank", "0") == found
+
+
+def test_the_way_back_finds_every_sight_of_a_document(run: RunFolder, capsys) -> None:
+    sights: dict[tuple[str, int], list[dict]] = {}
+    for step in range(1, 41):
+        for part in asked(capsys, run, "--step", str(step)):
+            del part["text"]
+            sights.setdefault((part["source"], part["document"]), []).append({"step": step} | part)
+    assert max(len({part["step"] for part in parts}) for parts in sights.values()) >= 4, "some were read again"
+    for (source, document), parts in list(sights.items())[::9]:
+        found = asked(capsys, run, "--document", str(document), "--source", source)
+        assert found == sorted(parts, key=lambda part: (part["sample"], part["offset"]))
+
+
+def test_text_for_people(run: RunFolder, capsys) -> None:
+    capsys.readouterr()
+    assert main(["data", "--run", str(run.path), "--step", "3"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["sample", "source", "document", "offset", "tokens"] and rows[0].split()[0] == "24"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--step", "41"], "MZ-100 data: --step 41: the run has 40 steps"),
+        (["--step", "1", "--document", "1"], "MZ-100 data: expected either --step or --document"),
+        ([], "MZ-100 data: expected either --step or --document"),
+        (["--step", "1", "--rank", "1"], "MZ-100 data: --rank 1: the run has 1 ranks"),
+        (["--step", "1", "--source", "first"], "MZ-100 data: --source goes with --document"),
+        (["--document", "1", "--rank", "0"], "MZ-100 data: --rank goes with --step"),
+        (["--document", "1"], "MZ-100 data: --source is missing; expected one of first, second, third"),
+        (["--document", "1", "--source", "x"], "MZ-100 data: --source x: no such source; expected one of first"),
+        (["--document", "9999", "--source", "first"], "MZ-100 data: --document 9999: "),
+    ],
+)
+def test_refusals(run: RunFolder, words: list[str], line: str, capsys) -> None:
+    assert main(["data", "--run", str(run.path), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(line) and err.count("\n") == 1
+
+
+def test_held_out_documents_are_not_trained_on(run: RunFolder, capsys) -> None:
+    data = open_data(load(str(run.config)))
+    held_out = data.validation["second"].stream
+    document, _ = held_out.locate(0)
+    assert main(["data", "--run", str(run.path), "--document", str(document), "--source", "second"]) == 2
+    assert "MZ-122" in capsys.readouterr().err
+
+
+def test_no_run(tmp_path: Path, capsys) -> None:
+    assert main(["data", "--run", str(tmp_path), "--step", "1"]) == 2
+    assert capsys.readouterr().err.startswith("MZ-113 ")
+
+
+def test_a_rank_of_a_grid(run: RunFolder, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Ranks are counted tensor fastest, then data, then pipeline; together the data ranks read the step."""
+    from megazero.tools import seen_text
+
+    class Grid:
+        grid = {"tensor": 2, "data": 3, "pipeline": 2}  # noqa: RUF012
+
+    monkeypatch.setattr(seen_text, "read_manifest", lambda path: Grid)
+    whole = asked(capsys, run, "--step", "5")
+    ranks = [asked(capsys, run, "--step", "5", "--rank", str(rank)) for rank in range(12)]
+    assert ranks[0] == ranks[1] == ranks[6] != ranks[2]
+    assert sorted(part["sample"] for rank in (0, 2, 4) for part in ranks[rank]) == [part["sample"] for part in whole]
+    assert ranks[2][0]["sample"] == 48 + 2, "of 12 sequences, two a micro-batch"
