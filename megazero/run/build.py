@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.data.loader import BatchLoader, MicroBatch, WindowDataset, open_datasets, validation_batches
+from megazero.data.origin import require_counts, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
@@ -57,12 +59,13 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what its checkpoints say of it, the tensors to fill from one, and the kernels of the device."""
+    """A trainer, what its checkpoints say of it, the tensors to fill from one, kernels of the device, the tokenizer."""
 
     trainer: Trainer
     about: CheckpointMetadata
     holdings: list[ShardState]
     ops: Operations
+    tokenizer: Tokenizer | None
 
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
@@ -82,6 +85,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         train, valid = open_datasets(
             config.data.train, config.data.valid, config.model.seq_len, config.model.vocab, config.data.mask_eod
         )
+        _text_bytes(train, tokenizer)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -136,7 +140,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops)
+    return Ready(trainer, about, holdings_to_load(built), ops, tokenizer)
 
 
 def loader_of(config: Config, train: WindowDataset, data: Axis, device: torch.device) -> BatchLoader:
@@ -185,7 +189,7 @@ def _validation(
     if dataset is None:
         return None
     micro, samples = config.batch.micro, config.data.valid_samples
-    token_bytes = None if tokenizer is None else tokenizer.token_bytes()
+    token_bytes = _text_bytes(dataset, tokenizer)
 
     def batches() -> Iterator[MicroBatch]:
         return validation_batches(dataset, micro, samples, data_rank=grid["data"].rank, num_data=grid["data"].size)
@@ -193,6 +197,21 @@ def _validation(
     validation = Validation(batches, losses, token_bytes, grid.partial("loss"), grid["pipeline"].size, device)
     validation.check(str(dataset.stream.dataset.bin_path))
     return validation
+
+
+def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:
+    """Return the bytes of text that each id stands for, float64 [vocab] where they are means over the whole data set.
+
+    Raises:
+        UserError: 203, what is written of the data's origin is of other files; 219, it was made by another tokenizer.
+    """
+    files = data.stream.dataset
+    origin = require_tokenizer(files.prefix, tokenizer)
+    require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
+    if tokenizer is None:
+        return None
+    sizes = tokenizer.token_bytes()
+    return sizes if tokenizer.lossless or origin is None else sizes * origin.bytes_scale
 
 
 def _sinks(config: Config, site: RunContext, first: bool, engine: Engine, ledger: Ledger) -> Sinks:

@@ -34,7 +34,10 @@ def beginning(
     start += f"into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
     data = config.data
-    yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}"
+    tokenizer = ready.tokenizer
+    lossy = tokenizer is not None and not tokenizer.lossless
+    told = ", which changes text: bits per byte are of the text's own bytes, where the data's origin is known"
+    yield f"data {data.train}, tokenizer {data.tokenizer or 'none: ids alone'}{told if lossy else ''}"
     yield _resting(config, ready.trainer)
     if device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"
