@@ -26,7 +26,7 @@ import numpy as np
 
 from data_tools.corpus import PIECE_BYTES, Piece
 from megazero.base.errors import UserError
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 
 _BATCHES_PER_WORKER = 3  # on their way: one at work, one waiting, one done and waiting for its turn
 
@@ -111,7 +111,7 @@ def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[t
 def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
     """Encode what comes until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    encode = Tokenizer(path).encode
+    encode = open_tokenizer(path).encode
     try:
         while True:
             connection.send([np.array(encode(text), dtype) for text in connection.recv()])

@@ -24,18 +24,20 @@ import numpy as np
 from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.origin import require_tokenizer
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 BLOCK = 1 << 22  # tokens read at a time
 
 
 def inspect(options: argparse.Namespace) -> None:
-    tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     if options.document is not None and tokenizer is None:
         raise UserError(
             190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
         )
     dataset = IndexedDataset(options.prefix)
+    require_tokenizer(options.prefix, tokenizer)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high = _scan(dataset, vocab)
     lengths = np.diff(dataset.document_offsets)

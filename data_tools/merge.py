@@ -3,7 +3,7 @@
     python data_tools/merge.py data/books data/web --output data/all
 
 Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
-type, which is the best sign at hand that they come from the same vocabulary.
+type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`).
 """
 
 import sys
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from data_tools.command import Parser, add_output, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts
 
 BLOCK = 1 << 22  # tokens copied at a time
 
@@ -31,12 +32,23 @@ def merge(options: argparse.Namespace) -> None:
         if dataset.dtype != datasets[0].dtype:
             what = f"stores {dataset.dtype}, but {datasets[0].prefix} stores {datasets[0].dtype}"
             raise UserError(217, what, "preprocess both with the same tokenizer", where=dataset.prefix)
+    origins = [_origin(dataset) for dataset in datasets]
+    whole = joined(origins, datasets[0].prefix)
+    path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
     with IndexedDatasetWriter(options.output, datasets[0].dtype) as writer:
         for dataset in datasets:
             _copy(dataset, writer)
         if not writer.num_documents:
             raise UserError(214, "expected documents, got none in any input", "check the inputs", where=options.output)
+    if whole is not None:
+        whole.write(options.output)
     print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
+
+
+def _origin(dataset: IndexedDataset) -> Origin | None:
+    origin = read_origin(dataset.prefix)
+    require_counts(origin, dataset.num_documents, dataset.num_tokens, dataset.prefix)
+    return origin
 
 
 def _copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:

@@ -39,21 +39,24 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.origin import Origin, path_of
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass
 class Summary:
-    """The counts of what went into a data set; bytes are those of the text."""
+    """The counts of what went into a data set; bytes are those of the text, id_bytes those that its ids stand for."""
 
     documents: int = 0
     empty: int = 0
     tokens: int = 0
     bytes: int = 0
+    id_bytes: int = 0
+    longest: int = 0
 
 
 def preprocess(options: argparse.Namespace) -> None:
-    tokenizer = Tokenizer(options.tokenizer)
+    tokenizer = open_tokenizer(options.tokenizer)
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
     started = time.monotonic()
@@ -106,6 +109,7 @@ def _write(
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
     eod = np.array([tokenizer.eod], dtype)
     sizes = tokenizer.token_bytes()
+    path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
     summary, length = Summary(), 0  # length: tokens of the document so far
     pieces = read_pieces(files, options.key, skipped)
     with (
@@ -115,10 +119,12 @@ def _write(
         for piece, ids in encoded:
             writer.append(ids)
             length += len(ids)
-            summary.bytes += int(sizes[ids].sum())
+            summary.bytes += len(piece.text.encode())
+            summary.id_bytes += int(sizes[ids].sum())
             if piece.last and length:
                 writer.append(eod)
                 writer.end_document()
+                summary.longest = max(summary.longest, length + 1)
             if piece.last:
                 summary.empty += not length
                 length = 0
@@ -127,6 +133,15 @@ def _write(
         if not summary.documents:
             what = f"expected text, got {summary.empty:,} empty documents in {len(files):,} files"
             raise UserError(214, what, "check --input", where=files[0])
+    Origin(
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        summary.documents,
+        summary.tokens,
+        summary.bytes,
+        summary.id_bytes,
+        summary.longest,
+    ).write(options.output)
     return summary
 
 

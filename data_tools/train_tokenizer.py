@@ -33,7 +33,7 @@ from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
 CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
@@ -100,7 +100,7 @@ def _check(model: bytes, sample: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokenizer.model")
         path.write_bytes(model)
-        tokenizer = Tokenizer(path)
+        tokenizer = open_tokenizer(path)
     num_bytes = num_tokens = 0
     for text in sample:
         ids = tokenizer.encode(text)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import sentencepiece
 
-from megazero.data.tokenizer import SPACE_MARK
+from megazero.data.tokenizers.common import SPACE_MARK
 
 SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
 

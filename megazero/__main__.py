@@ -273,10 +273,11 @@ def _export(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     with doing("loading torch"):
+        from megazero.observe.sinks import warn
         from megazero.tools.convert.transformers_files import import_run
     from megazero.run.folder import RunFolder
 
-    answer(import_run(options.model, RunFolder(options.out)))
+    answer(import_run(options.model, RunFolder(options.out), warn))
     return 0
 
 

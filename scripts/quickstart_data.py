@@ -34,7 +34,7 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 
 VOCAB = 8192
 RECIPE = "2: without tables"  # of the corpus; another text for another choice of files
@@ -60,7 +60,7 @@ def quickstart_data(options: argparse.Namespace) -> None:
     if not _is_dataset(prefix):
         _command(preprocess.main, ["--input", corpus, "--tokenizer", model, "--output", prefix])
     dataset = IndexedDataset(prefix)
-    ratio = Tokenizer(model).token_bytes()[dataset.read(0, dataset.num_tokens)].sum() / dataset.num_tokens
+    ratio = open_tokenizer(model).token_bytes()[dataset.read(0, dataset.num_tokens)].sum() / dataset.num_tokens
     _tell(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
 
 
@@ -93,7 +93,7 @@ def is_table(text: str) -> bool:
 
 def _is_tokenizer(model: Path) -> bool:
     try:
-        return Tokenizer(model).vocab_size == VOCAB
+        return open_tokenizer(model).vocab_size == VOCAB
     except UserError:
         return False
 

@@ -28,7 +28,7 @@ from megazero.checkpoint.save import _read_part
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from megazero.run import lock as lock_module
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
@@ -244,7 +244,7 @@ class TokenizerFile(Subject):
     def case(self, draw: random.Random) -> Callable[[], object]:
         path = self.folder / "tokenizer.model"
         path.write_bytes(mangled(self.good, draw))
-        return lambda: Tokenizer(path).token_bytes()
+        return lambda: open_tokenizer(path).token_bytes()
 
 
 class Import(Subject):
@@ -290,7 +290,7 @@ class Import(Subject):
 
         def read() -> None:
             try:
-                import_run(self.folder, RunFolder(out))
+                import_run(self.folder, RunFolder(out), lambda text: None)
             except UserError:
                 assert not out.exists(), "a failed import leaves nothing behind"
                 assert not list(self.folder.glob("out*.tmp-*"))

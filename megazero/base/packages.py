@@ -41,6 +41,10 @@ PACKAGES = (
     Package("matplotlib", "matplotlib"),
     Package("wandb", "wandb", use="observe.wandb"),
     Package("tensorboard", "tensorboard", use="observe.tensorboard"),
+    Package("tokenizers", "tokenizers", use="tokenizer.json"),
+    Package("tiktoken", "tiktoken", use="*.tiktoken"),
+    Package("pyarrow", "pyarrow", use="text in .parquet and .arrow"),
+    Package("zstandard", "zstandard", use="text in .zst"),
     Package("transformers", "transformers", use="the tests of export and import"),
 )
 _NEEDED = tuple(package.module.partition(".")[0] for package in PACKAGES if not package.use)

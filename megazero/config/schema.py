@@ -266,7 +266,8 @@ class Data(Section):
     valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
     valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
     tokenizer: Text | None = Field(
-        default=None, description="sentencepiece model, from the current folder; for samples and bits per byte."
+        default=None,
+        description="*.model, tokenizer.json, *.tiktoken, from the current folder, or bytes; for text, bits per byte.",
     )
     mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
 

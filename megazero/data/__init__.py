@@ -7,5 +7,6 @@ windows           windows of the stream as tensors
 interleave        sample id -> source, and which of its samples: several sources by weight
 mixture           one source, or several: sample id -> source and window
 loader            one list of micro-batches per step
-tokenizer         text <-> ids, lossless
+tokenizer         text <-> ids; tokenizers/: its kinds
+origin            what token files were made of, PREFIX.json
 """

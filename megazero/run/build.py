@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.data.loader import BatchLoader, validation_batches
 from megazero.data.mixture import Mixture
+from megazero.data.origin import require_counts, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import MicroBatch, WindowDataset
 from megazero.kernels.operations import Operations
@@ -61,7 +63,7 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what checkpoints say of it, the tensors to fill from one, the device's kernels, open disks, the data."""
+    """A trainer, what checkpoints say of it, tensors to fill from one, the device's kernels, disks, data, tokenizer."""
 
     trainer: Trainer
     about: CheckpointMetadata
@@ -69,6 +71,7 @@ class Ready(NamedTuple):
     ops: Operations
     disks: PagedHome | None
     mixture: Mixture
+    tokenizer: Tokenizer | None
 
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
@@ -86,6 +89,8 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     with doing("opening the data"):
         data = open_data(config)
+        for source in data.mixture.sources:
+            _text_bytes(source.windows, tokenizer)
         if grid["world"].rank == 0:  # the others would read the same
             refuse_overlap(config, data)
     repeat_bits(config, device)
@@ -146,7 +151,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops, disks, data.mixture)
+    return Ready(trainer, about, holdings_to_load(built), ops, disks, data.mixture, tokenizer)
 
 
 def loader_of(config: Config, mixture: Mixture, data: Axis, device: torch.device) -> BatchLoader:
@@ -192,7 +197,7 @@ def _validation(
     device: torch.device,
 ) -> Validation:
     micro, samples = config.batch.micro, config.data.valid_samples
-    token_bytes = None if tokenizer is None else tokenizer.token_bytes()
+    token_bytes = _text_bytes(dataset, tokenizer)
 
     def batches() -> Iterator[MicroBatch]:
         return validation_batches(dataset, micro, samples, data_rank=grid["data"].rank, num_data=grid["data"].size)
@@ -200,6 +205,21 @@ def _validation(
     validation = Validation(batches, losses, token_bytes, grid.partial("loss"), grid["pipeline"].size, device)
     validation.check(str(dataset.stream.dataset.bin_path))
     return validation
+
+
+def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:
+    """Return the bytes of text that each id stands for, float64 [vocab] where they are means over the whole data set.
+
+    Raises:
+        UserError: 203, what is written of the data's origin is of other files; 221, it was made by another tokenizer.
+    """
+    files = data.stream.dataset
+    origin = require_tokenizer(files.prefix, tokenizer)
+    require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
+    if tokenizer is None:
+        return None
+    sizes = tokenizer.token_bytes()
+    return sizes if tokenizer.lossless or origin is None else sizes * origin.bytes_scale
 
 
 def _sinks(config: Config, site: RunContext, first: bool, engine: Engine, ledger: Ledger) -> Sinks:

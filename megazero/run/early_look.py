@@ -8,6 +8,7 @@ from megazero.build.pipeline import check_world
 from megazero.config.file import run_dir
 from megazero.config.schema import Config
 from megazero.data.indexed_dataset import refuse_missing
+from megazero.data.origin import require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
@@ -17,7 +18,7 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     """Refuse wrong numbers of ranks, a folder that is taken, data that are not there, a tokenizer that does not fit.
 
     Raises:
-        UserError: 106; 110, 420; 201; 209, 210, 112.
+        UserError: 106; 110, 420; 201; 162, 209, 210, 112; 203, 221.
     """
     if nproc is not None:
         check_world(config, nproc, f"--nproc {nproc}")
@@ -26,10 +27,10 @@ def look(config: Config, name: str, nproc: int | None) -> None:
         folder.refuse_if_taken(RunLock(folder.lock))
     if folder.path.exists() or config.checkpoint.resume not in ("none", "auto"):
         return
-    if data.tokenizer is not None:
-        open_tokenizer(data.tokenizer, config.model.vocab)
+    tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer, config.model.vocab)
     for path in _paths(config):
         refuse_missing(path)
+        require_tokenizer(path, tokenizer)
 
 
 def _paths(config: Config) -> list[str]:

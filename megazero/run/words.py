@@ -34,12 +34,20 @@ def beginning(
     start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, "
     start += f"into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
-    yield f"data {sources_text(config, ready.mixture)}, tokenizer {config.data.tokenizer or 'none: ids alone'}"
+    yield f"data {sources_text(config, ready.mixture)}, tokenizer {_tokenizer(config, ready)}"
     yield _resting(config, ready.trainer)
     if device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"
     if config.parallel.pipeline > 1:
         yield summary(report(job_of(config, grid["world"].size))[0])
+
+
+def _tokenizer(config: Config, ready: Ready) -> str:
+    """Return which tokenizer a run has, in words."""
+    if ready.tokenizer is None:
+        return "none: ids alone"
+    told = "" if ready.tokenizer.lossless else ", which changes text: bits per byte are of the text's own bytes, where "
+    return f"{config.data.tokenizer}{told}{'the origin of the data is known' if told else ''}"
 
 
 def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:

@@ -36,6 +36,9 @@ def _data(options: argparse.Namespace) -> int:
         from megazero.tools.seen_text import as_text, step_text, steps_of
 
     folder = RunFolder(options.run_folder)
-    found = step_text(folder, step, options.rank) if document is None else steps_of(folder, document, options.source)
+    if step is not None:
+        found = step_text(folder, step, options.rank)
+    else:
+        found = steps_of(folder, document, options.source)
     answer(json.dumps(found, indent=1) if options.json else as_text(found))
     return 0

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.build.assemble import DTYPES, build_model
+from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights
 from megazero.config.file import load
+from megazero.data.tokenizer import open_tokenizer
 from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import whole_shapes
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
-from megazero.run.build import open_tokenizer
 from megazero.run.folder import RunFolder
 
 
@@ -39,7 +40,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
     Raises:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
-            no tokenizer; 402, it has no weights yet; 404, they are another model's; 410, they are damaged.
+            no tokenizer; 221, that is another than in training; 402, it has no weights yet; 404, they are another
+            model's; 410, they are damaged.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -47,17 +49,22 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
         raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
     model = build_model(config)
-    load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
+    found = load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
+    if found.identity.get("tokenizer") not in (None, tokenizer.fingerprint):
+        what = f"was trained with the tokenizer {found.identity['tokenizer']}, {tokenizer.path} is "
+        raise UserError(221, f"{what}{tokenizer.fingerprint}", "give data.tokenizer of then", where=folder.config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
-    return prompt + tokenizer.decode(new)
+    # New ids are decoded behind those of the prompt: some kinds drop a space where a text begins.
+    return prompt + tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
 
 
-def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> None:
-    """Give the (meta) model the memory and values of the newest whole checkpoint's weights. Raises UserError."""
-    _, weights = newest_weights(store, whole_shapes(model), warn)
+def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> Manifest:
+    """Give the (meta) model the newest whole checkpoint's weights; return its manifest. Raises UserError."""
+    manifest, weights = newest_weights(store, whole_shapes(model), warn)
     for name, parameter in dict(model.named_parameters()).items():
         torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
+    return manifest
 
 
 def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:

@@ -41,7 +41,7 @@ class Validation:
     Args:
         batches: gives this rank's, from the first; as many on every rank.
         losses: token losses [S, B] of some of them, without gradients or dropout; of none where the last stage is not.
-        token_bytes: int64 [vocab], the bytes of text each id stands for; None when there is no tokenizer.
+        token_bytes: int64 or float64 [vocab], the bytes of text each id stands for; None: there is no tokenizer.
         axes: along which each rank has a part of the sums.
         stages: ranks of the pipeline.
         device: of this rank.
@@ -92,7 +92,7 @@ class Validation:
                     sums[0] += losses_SB.sum(dtype=torch.float64).item()
                     sums[1] += int(batch.valid_SB.sum())
                     if self._token_bytes is not None:
-                        sums[2] += int(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
+                        sums[2] += float(self._token_bytes[batch.targets_SB[batch.valid_SB]].sum())
                 progress.advance(len(some))
         everyone = torch.tensor(sums, dtype=torch.float64, device=self._device)
         for axis in self._axes:

@@ -205,7 +205,9 @@ def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[
                 x = timed(i, 0, lambda stage=stage, x=x, m=m, feed=feed: stage.forward(m, x, feed))
             gradient = None
             for i, stage in reversed(list(enumerate(stages))):
-                gradient = timed(i, 1, lambda stage=stage, g=gradient, m=m: stage.backward_input(m, g))
+                gradient = timed(
+                    i, 1, lambda stage=stage, g=gradient, m=m: stage.backward_input(m, g, forward_follows=False)
+                )
                 timed(i, 2, lambda stage=stage, m=m: stage.backward_weight(m, reduce=m == 1, last=m == 1))
         for stage in stages:
             stage.finish_reduction()

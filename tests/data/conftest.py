@@ -8,7 +8,7 @@ import pytest
 
 from data_tools import train_tokenizer
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 Make = Callable[..., IndexedDataset]
 
@@ -36,4 +36,4 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "small.model"
     sources = [str(module.__file__) for module in (argparse, textwrap)]
     assert train_tokenizer.main(["--input", *sources, "--output", str(path), "--vocab", "400"]) == 0
-    return Tokenizer(path)
+    return open_tokenizer(path)

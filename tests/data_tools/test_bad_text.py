@@ -15,7 +15,7 @@ from data_tools import corpus
 from data_tools.corpus import Skipped, check_files, find_files, read_pieces
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from tests.data_tools.conftest import REPOSITORY, Command
 from tests.kernels.test_compiler import lives
 
@@ -88,7 +88,9 @@ def test_what_is_bad_is_skipped_counted_and_listed(
     assert done.stderr == f"skipped {bad}\nskipped 1 in all, which are listed in {out}.skipped.txt\n"
     assert (tmp_path / "out.skipped.txt").read_text() == f"{bad}\n"
     dataset = IndexedDataset(out)
-    assert Tokenizer(model).decode(dataset.read(0, dataset.num_tokens).tolist()) == 3 * GOOD, "nothing of the bad one"
+    assert open_tokenizer(model).decode(dataset.read(0, dataset.num_tokens).tolist()) == 3 * GOOD, (
+        "nothing of the bad one"
+    )
     (headers / "d.h").unlink()
     for again in (line, [word for word in line if word != "--skip-bad"]):
         (tmp_path / "out.skipped.txt").write_text("of an earlier run")

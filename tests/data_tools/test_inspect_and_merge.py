@@ -11,7 +11,7 @@ import pytest
 from data_tools import inspect, merge
 from data_tools.command import Parser, run
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from tests.quiet import without_heartbeat
 
 
@@ -42,7 +42,7 @@ def test_inspect_json(command, tmp_path: Path):
 
 
 def test_inspect_shows_a_document(command, model: Path, tmp_path: Path):
-    tokenizer = Tokenizer(model)
+    tokenizer = open_tokenizer(model)
     write(tmp_path / "x", [[2], [*tokenizer.encode("def f():\n    pass\n"), 2]])
     result = command("inspect", "x", "--tokenizer", model, "--document", 1)
     assert result.returncode == 0 and "text           def f():\n    pass\n" in result.stdout

@@ -18,7 +18,7 @@ import pytest
 
 from data_tools import preprocess
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from tests.processes import alive, children, until, until_gone
 from tests.quiet import without_heartbeat
 
@@ -49,26 +49,23 @@ def test_documents_come_back_and_workers_do_not_matter(command, model: Path, tmp
         result = command("preprocess", *line, "--workers", workers)
         assert result.returncode == 0 and result.stderr == "", result.stderr
     texts = [big, odd, "x", source]
-    assert texts_of(tmp_path / "out/1", Tokenizer(model)) == texts
+    assert texts_of(tmp_path / "out/1", open_tokenizer(model)) == texts
     dataset = IndexedDataset(tmp_path / "out/1")
     num_bytes = sum(len(text.encode()) for text in texts)
     assert f"4 documents (2 empty ones skipped), {dataset.num_tokens:,} tokens, {num_bytes:,} bytes" in result.stdout
     assert dataset.dtype == np.uint16
-    for suffix in (".bin", ".idx"):
+    for suffix in (".bin", ".idx", ".json"):
         assert (tmp_path / f"out/1{suffix}").read_bytes() == (tmp_path / f"out/2{suffix}").read_bytes()
-    assert len(list((tmp_path / "out").iterdir())) == 4
+    assert len(list((tmp_path / "out").iterdir())) == 6
 
 
 def test_large_vocabularies_need_int32(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Large(Tokenizer):
-        def __init__(self, path: str | Path):
-            super().__init__(path)
-            self.vocab_size = 65_537
+    def large(path: Path) -> Tokenizer:
+        tokenizer = open_tokenizer(path)
+        tokenizer.vocab_size = 65_537
+        return tokenizer
 
-        def token_bytes(self) -> np.ndarray:
-            return np.ones(self.vocab_size, np.int64)
-
-    monkeypatch.setattr(preprocess, "Tokenizer", Large)
+    monkeypatch.setattr(preprocess, "open_tokenizer", large)
     (tmp_path / "x.txt").write_text("some text")
     arguments = ["--input", tmp_path / "x.txt", "--tokenizer", model, "--output", tmp_path / "x", "--workers", 1]
     assert preprocess.main([str(argument) for argument in arguments]) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from scripts import quickstart_data
 
 
@@ -42,7 +42,7 @@ EVERYTHING = {"corpus.jsonl", "recipe.txt", "tokenizer.model", "train.bin", "tra
 def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
     folder = tmp_path / "data/quickstart"
     assert make(folder) == EVERYTHING
-    dataset, tokenizer = IndexedDataset(folder / "train"), Tokenizer(folder / "tokenizer.model")
+    dataset, tokenizer = IndexedDataset(folder / "train"), open_tokenizer(folder / "tokenizer.model")
     text = "".join(path.read_bytes().decode() for path in few_sources)
     assert dataset.num_documents == 3 and tokenizer.decode(dataset.read(0, dataset.num_tokens).tolist()) == text
     assert make(folder) == set()
@@ -86,6 +86,6 @@ def test_failure_of_a_step_is_the_failure_of_the_script(few_sources, tmp_path: P
 def test_real_corpus(tmp_path: Path):
     """8,192 pieces reach 3.2 bytes per token on the standard library."""
     make(tmp_path)
-    dataset, tokenizer = IndexedDataset(tmp_path / "train"), Tokenizer(tmp_path / "tokenizer.model")
+    dataset, tokenizer = IndexedDataset(tmp_path / "train"), open_tokenizer(tmp_path / "tokenizer.model")
     assert tokenizer.vocab_size == 8192 and dataset.num_documents > 400
     assert tokenizer.token_bytes()[dataset.read(0, dataset.num_tokens)].mean() > 3.2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import train_tokenizer
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 
 SOURCE = Path(sysconfig.get_path("stdlib"), "argparse.py")
 
@@ -20,7 +20,7 @@ def test_command(command, tmp_path: Path):
     result = command("train_tokenizer", "--input", SOURCE, "--output", "made/x.model", "--vocab", 500)
     assert result.returncode == 0 and result.stderr == ""
     assert "500 pieces" in result.stdout and "bytes per token" in result.stdout
-    tokenizer = Tokenizer(tmp_path / "made/x.model")
+    tokenizer = open_tokenizer(tmp_path / "made/x.model")
     assert tokenizer.vocab_size == 500 and [path.name for path in (tmp_path / "made").iterdir()] == ["x.model"]
     assert tokenizer.decode([261]) not in ("\n", "\t")
     train("--input", SOURCE, "--output", tmp_path / "again.model", "--vocab", 500)
@@ -28,11 +28,11 @@ def test_command(command, tmp_path: Path):
 
 
 def test_indentation_is_one_token(model: Path):
-    assert len(Tokenizer(model).encode("        ")) == 1
+    assert len(open_tokenizer(model).encode("        ")) == 1
 
 
 def test_digits_stand_alone(model: Path):
-    assert len(Tokenizer(model).encode("1234567890" * 3)) == 30
+    assert len(open_tokenizer(model).encode("1234567890" * 3)) == 30
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_odd_corpora(tmp_path: Path, text: str, vocab: int):
     """No spaces at all, NUL characters, one endless line, the mark itself: the round trip is checked by the command."""
     (tmp_path / "x.txt").write_text(text)
     assert train("--input", tmp_path / "x.txt", "--output", tmp_path / "x.model", "--vocab", vocab) == 0
-    assert Tokenizer(tmp_path / "x.model").vocab_size == vocab
+    assert open_tokenizer(tmp_path / "x.model").vocab_size == vocab
 
 
 def test_a_large_corpus_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 import os
 import shutil
 
+from megazero.data.origin import Origin
 from tests.faults.site import (
     Site,
     fault,
@@ -95,6 +96,15 @@ def _(site: Site) -> list[str]:
 @fault("no tokenizer", "MZ-209 …gone.model…")
 def _(site: Site) -> list[str]:
     return site.train("run.dir=" + str(site.folder / "new"), f"data.tokenizer={site.folder / 'gone.model'}")
+
+
+@fault(
+    "token files of another tokenizer, of as many ids", "MZ-221 DATA.bin: was made by the tokenizer 0123456789abcdef…"
+)
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 500)
+    Origin("0123456789abcdef", 400, 1, 500, 500, 500, 500).write(data)
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null")
 
 
 @fault("a file where the run's folder should be", "MZ-401 …: cannot be written: …; choose another run.dir")

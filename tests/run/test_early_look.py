@@ -1,11 +1,14 @@
 """What a new run names wrongly is told before torch is imported, and nothing is left behind."""
 
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megazero.data.origin import read_origin
 from tests.tiny_run import ROOT, TinyData
 
 CODE = """
@@ -40,3 +43,21 @@ def test_a_folder_that_is_taken_needs_no_torch(tiny_data: TinyData, tmp_path: Pa
     done = train(tiny_data, tmp_path)
     assert done.returncode == 2 and done.stderr.startswith(f"MZ-110 {tmp_path}: holds a run already")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_token_files_of_another_tokenizer_need_no_torch(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Of as many ids: only the fingerprint tells that the same ids mean other text."""
+    other = tmp_path / "other"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{tiny_data.train}{suffix}", f"{other}{suffix}")
+    origin = read_origin(tiny_data.train)
+    assert origin is not None
+    replace(origin, tokenizer="0123456789abcdef").write(other)
+    for option in ("data.train", "data.valid"):
+        done = train(tiny_data, tmp_path / "run", f"{option}={other}")
+        assert done.returncode == 1 and done.stderr.startswith(f"MZ-221 {other}.bin: was made by the tokenizer 0123")
+        assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert (
+        train(tiny_data, tmp_path / "run", f"data.train={other}", "data.tokenizer=null", "run.steps=1").returncode
+        == 100
+    )

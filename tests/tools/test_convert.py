@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,7 @@ from megazero.build.assemble import build_model
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config.file import dump, load
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
@@ -384,7 +385,7 @@ def with_tokenizer(run: RunFolder, tokenizer: Path | None) -> RunFolder:
 def test_generation_stops_at_the_tokenizers_end(tiny_data: TinyData, tmp_path: Path, name: str, capsys) -> None:
     """transformers' own defaults are ids of other vocabularies: GPT-2's is 50256, of 400."""
     model = MODELS[name]()
-    ends = Tokenizer(tiny_data.tokenizer)
+    ends = open_tokenizer(tiny_data.tokenizer)
     model.save_pretrained(tmp_path / "theirs")
     assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
     run = with_tokenizer(RunFolder(tmp_path / "run"), tiny_data.tokenizer)
@@ -424,6 +425,44 @@ def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
     config = exported(run, tmp_path / "again")
     assert config["bos_token_id"] is config["eos_token_id"] is None
     assert "no tokenizer" in (said := capsys.readouterr().err) and "no eos and no bos" in said and said.count("\n") == 1
+
+
+def test_the_tokenizer_comes_in_and_goes_out(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    """transformers reads what goes out, with our ids; text is generated from what came in."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    text = tiny_data.config.read_text()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=300, **options))
+    gpt2().save_pretrained(tmp_path / "theirs")
+    made.save(str(tmp_path / "theirs/tokenizer.json"))
+    run = RunFolder(tmp_path / "run")
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    said = capsys.readouterr()
+    assert f"with {run.path / 'tokenizer.json'}" in said.out and "data.tokenizer" not in said.out
+    assert load(str(run.config)).data.tokenizer == str(run.path / "tokenizer.json")
+    assert main(["generate", "--run", str(run.path), "--prompt", "steps: ", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("steps: ")
+    config = exported(run, tmp_path / "out")
+    assert config["eos_token_id"] == 0 and f"its tokenizer {run.path / 'tokenizer.json'}" in capsys.readouterr().out
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (tmp_path / "theirs/tokenizer.json").read_bytes()
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert again.encode(text) == open_tokenizer(run.path / "tokenizer.json").encode(text)
+    assert (again.eos_token_id, again.bos_token_id) == (0, 0)
+
+
+def test_weights_come_in_without_a_tokenizer_that_is_bad(tmp_path: Path, capsys) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs/tokenizer.json").write_text('{"model": ')
+    run = RunFolder(tmp_path / "run")
+    capsys.readouterr()
+    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "MZ-209" in said.err and "imported without a tokenizer" in said.err
+    assert load(str(run.config)).data.tokenizer is None and "data.tokenizer" in said.out
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml"]
 
 
 @pytest.mark.parametrize(

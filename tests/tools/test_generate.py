@@ -12,7 +12,7 @@ from megazero.base.errors import UserError
 from megazero.build.assemble import build_model
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
 from megazero.run.folder import RunFolder
@@ -111,6 +111,8 @@ def test_folders_without_a_run(copy: RunFolder, tmp_path: Path, capsys):
     assert "no data.tokenizer" in refused(capsys, 113, 2, copy)
     copy.config.write_text(text.replace(f"tokenizer: {tokenizer}", f"tokenizer: {tmp_path}/gone.model"))
     assert "gone.model" in refused(capsys, 209, 1, copy)
+    copy.config.write_text(text.replace(f"tokenizer: {tokenizer}", "tokenizer: bytes"))
+    assert "config.yaml: was trained with the tokenizer" in refused(capsys, 221, 1, copy)
     copy.config.write_text(text.replace("vocab: 400", "vocab: 300"))
     assert "400 pieces" in refused(capsys, 112, 2, copy)
     copy.config.write_text(text.replace("hidden: 40", "hidden: 48"))
@@ -151,7 +153,7 @@ def test_command_line(finished: RunFolder):
 
 
 def test_eod_begins_a_text_without_a_prompt(finished: RunFolder, model: Transformer):
-    tokenizer = Tokenizer(str(load(str(finished.config)).data.tokenizer))
+    tokenizer = open_tokenizer(str(load(str(finished.config)).data.tokenizer))
     new = sample(model, [tokenizer.eod], Sampling(tokens=5), window=32, vocab=VOCAB, stop=tokenizer.eod)
     assert generate(finished, "", Sampling(tokens=5)) == tokenizer.decode(new)
 

@@ -10,7 +10,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.comm.grid import single
 from megazero.data.loader import validation_batches
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from megazero.data.windows import MicroBatch, open_datasets
 from megazero.train.validation import Score, Validation
 from tests.tiny_run import VOCAB, TinyData, built
@@ -33,7 +33,7 @@ def batches(tiny_data: TinyData, micro: int, limit: int | None, mask_eod: bool =
 
 @pytest.mark.parametrize("mask_eod", [False, True])
 def test_uniform_model_costs_log_vocab(tiny_data: TinyData, mask_eod: bool):
-    tokens = Tokenizer(tiny_data.tokenizer)
+    tokens = open_tokenizer(tiny_data.tokenizer)
     given = batches(tiny_data, 3, 25, mask_eod)
     assert [batch.tokens_SB.shape[1] for batch in given] == [3] * 8 + [1]
     uniform = validation(given, lambda b: b.valid_SB * math.log(VOCAB), tokens.token_bytes())
@@ -47,7 +47,7 @@ def test_uniform_model_costs_log_vocab(tiny_data: TinyData, mask_eod: bool):
 
 def test_bytes_are_those_of_the_text(tiny_data: TinyData):
     """Bits per byte divide by the text that was scored, so they compare across tokenizers."""
-    tokenizer, given = Tokenizer(tiny_data.tokenizer), batches(tiny_data, 1, 3)
+    tokenizer, given = open_tokenizer(tiny_data.tokenizer), batches(tiny_data, 1, 3)
     text = "".join(tokenizer.decode(batch.targets_SB[:, 0].tolist()) for batch in given)
     one_bit_per_token = validation(given, lambda b: b.valid_SB * math.log(2), tokenizer.token_bytes())
     expected = 3 * 32 / len(text.encode())

@@ -49,6 +49,7 @@ def export(
     dtype: torch.dtype,
     part: int,
     tokens: SpecialTokens,
+    beside: Mapping[str, bytes],
 ) -> list[Path]:
     """Write a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
 
@@ -59,6 +60,7 @@ def export(
         dtype: the type of the tensors written.
         part: bytes of a file, about.
         tokens: the ids that config.json names.
+        beside: names and contents of more files: the tokenizer's.
 
     Raises:
         UserError: 410, the checkpoint is damaged; 415, transformers has no such model; 403, it cannot be written.
@@ -81,7 +83,8 @@ def export(
                 total = sum((staging / name).stat().st_size for name in names)
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
-            replace_file(staging / "config.json", json.dumps(config, indent=1).encode())
+            for name, content in {**beside, "config.json": json.dumps(config, indent=1).encode()}.items():
+                replace_file(staging / name, content)
     except FileExistsError:
         raise UserError(403, "exists already", "give another --out", where=target) from None
     except (OSError, SafetensorError) as error:

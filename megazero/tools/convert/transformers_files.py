@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.base.errors import UserError
-from megazero.base.files import new_folder
+from megazero.base.files import new_folder, replace_file
 from megazero.build.assemble import DTYPES, build_model
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import read_manifest
@@ -15,9 +15,9 @@ from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole, require_shapes
 from megazero.config.file import dump, flatten, load
 from megazero.config.rules import broken_relations
-from megazero.config.schema import Config, Model, resolved
+from megazero.config.schema import Config, Data, Model, resolved
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.model.parameter import whole_shapes
-from megazero.run.build import open_tokenizer
 from megazero.run.folder import RunFolder
 from megazero.tools.convert.hugging_face import SpecialTokens, flavour_of
 from megazero.tools.convert.interop import Theirs, export, import_weights, read_config
@@ -39,6 +39,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     manifest, model = read_manifest(source), config.model.model_dump()
     flavour_of(model)  # a model that transformers does not have is said before shapes that differ for it
     require_shapes(manifest, whole_shapes(build_model(config)), source)
+    tokenizer = _tokenizer(config, warn)
     written = export(
         source,
         manifest,
@@ -46,34 +47,40 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         target,
         dtype=DTYPES[config.precision.dtype],
         part=part_mb << 20,
-        tokens=_special_tokens(config, warn),
+        tokens=SpecialTokens(None, None) if tokenizer is None else SpecialTokens(tokenizer.bos, tokenizer.eod),
+        beside={} if tokenizer is None else tokenizer.files,
     )
-    return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}"
+    carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None and tokenizer.files else ""
+    return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}{carried}"
 
 
-def _special_tokens(config: Config, warn: Callable[[str], object]) -> SpecialTokens:
-    """Return the special tokens of the run's tokenizer; an export of weights does not fail for want of it."""
+def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:
+    """Return the run's tokenizer; an export of weights does not fail for want of it."""
     if config.data.tokenizer is None:
-        return SpecialTokens(None, None)
+        return None
     try:
-        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
+        return open_tokenizer(config.data.tokenizer, config.model.vocab)
     except UserError as error:
         warn(f"{error}; config.json names no eos and no bos token")
-        return SpecialTokens(None, None)
-    return SpecialTokens(tokenizer.bos, tokenizer.eod)
+        return None
 
 
-def import_run(source: Path, folder: RunFolder) -> str:
-    """Make a folder that can be trained on: config.yaml with the model, and the weights as its step 0.
+def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -> str:
+    """Make a folder that can be trained on: config.yaml with the model, the weights as its step 0, the tokenizer.
 
     Everything is looked at before anything is written, and the folder appears whole or not at all.
+
+    Args:
+        warn: called about a tokenizer that cannot be taken; an import of weights does not fail for want of it.
 
     Raises:
         UserError: 110, the folder holds something; 403, it cannot be written; 414, the weights cannot be read, or are
             not those of that config.json; 415, a model that is none of ours, or that nobody could train.
     """
     model = read_config(source)
-    config = _trainable(model, source / "config.json")
+    tokenizer = _tokenizer_of(source, model["vocab"], warn)
+    files = {} if tokenizer is None else tokenizer.files
+    config = _trainable(model, source / "config.json", folder.path / next(iter(files)) if files else None)
     theirs = Theirs(source, model)
     described = model_shape(config).parameters()
     if theirs.numel != described:
@@ -84,20 +91,35 @@ def import_run(source: Path, folder: RunFolder) -> str:
         with new_folder(folder.path) as staging:
             import_weights(theirs, model, Store(RunFolder(staging).checkpoints))
             dump(config, RunFolder(staging).config)
+            for name, content in files.items():
+                replace_file(staging / name, content)
     except FileExistsError:
         what = "holds a run already" if folder.config.exists() else "exists already"
         raise UserError(110, what, "give another --out", where=folder.path) from None
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "give another --out", where=folder.path) from None
-    own = "data.train, data.tokenizer, data.valid and run.dir of your own"
+    own = f"data.train, {'' if files else 'data.tokenizer, '}data.valid and run.dir of your own"
     line = f"--config {folder.config} checkpoint.resume={folder.path}"
-    return f"{folder.path}: {config.model.layers} layers, step 0; train on it with {line} and {own}"
+    taken = f" with {config.data.tokenizer}" if files else ""
+    return f"{folder.path}: {config.model.layers} layers, step 0{taken}; train on it with {line} and {own}"
 
 
-def _trainable(model: dict[str, Any], where: Path) -> Config:
+def _tokenizer_of(source: Path, vocab: int, warn: Callable[[str], object]) -> Tokenizer | None:
+    """Return the tokenizer in a folder of theirs; None: there is none of ours, which is not said, or a bad one."""
+    names = (source / "tokenizer.json", *sorted(source.glob("*.tiktoken")), source / "tokenizer.model")
+    if (path := next((path for path in names if path.exists()), None)) is None:
+        return None
+    try:
+        return open_tokenizer(path, vocab)
+    except UserError as error:
+        warn(f"{error}; the weights are imported without a tokenizer")
+        return None
+
+
+def _trainable(model: dict[str, Any], where: Path, tokenizer: Path | None) -> Config:
     """Return a config of the model. Raises UserError 415: values that no model of ours can have together."""
     try:
-        config = resolved(Config(model=Model(**model)))
+        config = resolved(Config(model=Model(**model), data=Data(tokenizer=tokenizer and str(tokenizer))))
     except ValidationError as error:
         fault = error.errors()[0]
         what = f"model.{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r:.40}"

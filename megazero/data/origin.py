@@ -1,0 +1,116 @@
+"""What token files were made of: PREFIX.json beside PREFIX.bin and PREFIX.idx.
+
+`data_tools/preprocess.py` writes it. Token files without one (made by others, or before there was any) are read as
+well; then nobody knows by which tokenizer they were made, nor how many bytes of text they stand for.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megazero.base.atomic import write_atomically
+from megazero.base.errors import UserError
+from megazero.base.reading import parse_object, read_file
+from megazero.data.tokenizer import Tokenizer
+
+_BYTES = 1 << 20
+_ADDED = ("documents", "tokens", "text_bytes", "id_bytes")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What token files were made of.
+
+    Attributes:
+        tokenizer: the fingerprint.
+        vocab_size: the ids of the tokenizer.
+        documents, tokens: in the files; tokens with those that end documents.
+        text_bytes: UTF-8 bytes of the text that was encoded.
+        id_bytes: bytes that the ids stand for (`Tokenizer.token_bytes`); of a lossless tokenizer the same number.
+        longest: tokens of the longest document.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    id_bytes: int
+    longest: int
+
+    @property
+    def bytes_scale(self) -> float:
+        """Bytes of text for each byte that ids stand for."""
+        return self.text_bytes / self.id_bytes if self.id_bytes else 1.0
+
+    def write(self, prefix: Path) -> None:
+        """Write the file beside token files. Raises UserError 208."""
+        write_atomically(path_of(prefix), (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def path_of(prefix: str | Path) -> Path:
+    """Return the file's path, of a prefix that may contain dots."""
+    return Path(f"{Path(prefix)}.json")
+
+
+def read_origin(prefix: str | Path) -> Origin | None:
+    """Return what token files were made of; None: nobody has written it down. Raises UserError 203: it is damaged."""
+    path = path_of(prefix)
+    if not path.exists():
+        return None
+    try:
+        found = parse_object(read_file(path, _BYTES))
+        values: dict[str, Any] = {name: found.get(name) for name in Origin.__dataclass_fields__}
+        for name, value in values.items():
+            if name != "tokenizer" and (type(value) is not int or value < 0):
+                raise ValueError(f"expected a count under {name!r}, got {value!r:.30}")
+        if not isinstance(values["tokenizer"], str):
+            raise ValueError('expected a fingerprint under "tokenizer"')
+        return Origin(**values)
+    except (OSError, ValueError) as error:
+        what = f"cannot be read: {error}"
+        raise UserError(203, what, "take it away, or rebuild the token files", where=path) from error
+
+
+def require_counts(origin: Origin | None, documents: int, tokens: int, prefix: Path) -> None:
+    """Refuse what was written of other token files. Raises UserError 203."""
+    if origin is not None and (origin.documents, origin.tokens) != (documents, tokens):
+        what = f"tells of {origin.documents:,} documents and {origin.tokens:,} tokens, "
+        what += f"{prefix}.idx of {documents:,} and {tokens:,}"
+        raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
+
+
+def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin | None:
+    """Return what token files were made of, once that is not by another tokenizer.
+
+    Raises:
+        UserError: 203, what is written of them is damaged; 221, they were made by another tokenizer.
+    """
+    origin = read_origin(prefix)
+    if origin is not None and tokenizer is not None and origin.tokenizer != tokenizer.fingerprint:
+        what = f"was made by the tokenizer {origin.tokenizer} ({origin.vocab_size:,} ids), not by {tokenizer.path}, "
+        what += f"{tokenizer.fingerprint} ({tokenizer.vocab_size:,} ids)"
+        raise UserError(221, what, "give data.tokenizer that it was made by", where=f"{prefix}.bin")
+    return origin
+
+
+def joined(origins: Sequence[Origin | None], prefix: Path) -> Origin | None:
+    """Return what the joined token files are made of; None: it is not known of all of them.
+
+    Args:
+        origins: of each of them.
+        prefix: of the first, for the error.
+
+    Raises:
+        UserError: 217, they were made by different tokenizers.
+    """
+    known = [origin for origin in origins if origin is not None]
+    if odd := next((origin for origin in known if origin.tokenizer != known[0].tokenizer), None):
+        what = f"was made by the tokenizer {known[0].tokenizer}, another input by {odd.tokenizer}"
+        raise UserError(217, what, "preprocess all with the same tokenizer", where=prefix)
+    if len(known) < len(origins):
+        return None
+    counts = {name: sum(getattr(origin, name) for origin in known) for name in _ADDED}
+    return replace(known[0], **counts, longest=max(origin.longest for origin in known))

@@ -1,0 +1,67 @@
+"""What all kinds of tokenizers share: how a file is read, what is refused, whether a text comes back."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megazero.base.errors import UserError
+from megazero.base.reading import looked_up, read_file
+
+FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
+MOST_IDS = 1 << 24  # a table of this many sizes is made, however few ids the file really has
+SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
+# All that a lossy tokenizer is known to change: spaces, line ends, the mark, what Unicode's normal forms compose.
+_PROBE = "  a\r\n\tB  \u2581 \u00e9\u4e2d\U0001f600\x00 e\u0301 \ufb01 <s> C "
+
+
+class _Coder(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
+    def token_bytes(self) -> np.ndarray: ...
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """Return the content of a tokenizer's file. Raises UserError 209: there is none, or it is too large."""
+    try:
+        content = read_file(path, FILE_BYTES)
+    except OSError as error:
+        what = f"no tokenizer: {error.strerror}{looked_up(path)}"
+        raise UserError(209, what, how_to_make(path), where=path) from error
+    if not content:
+        raise UserError(209, "expected a tokenizer, got an empty file", how_to_make(path), where=path)
+    return content
+
+
+def how_to_make(path: Path) -> str:
+    """Return which command makes the tokenizer that is not there."""
+    return "run `make data`" if "data/quickstart" in path.as_posix() else "run data_tools/train_tokenizer.py"
+
+
+def require_extra(package: str, extra: str, path: Path) -> None:
+    """Refuse a file that needs a package which is not installed. Raises UserError 162."""
+    if find_spec(package) is None:
+        what = f"the package {package} is not installed, which reads this file"
+        raise UserError(162, what, f"run `pip install {package}`, or install megazero[{extra}]", where=path)
+
+
+def require_text(text: str) -> None:
+    """Refuse text that UTF-8 cannot hold. Raises UserError 212: half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"character {error.start:,} of a text is half a surrogate pair, not a character"
+        raise UserError(212, what, "give text that UTF-8 can hold") from error
+
+
+def require_sizes(ids: int, path: Path) -> None:
+    """Refuse ids that no vocabulary has. Raises UserError 209."""
+    if not 0 < ids <= MOST_IDS:
+        raise UserError(209, f"expected 1 to {MOST_IDS:,} ids, got {ids:,}", "give a whole tokenizer", where=path)
+
+
+def gives_back(coder: _Coder) -> bool:
+    """Return whether a text comes back from its ids, and whether their bytes add up to the text's."""
+    ids = coder.encode(_PROBE)
+    return coder.decode(ids) == _PROBE and int(coder.token_bytes()[ids].sum()) == len(_PROBE.encode())

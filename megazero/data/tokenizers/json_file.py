@@ -1,0 +1,160 @@
+"""Files of the tokenizers library: tokenizer.json, as published models have it.
+
+The file says how text becomes ids. Which id ends a document it does not say: that is the eos_token of the
+tokenizer_config.json beside it, or the one known name among the special tokens. A special token that stands in a text
+is text here, as everything in it; nothing is put before or behind it.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megazero.base.errors import UserError
+from megazero.base.reading import parse_object, read_file
+from megazero.data.tokenizers.common import (
+    MOST_IDS,
+    SPACE_MARK,
+    gives_back,
+    read_tokenizer,
+    require_extra,
+    require_sizes,
+    require_text,
+)
+
+_BESIDE, _BESIDE_BYTES = "tokenizer_config.json", 4 << 20
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
+
+
+class JsonFile:
+    """A tokenizer.json; the attributes are those of the protocol `Tokenizer`.
+
+    Raises:
+        UserError: 162 the library is not installed, 209 no such file or not such a file, 210 nothing ends a document.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        content = read_tokenizer(self.path)
+        require_extra("tokenizers", "hf", self.path)
+        described = _parse(content, self.path)
+        self._library = _open(content, self.path)
+        vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        require_sizes(self.vocab_size, self.path)
+        special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+        names = self._names(special, vocabulary)
+        self.bos, self.eod = (vocabulary[name] for name in names)
+        self.specials = {name: vocabulary[name] for name in names}
+        self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
+        with _refused(self.path):
+            self.lossless = gives_back(self)
+        self.cuts_after_newline = False
+        self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names[0], "eos_token": names[1]}
+        self.files = {"tokenizer.json": content, _BESIDE: json.dumps(told, indent=1).encode()}
+
+    def encode(self, text: str) -> list[int]:
+        require_text(text)
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray:
+        return self._sizes
+
+    def _names(self, special: dict[str, int], vocabulary: dict[str, int]) -> tuple[str, str]:
+        """Return the tokens that begin a text and end a document. Raises UserError 210."""
+        beside = self.path.with_name(_BESIDE)
+        told: dict[str, Any] = {}
+        if beside.exists():
+            try:
+                told = parse_object(read_file(beside, _BESIDE_BYTES))
+            except (OSError, ValueError) as error:
+                raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=beside) from error
+        named = {}
+        for role in ("eos_token", "bos_token"):
+            value = told.get(role)
+            name = value.get("content") if isinstance(value, dict) else value
+            if isinstance(name, str) and name in vocabulary:
+                named[role] = name
+        known = [name for name in _ENDS if name in special]
+        if "eos_token" not in named and len(known) != 1:
+            what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
+            do = f'put {_BESIDE} beside it, with {{"eos_token": "NAME"}}'
+            raise UserError(210, what, do, where=self.path)
+        end = named["eos_token"] if "eos_token" in named else known[0]
+        return named.get("bos_token", end), end
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turn what the library raises into UserError 209; its panics, too, which are no `Exception`."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        what = f"not a file of the tokenizers library: {' '.join(str(error).split())[:120]}"
+        raise UserError(209, what, _WHOLE, where=path) from None
+
+
+def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON, once what the library would do with it is known to be a function of the text."""
+    with _refused(path):
+        described = parse_object(content)
+        model = described.get("model")
+        if not isinstance(model, dict):
+            raise ValueError("expected a model in it")
+        if model.get("dropout"):
+            raise ValueError(f"model.dropout {model['dropout']!s:.20} draws ids at random: take it out")
+        ids = model.get("vocab")
+        added = described.get("added_tokens") or []
+        values = ids.values() if isinstance(ids, dict) else ()
+        values = [*values, *(token.get("id") for token in added if isinstance(token, dict))]
+        if odd := next((value for value in values if not isinstance(value, int) or not 0 <= value < MOST_IDS), None):
+            raise ValueError(f"expected ids below {MOST_IDS:,}, got {odd!s:.20}")
+    return described
+
+
+def _open(content: bytes, path: Path) -> Any:
+    import tokenizers
+
+    with _refused(path):
+        library = tokenizers.Tokenizer.from_str(content.decode())
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True
+    return library
+
+
+def _sizes(
+    described: dict[str, Any], vocabulary: dict[str, int], special: dict[str, int], vocab_size: int
+) -> np.ndarray:
+    """Return the bytes of text that each id stands for, int64 [vocab_size]."""
+    added = {token["content"] for token in described.get("added_tokens") or ()}
+    by_bytes = _has(described.get("decoder"), "ByteLevel")
+    sizes = np.zeros(vocab_size, np.int64)
+    for token, i in vocabulary.items():
+        if token in special:
+            continue
+        if token not in added and by_bytes:
+            sizes[i] = len(token)  # each character is the picture of one byte
+        elif token not in added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            sizes[i] = 1
+        else:
+            sizes[i] = len(token.replace(SPACE_MARK, " ").removeprefix("##").encode())
+    return sizes
+
+
+def _has(part: Any, kind: str) -> bool:
+    """Return whether a part of the file is of a kind, or is a sequence with one."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") == kind or any(_has(inner, kind) for inner in part.get("decoders") or ())

@@ -1,0 +1,179 @@
+"""SentencePiece models.
+
+Such a model writes a space as U+2581 inside its pieces and falls back to 256 byte pieces for characters it has no piece
+for. With identity normalisation, no dummy prefix and all white space kept, decode(encode(text)) == text for every text
+but one kind: text that itself contains U+2581 comes back with a space. That character is therefore spelt in its three
+UTF-8 bytes here, which SentencePiece decodes faithfully. Models made otherwise (Llama 2's has a dummy prefix) are
+lossy.
+
+A lossless BPE model none of whose pieces reaches over the beginning of a word is asked for each word once. Merges are
+made in the order of their scores, and of their places where those are equal; none joins two words, so those of a word
+do not depend on what stands around it: the ids of a text are those of its words, end to end.
+"""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import xxhash
+
+from megazero.base.errors import UserError
+from megazero.data.tokenizers.common import (
+    SPACE_MARK,
+    gives_back,
+    how_to_make,
+    read_tokenizer,
+    require_sizes,
+    require_text,
+)
+
+_WORD = re.compile(r" *[^ \n\t]+| +|[\n\t]")  # its spaces are before it; line ends and tabs stand alone
+_WORDS, _WORD_CHARACTERS = 1 << 18, 64  # that are remembered, with their ids: some 100 MB at most
+_BPE = 2  # ModelProto.trainer_spec.model_type
+
+
+class SentencePiece:
+    """A SentencePiece model file; the attributes are those of the protocol `Tokenizer`.
+
+    Raises:
+        UserError: 209 no such file or not a model, 210 a model without </s>.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        content = read_tokenizer(self.path)
+        self._bytes_of_mark: list[int] | None = None
+        self._words: _Words | None = None
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+            self.vocab_size: int = self._model.vocab_size()
+            require_sizes(self.vocab_size, self.path)
+            self.eod: int = self._model.eos_id()
+            self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
+            self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
+            bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+            if all(self._model.is_byte(i) for i in bytes_of_mark):
+                self._bytes_of_mark = bytes_of_mark
+            self.lossless = gives_back(self)
+            if not self.lossless:
+                self._bytes_of_mark = None  # each part of the text would get a prefix of its own
+            elif _model_type(content) == _BPE and self._has_words():
+                self._words = _Words(self._model)
+        except (RuntimeError, ValueError, IndexError) as error:  # also words of the library's that are no UTF-8
+            if isinstance(error, UserError):
+                raise
+            what, do = "expected a SentencePiece model, cannot parse it", how_to_make(self.path)
+            if _looks_like_ranks(content):
+                what, do = "expected a SentencePiece model, got byte pairs with their ranks", "name it NAME.tiktoken"
+            raise UserError(209, what, do, where=path) from error
+        if self.eod < 0:
+            what = f"expected a </s>, which ends a document, got id {self.eod}"
+            raise UserError(210, what, how_to_make(self.path), where=path)
+        self.fingerprint = xxhash.xxh3_64_hexdigest(content)
+        self.specials = {self._model.id_to_piece(i): i for i in {self.bos, self.eod}}
+        self.files = {"tokenizer.model": content}
+        self.cuts_after_newline = self._words is not None  # a newline is a word
+
+    def encode(self, text: str) -> list[int]:
+        require_text(text)
+        if self._bytes_of_mark is None:
+            return self._model.encode(text)
+        first, *others = text.split(SPACE_MARK)
+        ids = self._ids(first)
+        for part in others:
+            ids += self._bytes_of_mark
+            ids += self._ids(part)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+    def token_bytes(self) -> np.ndarray:
+        return self._sizes
+
+    def _ids(self, text: str) -> list[int]:
+        if self._words is None:
+            return self._model.encode(text)
+        return list(chain.from_iterable(map(self._words.__getitem__, _WORD.findall(text))))
+
+    def _has_words(self) -> bool:
+        """Return whether no piece reaches over the beginning of a word."""
+        if any(self._model.is_unused(i) for i in range(self.vocab_size)):  # such a piece is taken apart afterwards
+            return False
+        ids = (i for i in range(self.vocab_size) if self._sizes[i] > 1)
+        return all(len(_WORD.findall(self._model.id_to_piece(i).replace(SPACE_MARK, " "))) == 1 for i in ids)
+
+    def _piece_bytes(self, i: int) -> int:
+        if self._model.is_control(i) or self._model.is_unknown(i):
+            return 0
+        if self._model.is_byte(i):
+            return 1
+        return len(self._model.id_to_piece(i).replace(SPACE_MARK, " ").encode())
+
+
+class _Words(dict[str, list[int]]):
+    """The ids of words, which are asked for once; of the first ones, and not of very long ones."""
+
+    def __init__(self, model: sentencepiece.SentencePieceProcessor):
+        super().__init__()
+        self._model = model
+
+    def __missing__(self, word: str) -> list[int]:
+        ids = self._model.encode(word)
+        if len(self) < _WORDS and len(word) <= _WORD_CHARACTERS:
+            self[word] = ids
+        return ids
+
+
+def _model_type(content: bytes) -> int:
+    """Return trainer_spec.model_type of a model (1 unigram, 2 BPE, ...); protobuf's wire format, read by hand.
+
+    Source: sentencepiece_model.proto: ModelProto.trainer_spec = 2, TrainerSpec.model_type = 3, 1 by default.
+    """
+    kind = 1
+    for number, value in _fields(content):
+        if number == 2 and isinstance(value, bytes):
+            for inner, found in _fields(value):
+                if inner == 3 and isinstance(found, int):
+                    kind = found
+    return kind
+
+
+def _fields(content: bytes) -> list[tuple[int, int | bytes]]:
+    """Return the fields of a protobuf message. Raises ValueError or IndexError: it is none."""
+    found: list[tuple[int, int | bytes]] = []
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = content[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+            if shift > 63:
+                raise ValueError("a number without an end")
+
+    while at < len(content):
+        number, wire = divmod(varint(), 8)
+        if wire == 0:
+            found.append((number, varint()))
+        elif wire in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(wire) or varint()
+            if size > len(content) - at:
+                raise ValueError("a field that ends behind the message")
+            found.append((number, content[at : at + size]))
+            at += size
+        else:
+            raise ValueError(f"wire type {wire}")
+    return found
+
+
+def _looks_like_ranks(content: bytes) -> bool:
+    """Return whether a file is one of byte pairs in base64 with their ranks, as Llama 3's tokenizer.model is."""
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content[:200]) is not None
