@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
-from megazero.build.assemble import build_units
+from megazero.build.units import build_units
 from megazero.comm.grid import Axis, Grid, single
 from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import REFERENCE
@@ -130,7 +130,7 @@ def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> t
     units = build_units(model, names, seed=0, axes=lambda _: axes, precision=Precision(dtype, dtype), **where)
     told = {"clip": 1.0, "tokens_per_step": 4 * LENGTH, "grid": grid, "scaling": False, "ops": REFERENCE}
     engine = Engine([names], units, names, Momentum(units), **told)
-    model.layers[:] = engine.shard_layers(model.layers, model.units_of_layers(), keep_last=True)
+    model.layers[:] = engine.shard_layers(engine.stages[0], model.layers, model.units_of_layers(), keep_last=True)
     return model, engine
 
 

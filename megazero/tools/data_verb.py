@@ -36,9 +36,10 @@ def _data(options: argparse.Namespace) -> int:
         from megazero.tools.seen_text import as_text, step_text, steps_of
 
     folder = RunFolder(options.run_folder)
-    if step is not None:
-        found = step_text(folder, step, options.rank)
-    else:
+    if document is not None:
         found = steps_of(folder, document, options.source)
+    else:
+        assert step is not None, "one of the two is given"
+        found = step_text(folder, step, options.rank)
     answer(json.dumps(found, indent=1) if options.json else as_text(found))
     return 0

@@ -32,6 +32,7 @@ class RestingState:
         numel: elements of the whole flat buffer with its padding, which is zero and stays so.
         shard: the elements that this rank updates.
         parameters, gradients, masters: see above.
+        own_gradients: the part of `gradients` that receives the reduced ones; None: these rest elsewhere.
         updated: where an update writes parameters in the precision of forward and backward.
         offloaded_gradients: the reduced gradients, where they do not rest on the device.
     """
@@ -63,6 +64,10 @@ class RestingState:
         elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
         elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
         self.gradients = self._rest(elements, precision.gradients, "gradients", None)
+        self.own_gradients: Tensor | None = None
+        if len(self.gradients):
+            whole = len(self.gradients) == self.numel
+            self.own_gradients = self.gradients.values[self.shard] if whole else self.gradients.values
         self.updated = self._updated(precision) if apart else self.own_parameters
 
     def _rest(self, elements: slice, dtype: torch.dtype, category: str, home: Home | None) -> FlatBuffer:

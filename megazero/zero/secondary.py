@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending
 from megazero.comm.grid import Axis
-from megazero.zero.placement import FlatBuffer, Placement, redistribute, shard_slice
+from megazero.zero.placement import FlatBuffer, Placement, UnitAxes, redistribute, shard_slice
 from megazero.zero.quantized import Quantizer
 
 
@@ -73,3 +73,10 @@ class SecondaryShard:
         """Keep this rank's part of parameters, or of their codes."""
         self._kept.copy_(whole[shard_slice(len(whole), Placement.SHARD, self._near)])
         self.fresh = True
+
+
+def second_shard(
+    numel: int, axes: UnitAxes, dtype: torch.dtype, device: torch.device, quantizer: Quantizer | None
+) -> SecondaryShard | None:
+    """Return what neighbours gather parameters from that rest sharded, if the unit has neighbours."""
+    return None if axes.near.size == 1 else SecondaryShard(numel, axes.shard, axes.near, dtype, device, quantizer)

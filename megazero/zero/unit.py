@@ -20,7 +20,7 @@ from megazero.zero.offload import Offload
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute
 from megazero.zero.quantized import Quantizers
 from megazero.zero.resting import RestingState
-from megazero.zero.secondary import SecondaryShard
+from megazero.zero.secondary import second_shard
 
 
 class Unit:
@@ -79,13 +79,10 @@ class Unit:
         self.offloaded_gradients = resting.offloaded_gradients
         # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
         self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters is None
-        self.secondary = self._second_shard(precision.parameters)
+        coded = self.quantizers.parameters
+        whole = self.parameters_rest_whole
+        self.secondary = None if whole else second_shard(self.numel, axes, precision.parameters, device, coded)
         self.gradients_rest_whole = len(self.gradients) == self.numel
-        self._own_resting: Tensor | None = None  # the part of `gradients` that receives the reduced ones
-        if len(self.gradients):
-            self._own_resting = (
-                self.gradients.values[self.shard] if self.gradients_rest_whole else self.gradients.values
-            )
         self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, where both rest here
         self.whole: Tensor | None = self.parameters.values if self.parameters_rest_whole else None
         self.partial: Tensor | None = self.gradients.values if self.gradients_rest_whole else None
@@ -112,8 +109,8 @@ class Unit:
     @property
     def own_gradients(self) -> Tensor:
         """Return the memory on the device that receives the reduced gradients of this rank's shard."""
-        if self._own_resting is not None:
-            return self._own_resting
+        if self.resting.own_gradients is not None:
+            return self.resting.own_gradients
         share = self._share if self._share is not None else self.partial
         assert share is not None, f"the gradients of unit {self.layout.name} are elsewhere"
         return share
@@ -138,13 +135,6 @@ class Unit:
         finally:
             if here:
                 self._pools[1].give(found)
-
-    def _second_shard(self, dtype: torch.dtype) -> SecondaryShard | None:
-        """Return what neighbours gather parameters from, if they are asked to."""
-        shard, near, quantizer = self.axes.shard, self.axes.near, self.quantizers.parameters
-        if near.size == 1 or self.parameters_rest_whole:
-            return None
-        return SecondaryShard(self.numel, shard, near, dtype, self.device, quantizer)
 
     def make_parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters: views of this unit's memory, which `install` and `release` move."""

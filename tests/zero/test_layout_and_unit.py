@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.build.assemble import build_units
+from megazero.build.units import build_units
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool

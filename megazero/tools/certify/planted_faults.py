@@ -4,26 +4,31 @@ A fault changes what has been built on a rank (`Rig`), on every rank or on one, 
 the layout that it is planted into; that layout must pass without it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megazero.base.quantized import BLOCK, code_bytes
 from megazero.build.assemble import StageInputs
 from megazero.checkpoint.save import ShardState
-from megazero.comm.home import Access
 from megazero.data.windows import MicroBatch
-from megazero.memory.partition import PartitionedStore
-from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
 from megazero.plan.job import Job
 from megazero.tools.certify.certify import in_tiles
+from megazero.tools.certify.planted_on_the_way import (
+    added_twice,
+    block_of,
+    inputs_of_another_block,
+    lost_on_the_way,
+    scales_of_another,
+    stale_neighbours,
+    swapped_tiles,
+    unwritten,
+)
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
@@ -68,11 +73,6 @@ def _of_one_rank(plant: Plant) -> Plant:
             plant(rig)
 
     return on_second
-
-
-def _block(rig: Rig) -> Unit:
-    """Return the unit of a block that this rank has."""
-    return next(unit for unit in rig.built.engine.units if unit.layout.name.startswith("blocks."))
 
 
 def _around_update(rig: Rig, wrong: Callable[[Callable[..., None], Unit, dict[str, Any]], None]) -> None:
@@ -120,7 +120,7 @@ def wrong_lr(rig: Rig) -> None:
 
 
 def no_update(rig: Rig) -> None:
-    block = _block(rig)
+    block = block_of(rig)
     _around_update(rig, lambda update, unit, how: None if unit is block else update(unit, **how))
 
 
@@ -141,7 +141,7 @@ def scaled(by: float, *, everywhere: bool) -> Plant:
     """Multiply the gradients of one block, or of all units, when they have been reduced."""
 
     def plant(rig: Rig) -> None:
-        for unit in rig.built.engine.units if everywhere else [_block(rig)]:
+        for unit in rig.built.engine.units if everywhere else [block_of(rig)]:
             _scale_reduced(unit, by)
 
     return plant
@@ -158,7 +158,7 @@ def _scale_reduced(unit: Unit, by: float) -> None:
 
 
 def lost_gradients(rig: Rig) -> None:
-    unit = _block(rig)
+    unit = block_of(rig)
     close = unit.close_gradients
 
     def close_and_lose() -> None:
@@ -193,11 +193,11 @@ def norm_without_a_unit(rig: Rig) -> None:
 
 
 def other_weights(rig: Rig) -> None:
-    _block(rig).parameters.values.mul_(1.01)
+    block_of(rig).parameters.values.mul_(1.01)
 
 
 def stale_shards(rig: Rig) -> None:
-    gather, block = rig.built.engine.gather, _block(rig)
+    gather, block = rig.built.engine.gather, block_of(rig)
     publish = gather.publish
     gather.publish = lambda unit: unit.depart() if unit is block else publish(unit)  # type: ignore[method-assign]
 
@@ -261,86 +261,6 @@ def swapped_chunks(rig: Rig) -> None:
     cut = region.cut
     if region.axis.rank == 1:
         object.__setattr__(region, "cut", lambda rows: cut(rows)[::-1])
-
-
-def lost_on_the_way(rig: Rig) -> None:
-    away = _block(rig).offloaded_gradients
-    assert away is not None, "the layout offloads"
-    away.send = lambda reduced, at=0: None  # type: ignore[method-assign]
-
-
-def unwritten(rig: Rig) -> None:
-    disks = _block(rig).disks
-    assert disks is not None, "the layout has disks"
-    windows = disks.windows
-
-    def read_only(
-        flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
-    ) -> Iterator[tuple[slice, list[Tensor]]]:
-        return windows([(flat, "read" if access == "update" else access) for flat, access in flats], purpose, skip)
-
-    disks.windows = read_only  # type: ignore[method-assign]
-
-
-def inputs_of_another_block(rig: Rig) -> None:
-    """Let each input that is kept on disks be the one that was kept before it, as if it left before it was copied."""
-    layers = (getattr(layer, "layer", None) for layer in rig.built.model.layers)
-    stores = {layer.store for layer in layers if isinstance(layer, Recomputed)}
-    arenas = [store.arena for store in stores if isinstance(store, PartitionedStore)]
-    assert arenas, "the layout splits kept inputs"
-    for arena in arenas:
-        arena.put = _one_late(arena.put)  # type: ignore[method-assign]
-
-
-def _one_late(put: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    before: list[Tensor] = []
-
-    def late(flat: Tensor) -> Tensor:
-        before.append(flat.clone())
-        return put(before.pop(0) if len(before) > 1 else flat)
-
-    return late
-
-
-def stale_neighbours(rig: Rig) -> None:
-    second = _block(rig).secondary
-    assert second is not None, "the layout has second shards"
-    second.forget = lambda: None  # type: ignore[method-assign]
-
-
-def swapped_tiles(rig: Rig) -> None:
-    block = rig.built.model.blocks[0]
-    assert isinstance(block, Block)
-    first, second = (tile.weight for tile in block.mlp.up.tiles[:2])
-    one, other = first.gradient_slot, second.gradient_slot  # type: ignore[attr-defined]
-    first.gradient_slot, second.gradient_slot = other, one  # type: ignore[attr-defined]
-
-
-def added_twice(rig: Rig) -> None:
-    quantizer = _block(rig).quantizers.gradients
-    assert quantizer is not None, "the layout quantises gradients"
-    dequantize_ = quantizer.ops.dequantize_
-
-    def twice(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
-        dequantize_(into, codes, bits, add)
-        dequantize_(into, codes, bits, add)
-
-    object.__setattr__(quantizer, "ops", replace(quantizer.ops, dequantize_=twice))
-
-
-def scales_of_another(rig: Rig) -> None:
-    quantizer = _block(rig).quantizers.parameters
-    assert quantizer is not None, "the layout quantises parameters"
-    dequantize_ = quantizer.ops.dequantize_
-
-    def swapped(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
-        scales = codes[code_bytes(len(into), bits) :][: 4 * -(-len(into) // BLOCK)].view(torch.float32)
-        own = scales.clone()
-        scales.copy_(own.roll(1))
-        dequantize_(into, codes, bits, add)
-        scales.copy_(own)
-
-    object.__setattr__(quantizer, "ops", replace(quantizer.ops, dequantize_=swapped))
 
 
 def published_at_once(rig: Rig) -> None:
