@@ -73,6 +73,12 @@ class Ready(NamedTuple):
     mixture: Mixture
     tokenizer: Tokenizer | None
 
+    def close(self) -> None:
+        """End what is under way; what rests on disks is gone."""
+        self.trainer.close()
+        if self.disks is not None:
+            self.disks.close()
+
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
     """Build everything that one rank of a training run needs, in the order in which it depends on each other.

@@ -262,9 +262,7 @@ def _trained(
     finally:
         site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
         HEART.say("")
-        trainer.close()
-        if ready.disks is not None:
-            ready.disks.close()
+        ready.close()
 
 
 def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) -> Manifest | None:
@@ -385,9 +383,8 @@ def _folder(config: Config, name: str) -> RunFolder:
 def _fingerprint(config: Config, world: World) -> str:
     """Return a text of what must be the same on every rank."""
     digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
-    return (
-        f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}" + ", GPUs shared" * world.shares_gpus
-    )
+    shared = ", GPUs shared" if world.shares_gpus else ""
+    return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
 
 
 def _same_kernels(names: list[bytes]) -> None:
