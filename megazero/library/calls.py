@@ -52,9 +52,17 @@ class _Saved:
 
     call: "_Call"
     unit: Unit
+    dtype: torch.dtype  # complex, where real parameters are looked at as complex ones
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    signs: tuple[bool, bool]  # it is conjugated, and negated, which torch remembers of a view
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the tensor, from the whole values of the unit."""
+        x = whole.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        x = x.conj() if self.signs[0] else x
+        return -x if self.signs[1] else x
 
 
 @dataclass(eq=False, slots=True)
@@ -374,7 +382,8 @@ class Calls:
                 if outer or x.is_inference():
                     return pack_outer(x)
                 return _Kept(x.detach(), x._version)  # the tensor itself would hold the graph that holds it
-            return _Saved(call, unit, int(x.storage_offset()), x.shape, x.stride())
+            signs = x.is_conj(), x.is_neg()
+            return _Saved(call, unit, x.dtype, int(x.storage_offset()), x.shape, x.stride(), signs)
 
         def unpack(kept: Any) -> Tensor:
             if isinstance(kept, _Kept):
@@ -384,6 +393,6 @@ class Calls:
                 return kept.tensor
             if not isinstance(kept, _Saved):
                 return unpack_outer(kept)
-            return kept.call.need(kept.unit).as_strided(kept.shape, kept.stride, kept.offset)
+            return kept.of(kept.call.need(kept.unit))
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

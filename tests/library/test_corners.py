@@ -77,9 +77,36 @@ class Shared(Stack):
         self.double()
 
 
+class Spectral(nn.Module):
+    """Parts that look at their real parameter as complex numbers, and at their conjugates, as spectral layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Complex() for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, WIDTH // 2 + 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.view_as_complex(self.weight)
+        y = torch.fft.rfft(x) @ weight
+        y = y * weight[0].conj() * weight[1].conj().imag
+        return torch.fft.irfft(y, n=WIDTH).tanh() * self.bias
+
+
 @pytest.mark.parametrize(
     ("make", "stages", "options"),
-    [(Outside, (0, 1, 2), {"units": [nn.Linear]}), (Views, (0, 3), {}), (Shared, (1, 3), {})],
+    [(Spectral, (0, 3), {}), (Outside, (0, 1, 2), {"units": [nn.Linear]}), (Views, (0, 3), {}), (Shared, (1, 3), {})],
 )
 def test_parameters_in_unusual_places(make: Any, stages: tuple[int, ...], options: dict[str, Any]):
     with torch.random.fork_rng():
