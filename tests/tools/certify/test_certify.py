@@ -51,6 +51,7 @@ FEW: list[dict[str, Any]] = [
     {"pipeline": 2, "schedule": "zb-v", "chunks": 2} | LATE,
     {"data": 2, "stage": 3, "recompute": "selective", "offload_parameters": True} | LATE,
     {"tensor": 2, "recompute": "full", "partition": True, "offload": True, "offload_optimizer": True},
+    {"data": 2, "stage": 3, "recompute": "full", "tile_mb": 2**-10},
 ]
 
 
