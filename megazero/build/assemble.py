@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.base.doing import doing
 from megazero.base.tiles import tile_elements
 from megazero.build.job import BITS, job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
+from megazero.build.tiles import give_access, tile_of
 from megazero.build.upload import Upload
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
@@ -28,7 +29,7 @@ from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.batch_context import BatchContext
-from megazero.model.contract import TIED, Layer, Model, TileHandle
+from megazero.model.contract import TIED, Layer, Model
 from megazero.model.parameter import Declaration, declarations_by_name
 from megazero.model.transformer import Shape, Transformer
 from megazero.optim.adamw import AdamW
@@ -41,7 +42,6 @@ from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from megazero.zero.quantized import Quantizer, Quantizers
-from megazero.zero.tiles import GatheredTile
 from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -184,18 +184,13 @@ def build_units(
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             parameters = unit.make_parameters()
-            if (tile := _tile_of(members)) is None:
+            if (tile := tile_of(members)) is None:
                 model.materialise(parameters)
             else:
                 tile.materialise(*parameters.values())
             units.append(unit)
             progress.advance()
     return units
-
-
-def _tile_of(members: Sequence[tuple[str, nn.Parameter]]) -> TileHandle | None:
-    """Return the tile that a unit's one parameter is; None: it has whole parameters."""
-    return getattr(members[0][1], "tile_handle", None)
 
 
 def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger: Ledger) -> Quantizers:
@@ -274,10 +269,7 @@ def build_engine(
         ops=update_ops,
         offload=offload,
     )
-    tiles = {name: tile for name, members in model.units() if (tile := _tile_of(members)) is not None}
-    for unit in units:
-        if unit.name in tiles:
-            tiles[unit.name].access = GatheredTile(unit, engine.gather)
+    tiles = give_access(model, units, engine.gather)
     for parts in stages:
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]
