@@ -17,7 +17,8 @@ from megazero.base.tiles import tile_elements
 from megazero.build.job import job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
-from megazero.build.units import axes_of, build_units, offload_of, quantizers_of, tile_of
+from megazero.build.tiles import give_access
+from megazero.build.units import axes_of, build_units, offload_of, quantizers_of
 from megazero.build.upload import Upload
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
@@ -36,7 +37,6 @@ from megazero.zero.engine import Engine
 from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision, UnitAxes
 from megazero.zero.quantized import Quantizers
-from megazero.zero.tiles import GatheredTile
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
@@ -160,10 +160,7 @@ def build_engine(
         ops=update_ops,
         offload=offload,
     )
-    tiles = {name: tile for name, members in model.units() if (tile := tile_of(members)) is not None}
-    for unit in units:
-        if unit.name in tiles:
-            tiles[unit.name].access = GatheredTile(unit, engine.gather)
+    tiles = give_access(model, units, engine.gather)
     for gradients, parts in zip(engine.stages, stages, strict=True):
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]

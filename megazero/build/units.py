@@ -3,22 +3,22 @@
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from megazero.base.doing import doing
 from megazero.build.job import BITS
+from megazero.build.tiles import tile_of
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE, Operations
-from megazero.model.contract import TIED, Model, TileHandle
+from megazero.model.contract import TIED, Model
 from megazero.model.parameter import Declaration, declarations_by_name
 from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
@@ -116,11 +116,6 @@ def build_units(
             units.append(unit)
             progress.advance()
     return units
-
-
-def tile_of(members: Sequence[tuple[str, nn.Parameter]]) -> TileHandle | None:
-    """Return the tile that a unit's one parameter is; None: it has whole parameters."""
-    return getattr(members[0][1], "tile_handle", None)
 
 
 def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger: Ledger) -> Quantizers:

@@ -166,28 +166,28 @@ class Transformer(nn.Module):
         The tied weight, if there is one, the embedding, each block with its tiles behind it, the head.
         """
         names = {parameter: name for name, parameter in self.named_parameters()}
-        tied = self._tied()
-        units = [(TIED, [(names[p], p) for p in tied])]
+        tied = [(TIED, [(names[p], p) for p in self._tied()])] if self._tied() else []
+        return tied + [unit for part in self._units_of_parts() for unit in part]
+
+    def units_of_layers(self) -> list[list[str]]:
+        """Return for each layer the names of the units that it uses."""
+        tied, parts = [TIED] * len(self._tied()), self._units_of_parts()
+        return [tied * (part is parts[0] or part is parts[-1]) + [name for name, _ in part] for part in parts]
+
+    def _units_of_parts(self) -> list[list[UnitDeclaration]]:
+        """Return the units of each part of the path, without the tied weight."""
+        names, found = {parameter: name for name, parameter in self.named_parameters()}, []
         for name, part in self._named_parts():
             cut = _tiled(part)
-            elsewhere = {id(p) for p in (*tied, *(linear.weight for linear in cut))}
-            units.append((name, [(names[p], p) for p in part.parameters() if id(p) not in elsewhere]))
-            units += [
+            elsewhere = {id(p) for p in (*self._tied(), *(linear.weight for linear in cut))}
+            whole = [(names[p], p) for p in part.parameters() if id(p) not in elsewhere]
+            tiles = [
                 (f"{names[linear.weight]}.{number}", [(names[linear.weight], tile.weight)])
                 for linear in cut
                 for number, tile in enumerate(linear.tiles)
             ]
-        return [(name, members) for name, members in units if members]
-
-    def units_of_layers(self) -> list[list[str]]:
-        """Return for each layer the names of the units that it uses."""
-        exist = [name for name, _ in self.units()]
-        ends = ("embedding", "head")
-        return [
-            ([TIED] if self._tied() and name in ends else [])
-            + [unit for unit in exist if unit == name or unit.startswith(f"{name}.")]
-            for name, _ in self._named_parts()
-        ]
+            found.append([(name, whole)] * bool(whole) + tiles)
+        return found
 
     def _tied(self) -> list[nn.Parameter]:
         return [self.embedding.tokens.weight] if self.shape.tie_embeddings else []

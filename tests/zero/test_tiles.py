@@ -1,4 +1,4 @@
-"""Weights in tiles (`zero.tile_mb`): the model of one process, half as much there at once, and all as planned."""
+"""Weights in tiles (`zero.tile_mb`): what one process computes, and bytes held and sent as planned."""
 
 from dataclasses import replace
 
