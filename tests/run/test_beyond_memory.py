@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,13 @@ import pytest
 from megazero.observe.jsonl import read_rows
 from tests.tiny_run import ROOT, TinyData, repeating
 
-WIDE = ("model.layers=12", "model.hidden=896", "model.heads=8", "run.steps=2", "checkpoint.every=null")
+# By ranks: blocks and hidden size. What is gathered is of a block, so of more ranks the model has more of them.
+SIZES = {1: (12, 896), 4: (64, 704)}
+SHORT = ("run.steps=2", "checkpoint.every=null")
 NVME = ("zero.stage=3", "zero.offload.optimizer=nvme", "zero.offload.parameters=nvme", "zero.offload.host_mb=200")
-PARAMETERS = 12 * 12 * 896**2  # and some; 16 bytes each of parameters, gradients and moments
+STATES = 16  # bytes of parameters, gradients and moments of one parameter in fp32
+LARGE = ("model.layers=20", "model.hidden=2048", "model.heads=16", "model.seq_len=32", "precision.dtype=bf16")
+RESIDENT = 4 << 30  # bytes of a rank of the billion parameters that LARGE has
 
 # Runs a command with at most so many bytes of data, and says how much its processes had resident at most.
 LIMITED = """
@@ -40,17 +45,38 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.full
-def test_states_of_four_times_the_memory(tiny_data: TinyData, tmp_path: Path) -> None:
-    """What a tiny model takes anyway, and a quarter of the states: too little for a run in memory."""
-    states, free = 16 * PARAMETERS, resource.RLIM_INFINITY
-    code, base = limited(tiny_data, tmp_path / "tiny", free, "run.steps=2")
+@pytest.mark.parametrize("ranks", SIZES)
+def test_states_of_four_times_the_memory(ranks: int, tiny_data: TinyData, tmp_path: Path) -> None:
+    """What a tiny model takes anyway, and a quarter of a rank's states: too little for a run in memory."""
+    layers, hidden = SIZES[ranks]
+    states, free = STATES * layers * 12 * hidden**2 // ranks, resource.RLIM_INFINITY
+    spread = (f"--nproc={ranks}", "batch.micro=1", "zero.stage=3")
+    wide = (*spread, *SHORT, f"model.layers={layers}", f"model.hidden={hidden}", "model.heads=8")
+    code, base = limited(tiny_data, tmp_path / "tiny", free, *spread, *SHORT)
     assert code == 0
     most = 2 * base + states // 4  # data that is never touched counts too: as much again as is resident
-    nvme = (*WIDE, *NVME, f"zero.offload.path={tmp_path / 'disk'}")
+    nvme = (*wide, *NVME, f"zero.offload.path={tmp_path / 'disk'}")
     code, resident = limited(tiny_data, tmp_path / "there", most, *nvme)
     assert code == 0
     assert resident <= base + states // 4
-    assert limited(tiny_data, tmp_path / "refused", most, *WIDE, "zero.stage=3")[0] != 0
-    code, whole = limited(tiny_data, tmp_path / "here", free, *WIDE, "zero.stage=3")
+    assert limited(tiny_data, tmp_path / "refused", most, *wide)[0] != 0
+    code, whole = limited(tiny_data, tmp_path / "here", free, *wide)
     assert code == 0 and whole > base + states // 2
     assert rows(tmp_path / "there") == rows(tmp_path / "here")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_a_billion_parameters_in_four_gibibytes(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Born, trained for three steps, saved, and gone on from; takes 45 GB of the disk while it runs."""
+    folder, free = tmp_path / "run", resource.RLIM_INFINITY
+    options = (*LARGE, *NVME, f"zero.offload.path={tmp_path / 'disk'}", "batch.micro=1", "schedule.decay=constant")
+    options += ("data.valid=null", "checkpoint.every=null", "checkpoint.keep=1")
+    try:
+        for steps, begins in ((3, "none"), (4, "auto")):
+            more = (f"run.steps={steps}", f"checkpoint.resume={begins}")
+            code, resident = limited(tiny_data, folder, free, *options, *more)
+            assert code == 0 and resident <= RESIDENT
+            assert [row["step"] for row in rows(folder)] == list(range(1, steps + 1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
