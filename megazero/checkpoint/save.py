@@ -255,9 +255,8 @@ class Saver:
             if len(seen) > 1:
                 name, updates = holding.pieces[0].name, " and ".join(map(str, sorted(seen)))
                 what = f"not saved: on disks parts of {name} and its moments have seen {updates} updates"
-                raise UserError(
-                    608, what, "go on from an earlier one, which is intact", where=self.store.folder, step=step
-                )
+                do = "go on from an earlier one, which is intact"
+                raise UserError(608, what, do, where=self.store.folder, step=step)
 
     def _require_finite(self, entry: _Entry, values: Tensor, step: int) -> None:
         if not entry.any_value and not _is_finite(values):

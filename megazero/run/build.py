@@ -80,11 +80,14 @@ class Ready(NamedTuple):
             self.disks.close()
 
 
-def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext) -> Ready:
+def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext, here: int = 1) -> Ready:
     """Build everything that one rank of a training run needs, in the order in which it depends on each other.
 
     Only the first rank of the world writes rows and profiles. It does not communicate, so each rank may fail on its
     own; the caller makes the ranks agree.
+
+    Args:
+        here: ranks that share this host's memory.
 
     Raises:
         UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
@@ -104,7 +107,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     host_ops = None
     if config.zero.offload.optimizer != "none" and device.type != "cpu":
         host_ops = for_host(config.precision.kernels, precision_of(config).masters)
-    disks = open_disks(config, device, grid.comm.ledger)
+    disks = open_disks(config, device, grid.comm.ledger, here)
     built = build(config, grid, device, ops, host_ops=host_ops, disks=disks)
     settle_attention(config, built.model, device, first=grid["world"].rank == 0)
     engine, pipeline = built.engine, built.pipeline

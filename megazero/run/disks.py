@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
 from megazero.base.machine import file_system_of, free_memory
+from megazero.comm.collectives import gather_bytes
+from megazero.launcher.environment import host_name
 
 if TYPE_CHECKING:
     import torch
 
+    from megazero.comm.grid import Grid
     from megazero.comm.ledger import Ledger
     from megazero.config.schema import Config
     from megazero.nvme.disk import Disk
@@ -19,10 +22,22 @@ if TYPE_CHECKING:
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "9p", "wekafs")
 _NETWORK += tuple(f"fuse.{name}" for name in ("sshfs", "glusterfs", "ceph", "juicefs", "s3fs", "gcsfuse"))
 _IN_MEMORY = ("tmpfs", "ramfs")
+_MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and time, to find how many blocks are best
 
 
-def open_disks(config: Config, device: torch.device, ledger: Ledger) -> Disk | None:
+def ranks_here(config: Config, grid: Grid, device: torch.device) -> int:
+    """Return how many ranks share this rank's host, if the config asks for disks. Every rank calls it."""
+    if not config.uses_disks:
+        return 1
+    name = host_name().encode()
+    return gather_bytes(name, grid["world"], "agree", device).count(name)
+
+
+def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int = 1) -> Disk | None:
     """Return the disks of a rank, or None where nothing is offloaded to any.
+
+    Args:
+        here: ranks that share this host's memory.
 
     Raises:
         UserError: 601, a folder cannot be written; 605, it is on another machine; 606, too little memory; 607, no
@@ -39,11 +54,12 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger) -> Disk | N
     for folder in folders:
         _require_local(folder)
     needed, there = offload.host_mb << 20, free_memory()
-    if needed > there:
-        what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each rank"
+    if needed * here > there:
+        what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each of {here} ranks here"
         raise UserError(606, f"{what}, got {there >> 20:,} MiB", "lower zero.offload.host_mb")
     try:
-        queue = DiskQueue()
+        depth, block, said = _best(folders[0])
+        queue = DiskQueue(depth=depth, block=block)
     except (BuildError, OSError) as error:
         do = "run megazero doctor, which says what is missing"
         raise UserError(607, f"no queue of transfers to disks: {error}", do) from None
@@ -54,8 +70,25 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger) -> Disk | N
         raise
     way = "past the system's cache" if disks.direct else "through the system's cache: no direct I/O there"
     where = ", ".join(map(str, folders))
-    logging.getLogger("megazero").info(f"nvme: {where} by {queue.engine}, {way}; {offload.host_mb} MiB of memory")
+    told = f"{way}, {depth} blocks of {block >> 10} KiB in flight{said}; {offload.host_mb} MiB of memory"
+    logging.getLogger("megazero").info(f"nvme: {where} by {queue.engine}, {told}")
     return disks
+
+
+def _best(folder: Path) -> tuple[int, int, str]:
+    """Return blocks in flight and bytes of each that serve a disk best, with what was measured, in words.
+
+    All ranks of a host measure at once, as they will read and write. Raises BuildError.
+    """
+    from megazero.nvme.disk_queue import BLOCK, DEPTH
+    from megazero.nvme.measure import best_speed
+
+    try:
+        found = best_speed(folder, _MEASURED, _SECONDS)
+    except OSError:  # no room, or nothing can be written: who opens it says so
+        return DEPTH, BLOCK, ""
+    said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
+    return found.depth, found.block, said
 
 
 def _require_local(folder: Path) -> None:

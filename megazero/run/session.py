@@ -48,6 +48,7 @@ from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
 from megazero.run.build import Ready, build_trainer
 from megazero.run.checkpointing import RunContext, check_space
+from megazero.run.disks import ranks_here
 from megazero.run.folder import RunFolder, remove_empty
 from megazero.run.ledger_file import write_ledger
 from megazero.run.loading import begin, check_same
@@ -239,10 +240,11 @@ def _trained(
         the trainer and how many steps are done; None where there was nothing to do: the folder is as it was.
     """
     device = place.world.device
+    here = ranks_here(config, grid, device)
 
     def built() -> Ready:
         with explain_out_of_memory(config, grid, device), doing("building the model"):
-            return build_trainer(config, grid, device, site)
+            return build_trainer(config, grid, device, site, here)
 
     ready = agree(grid["world"], device, built)
     trainer = ready.trainer

@@ -1,7 +1,7 @@
-"""Reads and writes of a disk by our queue beside plain threads that do the same, and what verified buffers add.
+"""Reads and writes of a disk by our queue beside plain threads that do the same, what verified buffers add, and a step.
 
-    python scripts/bench/nvme.py [--folder DIR] [--megabytes 512] [--depth 16] [--launches 3] [--pairs 21] [--json]
-                                 [--save]
+    python scripts/bench/nvme.py [--folder DIR] [--megabytes 512] [--depth 16] [--blocks 12]
+                                 [--launches 3] [--pairs 21] [--json] [--save]
 
 Every system has a file of its own on the disk of --folder (the current one), opened for direct I/O, and reads or writes
 all of it from its first byte to its last, in blocks of 1 MiB of which --depth are with the system at a time:
@@ -12,6 +12,12 @@ all of it from its first byte to its last, in blocks of 1 MiB of which --depth a
                                verified when they are read, copied to or from a tensor
     update                     of four such buffers of a quarter each: read, changed in place, written back; the
                                reference is a read and a write of plain threads
+
+    step                       a GPT of --blocks blocks of hidden size 768 (7 million parameters each), stage 3 on one
+                               rank in fp32, with all its state on disks; beside the same step in memory, which is its
+                               computation, and beside plain threads that read and write as many bytes as the step
+                               does by its ledger, which is its I/O: of the larger of the two it should take at most
+                               1.15
 
 What a disk's own cache takes is in the figures of all. Nothing is sent between ranks.
 """
@@ -28,15 +34,25 @@ import os
 
 import torch
 
-from megazero.comm.ledger import Ledger
+from megazero.build.assemble import build
+from megazero.build.job import job_of
+from megazero.comm.grid import single
+from megazero.comm.host import Host
+from megazero.comm.ledger import DISK, Ledger
+from megazero.config.schema import Batch, Config, Model, Offload, Zero, resolved
+from megazero.kernels.select import choose
 from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import BLOCK, DiskQueue, Engine, aligned, usable_engines
 from megazero.nvme.files import open_unnamed
-from scripts.bench.harness import Group, add_options, run
+from megazero.plan.traffic import traffic
+from scripts.bench.harness import Group, Pair, add_options, run
+from scripts.bench.ours import CPU, LR, feeder
 from scripts.bench.processes import Call, System
 
 STAGING = 256 << 20  # bytes of memory for pieces
 FLATS = 4
+HIDDEN, HEADS, VOCAB, SEQ_LEN, MICRO = 768, 12, 1024, 128, 2  # of the GPT that takes steps
+IN_MEMORY, ON_DISKS, ALONE = "in memory", "on disks", "its bytes alone"
 
 
 def main() -> int:
@@ -44,13 +60,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=12)
     add_options(parser)
     options = parser.parse_args()
-    return run(groups_of(options.folder, options.megabytes << 20, options.depth), options)
+    return run(groups_of(options.folder, options.megabytes << 20, options.depth, options.blocks), options)
 
 
-def groups_of(folder: Path, size: int, depth: int) -> Iterator[Group]:
-    """Yield a group for reads, one for writes and one for both."""
+def groups_of(folder: Path, size: int, depth: int, blocks: int) -> Iterator[Group]:
+    """Yield a group for reads, one for writes, one for both and one for a step."""
     about = (folder, size, depth)
     for kind, way in (("read", "of pread"), ("write", "of pwrite")):
         write = kind == "write"
@@ -62,6 +79,10 @@ def groups_of(folder: Path, size: int, depth: int) -> Iterator[Group]:
         yield Group(f"{kind}, {size >> 20} MiB", systems)
     systems = [System("threads of pread and pwrite", both, about, has_loss=False)]
     yield Group(f"update, {size >> 20} MiB", [*systems, System("update", updated, about, has_loss=False)])
+    systems = [System(ALONE, bytes_of_a_step, (folder, depth, blocks), has_loss=False)]
+    systems += [System(name, step, (folder, depth, blocks, name == ON_DISKS)) for name in (IN_MEMORY, ON_DISKS)]
+    pairs = [Pair(f"{ON_DISKS}, beside that {IN_MEMORY}", ON_DISKS, IN_MEMORY)]
+    yield Group(f"step, {blocks} blocks", systems, pairs=lambda _: pairs)
 
 
 def plain(folder: Path, size: int, depth: int, write: bool) -> Call:
@@ -89,8 +110,9 @@ def plain(folder: Path, size: int, depth: int, write: bool) -> Call:
         return 0.0
 
     if not write:
-        queue = DiskQueue(depth=depth)
-        queue.write(file.handle, 0, aligned(size).fill_(1)).wait()
+        queue, ones = DiskQueue(depth=depth), aligned(min(size, STAGING)).fill_(1)
+        for first in range(0, size, STAGING):
+            queue.write(file.handle, first, ones[: size - first]).wait()
         queue.close()
     return once
 
@@ -150,6 +172,43 @@ def updated(folder: Path, size: int, depth: int) -> Call:
             for values in window:
                 values.mul_(0.5)
         return 0.0
+
+    return once
+
+
+def config_of(blocks: int, where: str) -> Config:
+    """Return the config of the step, with all state in one place."""
+    model = Model(layers=blocks, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq_len=SEQ_LEN)
+    offload = Offload.model_validate({"optimizer": where, "parameters": where, "path": "."})  # who builds opens it
+    batch = Batch.model_validate({"global": MICRO, "micro": MICRO})
+    return resolved(Config(model=model, batch=batch, zero=Zero(stage=3, offload=offload)))
+
+
+def bytes_of_a_step(folder: Path, depth: int, blocks: int) -> Call:
+    """Return a read and a write of as many bytes as a step reads and writes on disks by plan's formula."""
+    sent = traffic(job_of(config_of(blocks, "nvme"), 1, apart=False), 0)[DISK]
+    back, out = (sum(size for purpose, size in sent.items() if purpose.endswith(way)) for way in ("back", "out"))
+    read, write = (plain(folder, -(-size // BLOCK) * BLOCK, depth, way) for size, way in ((back, False), (out, True)))
+
+    def once() -> float:
+        return read() + write()
+
+    return once
+
+
+def step(folder: Path, depth: int, blocks: int, on_disks: bool) -> Call:
+    """Return a step of training."""
+    config, grid = config_of(blocks, "nvme" if on_disks else "none"), single()
+    ledger = grid.comm.ledger
+    disk = Disk([folder], ledger, STAGING, DiskQueue(depth=depth)) if on_disks else None
+    built = build(config, grid, CPU, choose("auto", CPU, torch.float32), Host(CPU, ledger), disks=disk)
+    feed = feeder(config, grid)
+    steps = iter(range(1 << 30))
+
+    def once() -> float:
+        built.engine.begin_step()
+        built.pipeline.train([feed(next(steps))], lambda batch: batch)
+        return built.engine.finish_step(LR).loss.item()
 
     return once
 

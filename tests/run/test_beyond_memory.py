@@ -4,6 +4,9 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,13 @@ from megazero.observe.jsonl import read_rows
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from tests.tiny_run import ROOT, TinyData, repeating
 
-WIDE = ("model.layers=12", "model.hidden=896", "model.heads=8", "run.steps=2", "checkpoint.every=null")
+# By ranks: blocks and hidden size. What is gathered is of a block, so of more ranks the model has more of them.
+SIZES = {1: (12, 896), 4: (64, 704)}
+SHORT = ("run.steps=2", "checkpoint.every=null")
 NVME = ("zero.stage=3", "zero.offload.optimizer=nvme", "zero.offload.parameters=nvme", "zero.offload.host_mb=200")
-PARAMETERS = 12 * 12 * 896**2  # and some; 16 bytes each of parameters, gradients and moments
+STATES = 16  # bytes of parameters, gradients and moments of one parameter in fp32
+LARGE = ("model.layers=20", "model.hidden=2048", "model.heads=16", "model.seq_len=32", "precision.dtype=bf16")
+RESIDENT = 4 << 30  # bytes of a rank of the billion parameters that LARGE has
 
 # Runs a command with at most so many bytes of data, and says how much its processes had resident at most.
 LIMITED = """
@@ -25,6 +32,13 @@ code = subprocess.call([sys.executable, *sys.argv[2:]], stdout=subprocess.DEVNUL
 resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
 print(json.dumps({"code": code, "resident": resident}))
 """
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A folder on a disk: those of other tests may be in memory, which is too small for these runs."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 def limited(tiny_data: TinyData, folder: Path, most: int, *options: str) -> tuple[int, int]:
@@ -41,18 +55,22 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.full
-def test_states_of_four_times_the_memory(tiny_data: TinyData, tmp_path: Path) -> None:
-    """What a tiny model takes anyway, and a quarter of the states: too little for a run in memory."""
-    states, free = 16 * PARAMETERS, resource.RLIM_INFINITY
-    code, base = limited(tiny_data, tmp_path / "tiny", free, "run.steps=2")
+@pytest.mark.parametrize("ranks", SIZES)
+def test_states_of_four_times_the_memory(ranks: int, tiny_data: TinyData, tmp_path: Path, disk: Path) -> None:
+    """What a tiny model takes anyway, and a quarter of a rank's states: too little for a run in memory."""
+    layers, hidden = SIZES[ranks]
+    states, free = STATES * layers * 12 * hidden**2 // ranks, resource.RLIM_INFINITY
+    spread = (f"--nproc={ranks}", "batch.micro=1", "zero.stage=3")
+    wide = (*spread, *SHORT, f"model.layers={layers}", f"model.hidden={hidden}", "model.heads=8")
+    code, base = limited(tiny_data, tmp_path / "tiny", free, *spread, *SHORT)
     assert code == 0
     most = 2 * base + states // 4  # data that is never touched counts too: as much again as is resident
-    nvme = (*WIDE, *NVME, f"zero.offload.path={tmp_path / 'disk'}")
+    nvme = (*wide, *NVME, f"zero.offload.path={disk}")
     code, resident = limited(tiny_data, tmp_path / "there", most, *nvme)
     assert code == 0
     assert resident <= base + states // 4
-    assert limited(tiny_data, tmp_path / "refused", most, *WIDE, "zero.stage=3")[0] != 0
-    code, whole = limited(tiny_data, tmp_path / "here", free, *WIDE, "zero.stage=3")
+    assert limited(tiny_data, tmp_path / "refused", most, *wide)[0] != 0
+    code, whole = limited(tiny_data, tmp_path / "here", free, *wide)
     assert code == 0 and whole > base + states // 2
     assert rows(tmp_path / "there") == rows(tmp_path / "here")
 
@@ -74,3 +92,18 @@ def test_a_block_that_does_not_fit(tiny_data: TinyData, tmp_path: Path) -> None:
     assert limited(tiny_data, tmp_path / "whole", free, *nvme)[0] == 0
     tiled, whole = ([row["loss"] for row in rows(tmp_path / name)] for name in ("tiles", "whole"))
     assert len(tiled) == 2 and difference(tiled, whole) <= LOSS_FP32
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_a_billion_parameters_in_four_gibibytes(tiny_data: TinyData, disk: Path) -> None:
+    """Born, trained for three steps, saved, and gone on from; takes 45 GB of the disk while it runs."""
+    options = (*LARGE, *NVME, f"zero.offload.path={disk / 'state'}", "batch.micro=1", "schedule.decay=constant")
+    options += ("data.valid=null", "checkpoint.every=null", "checkpoint.keep=1")
+    for steps, begins in ((3, "none"), (4, "auto")):
+        began = time.monotonic()
+        more = (f"run.steps={steps}", f"checkpoint.resume={begins}")
+        code, resident = limited(tiny_data, disk / "run", resource.RLIM_INFINITY, *options, *more)
+        print(f"to step {steps}: {time.monotonic() - began:.0f} s, {resident / 2**30:.2f} GiB resident at most")
+        assert code == 0 and resident <= RESIDENT
+        assert [row["step"] for row in rows(disk / "run")] == list(range(1, steps + 1))

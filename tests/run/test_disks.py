@@ -1,16 +1,23 @@
 """Runs whose state is on disks: the same numbers and checkpoints, nothing left behind, one line where it cannot be."""
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megazero.base.errors import UserError
+from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
+from megazero.config.schema import Config
+from megazero.nvme import measure
+from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue, Engine
 from megazero.observe.jsonl import read_rows
-from megazero.run.disks import open_disks
+from megazero.run.disks import open_disks, ranks_here
 from megazero.run.folder import RunFolder
+from tests.ranks import run_ranks
 from tests.run.test_session import training
 from tests.tiny_run import TinyData, command, repeating, saved_bytes
 
@@ -52,6 +59,7 @@ def test_the_log_says_how_disks_are_used(tiny_data: TinyData, tmp_path: Path) ->
     )
     (line,) = [line for line in folder.log(0).read_text().splitlines() if "nvme: " in line]
     assert f"nvme: {tmp_path / 'disk'} by " in line and "200 MiB of memory" in line
+    assert re.search(r", \d+ blocks of \d+ KiB in flight \(read \d+\.\d\d, written \d+\.\d\d GB/s\); ", line)
 
 
 def test_nothing_is_left_behind_by_a_run_that_is_killed(tiny_data: TinyData, tmp_path: Path) -> None:
@@ -84,6 +92,59 @@ def test_what_cannot_serve_is_refused_in_one_line(
     with pytest.raises(UserError, match=code) as caught:
         open_disks(config, torch.device("cpu"), Ledger())
     assert "\n" not in str(caught.value)
+
+
+def test_memory_is_needed_for_all_ranks_of_a_host(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enough for three ranks: four are refused, in one line that says how many there are."""
+    monkeypatch.setattr("megazero.run.disks.free_memory", lambda: 3 * 200 << 20)
+    config = tiny_data.load(tmp_path / "run", *NVME, f"zero.offload.path={tmp_path}", "zero.offload.host_mb=200")
+    for here in (1, 3):
+        found = open_disks(config, torch.device("cpu"), Ledger(), here)
+        assert found is not None
+        found.close()
+    with pytest.raises(UserError, match=r"MZ-606.*host_mb=200 MiB .* for each of 4 ranks here, got 600 MiB"):
+        open_disks(config, torch.device("cpu"), Ledger(), 4)
+
+
+def counted(grid: Grid, config: Config, place: str) -> int:
+    os.environ["SLURMD_NODENAME"] = f"{place}{grid['world'].rank // 2}"
+    return ranks_here(config, grid, torch.device("cpu"))
+
+
+def test_ranks_of_a_host_are_counted(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Three ranks, of which two call their host the same."""
+    config = tiny_data.load(tmp_path / "run", *NVME, f"zero.offload.path={tmp_path}")
+    assert run_ranks(3, counted, config, "node") == [2, 2, 1]
+    plain = tiny_data.load(tmp_path / "run", "zero.stage=3")
+    assert run_ranks(1, counted, plain, "node") == [1]
+
+
+def test_the_queue_is_what_was_measured_to_be_best(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, int]] = []
+
+    class Noted(DiskQueue):
+        def __init__(self, engine: Engine | None = None, *, depth: int = DEPTH, block: int = BLOCK):
+            asked.append({"depth": depth, "block": block})
+            super().__init__(engine, depth=depth, block=block)
+
+    honest = measure.best_speed
+    best = lambda *arguments: replace(honest(*arguments), depth=3, block=8192)  # noqa: E731
+    monkeypatch.setattr("megazero.nvme.disk_queue.DiskQueue", Noted)
+    monkeypatch.setattr(measure, "best_speed", best)
+    config = tiny_data.load(tmp_path / "run", *NVME, f"zero.offload.path={tmp_path}")
+    found = open_disks(config, torch.device("cpu"), Ledger())
+    assert found is not None and asked[-1] == {"depth": 3, "block": 8192}
+    found.close()
+
+
+def test_a_measurement_that_is_out_of_time_tries_one_setting(tmp_path: Path) -> None:
+    (found,) = measure.speeds(tmp_path, 1 << 20, 0.0)
+    assert (found.depth, found.block) == (DEPTH, BLOCK) and list(tmp_path.iterdir()) == []
+    assert len(list(measure.speeds(tmp_path, 1 << 20))) == len(measure.SETTINGS)
 
 
 def test_a_folder_that_cannot_be_written(tiny_data: TinyData, tmp_path: Path) -> None:
