@@ -13,15 +13,22 @@ constexpr int64_t kQuantBlock = 256;  // base/quantized.py
 constexpr float kQuantLeast = 1e-35f;  // a block whose largest value is smaller is zeros: its inverse would be infinite
 constexpr float kQuantShift = 0x1.8p23f;  // added to a small number it rounds it, ties to even, into the lowest bits
 
-// The bits of the largest magnitude of a block. As integers infinities are larger than numbers, and NaNs than both.
+// The bits of a number without its sign, in its own width: of 16 bits a vector has twice as many. As integers they are
+// in the order of magnitudes, infinities larger than numbers, and NaNs than both.
+INLINE uint32_t unsigned_bits(float x) { return std::bit_cast<uint32_t>(x) & 0x7FFFFFFF; }
+INLINE uint16_t unsigned_bits(BFloat16 x) { return x.bits & 0x7FFF; }
+INLINE uint16_t unsigned_bits(Half x) { return x.bits & 0x7FFF; }
+
+// The largest magnitude of a block.
 template <typename T>
-INLINE uint32_t largest_bits(const T* __restrict x, int64_t n) {
-  uint32_t most = 0;
+INLINE float largest(const T* __restrict x, int64_t n) {
+  using Bits = decltype(unsigned_bits(T{}));
+  Bits most = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = std::bit_cast<uint32_t>(wide(x[i])) & 0x7FFFFFFF;
+    const Bits bits = unsigned_bits(x[i]);
     most = bits > most ? bits : most;
   }
-  return most;
+  return wide(std::bit_cast<T>(most));
 }
 
 INLINE uint32_t code_of(float x, float inverse) { return std::bit_cast<uint32_t>(x * inverse + kQuantShift); }
@@ -29,7 +36,7 @@ INLINE uint32_t code_of(float x, float inverse) { return std::bit_cast<uint32_t>
 template <typename T>
 INLINE void quantize_block_of(const T* __restrict x, int64_t n, int bits, uint8_t* __restrict codes, float* scale) {
   const float limit = static_cast<float>((1 << (bits - 1)) - 1);
-  const float most = std::bit_cast<float>(largest_bits(x, n));
+  const float most = largest(x, n);
   const bool finite = most < std::numeric_limits<float>::infinity(), some = finite && most >= kQuantLeast;
   const float inverse = some ? limit / most : 0.0f;
   *scale = some ? most / limit : finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
@@ -43,13 +50,24 @@ INLINE void quantize_block_of(const T* __restrict x, int64_t n, int bits, uint8_
   }
 }
 
-template <bool ADD, typename T>
-INLINE void put(T* into, float value) {
-  *into = narrow<T>(ADD ? wide(*into) + value : value);
+// x rounded, where no NaN has anything in its lower half (see `rounded`).
+template <typename T>
+INLINE T narrow_plain(float x) {
+  return narrow<T>(x);
+}
+template <>
+INLINE BFloat16 narrow_plain<BFloat16>(float x) {
+  return {static_cast<uint16_t>(rounded(x) >> 16)};
 }
 
 template <bool ADD, typename T>
-INLINE void dequantize_block_of(const uint8_t* __restrict codes, float scale, int bits, T* __restrict into, int64_t n) {
+INLINE void put(T* into, float value) {
+  *into = narrow_plain<T>(ADD ? wide(*into) + value : value);
+}
+
+template <bool ADD, typename T>
+INLINE void dequantize_block_of(const uint8_t* __restrict codes, float sent, int bits, T* __restrict into, int64_t n) {
+  const float scale = plain(sent);
   if (bits == 8) {
     for (int64_t i = 0; i < n; ++i) put<ADD>(into + i, static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
   } else {
