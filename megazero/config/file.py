@@ -32,6 +32,8 @@ from megazero.config.schema import Config, resolved
 _PLAINLY = {"a valid integer": "a whole number", "a valid tuple": "a list", "a valid string": "text"}
 _PLAINLY |= {"a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}"}
 _PLAINLY |= {"a valid dictionary or instance of ValidationSet": "{path: ..., name: ...}"}
+_PLAINLY |= {"a valid dictionary or instance of Stage": "{until_step: ..., data: ...}"}
+_PLAINLY |= {"a valid dictionary or instance of StageData": "{sources: [...]}"}
 _PLAINLY |= {"a valid boolean": "true or false", "a valid number": "a number"}
 _DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -214,7 +216,7 @@ def _scalar(value: Any) -> Any:
 
 def _override(text: str, source: _Source) -> None:
     key, equals, value = text.partition("=")
-    if not equals or "." not in key:
+    if not equals or ("." not in key and key not in option_keys()):
         known = [option for option in option_keys() if equals and option.rpartition(".")[2] == key]
         hint = f"did you mean {known[0]}={value:.40}?" if known else ""
         raise UserError(108, f"'{text}' is not section.key=value", hint, where="command line")
@@ -289,7 +291,10 @@ def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
         if item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in lines):
             continue  # it has items, of which each is wrong
         where = source.locate(key)
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "extra_forbidden" and key == "stages" and len(parts) == 3 and parts[-1] in _sections(known):
+            do = "today a stage changes data.sources alone"
+            lines[place] = UserError(109, f"{place} is not built yet", do, where=where)
+        elif item["type"] == "extra_forbidden":
             lines[place] = UserError(104, f"unknown key {place}", where=where)
         elif item["type"] == "missing":
             lines[place] = UserError(105, f"{place} is missing", where=where)
@@ -305,7 +310,7 @@ def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
     """Return where in a list of sections a complaint is: `data.sources[1].weight`; the option's key for any other."""
     if not inside or not isinstance(inside[0], int):
         return key
-    return f"{key}[{inside[0]}]" + "".join(f".{part}" for part in inside[1:2])
+    return key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
 
 
 def _violations(config: Config, source: _Source) -> Iterator[UserError]:

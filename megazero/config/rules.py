@@ -8,10 +8,12 @@ Two tables, used by the configuration's checks, by `explain`, and by the documen
 Rows see a resolved config (`config.resolved`) through `Values`, which maps "section.key" to its value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from megazero.config.stages import stage_ends
 from megazero.config.weights import MOST_PERIOD, whole_weights
 
 Values = Mapping[str, Any]
@@ -76,12 +78,37 @@ def _all_names(v: Values) -> list[str]:
     return _names(v, *(("data.sources",) if shared else ()), "data.validation")
 
 
+def _lists(v: Values) -> list[Sequence[Any]]:
+    """Return every list of sources: that of the config, and those of its stages."""
+    own = [v["data.sources"]] if v["data.sources"] else []
+    return own + [stage["data"]["sources"] for stage in v["stages"] or () if stage["data"]]
+
+
+def _doubled_sources(v: Values) -> list[str]:
+    return [name for sources in _lists(v) for name in _doubled([source["name"] for source in sources])]
+
+
+def _moved(v: Values) -> list[str]:
+    """Return the names of sources that have several paths, in lists of which each has them once."""
+    places = {(source["name"], source["path"]) for sources in _lists(v) for source in sources}
+    return sorted({*_doubled([name for name, _ in places])} - {*_doubled_sources(v)})
+
+
+def _ends(v: Values) -> list[int]:
+    return stage_ends(v["stages"] or (), v["batch.global"] * v["model.seq_len"])
+
+
+def _rising(v: Values) -> bool:
+    ends = [0, *_ends(v)]
+    return all(before < after for before, after in pairwise(ends))
+
+
 def _doubled(names: list[str]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1})
 
 
 def _period(v: Values) -> int:
-    return sum(whole_weights([source["weight"] for source in v["data.sources"] or ()] or [1.0]))
+    return max((sum(whole_weights([source["weight"] for source in sources])) for sources in _lists(v)), default=1)
 
 
 def _even_head(v: Values) -> bool:
@@ -193,10 +220,10 @@ RELATIONS: tuple[Relation, ...] = (
         "give one of the two, and the other null",
     ),
     Relation(
-        ("data.sources",),
+        ("data.sources", "stages"),
         "names of data.sources differ",
-        lambda v: not _doubled(_names(v, "data.sources")),
-        lambda v: f"two are called {', '.join(_doubled(_names(v, 'data.sources')))}",
+        lambda v: not _doubled_sources(v),
+        lambda v: f"two are called {', '.join(_doubled_sources(v))}",
         "give each its own name",
     ),
     Relation(
@@ -207,11 +234,39 @@ RELATIONS: tuple[Relation, ...] = (
         "give each its own name (with a share in data.valid each source is a validation set too)",
     ),
     Relation(
-        ("data.sources",),
+        ("data.sources", "stages"),
         "whole weights of data.sources sum to at most 1,000,000",
         lambda v: _period(v) <= MOST_PERIOD,
         lambda v: f"{_period(v):,}, after which the order repeats",
         "give weights of fewer digits",
+    ),
+    Relation(
+        ("stages", "data.sources"),
+        "data.sources given with stages",
+        lambda v: v["stages"] is None or v["data.sources"] is not None,
+        lambda v: "data.sources null",
+        "give the sources of what no stage says otherwise",
+    ),
+    Relation(
+        ("stages", "data.sources"),
+        "a source of stages has one path",
+        lambda v: not _moved(v),
+        lambda v: f"two paths are called {', '.join(_moved(v))}",
+        "give each its own name",
+    ),
+    Relation(
+        ("stages",),
+        "each of stages has until_step or until_tokens",
+        lambda v: all((s["until_step"] is None) != (s["until_tokens"] is None) for s in v["stages"] or ()),
+        lambda v: "one has both or neither",
+        "give one of the two to each",
+    ),
+    Relation(
+        ("stages", "batch.global", "model.seq_len"),
+        "stages end one after the other",
+        _rising,
+        lambda v: f"they end with steps {', '.join(map(str, _ends(v)))}",
+        "change until_step or until_tokens",
     ),
     Relation(
         ("checkpoint.load", "checkpoint.resume"),

@@ -243,13 +243,16 @@ class ValidationSet(Section):
     name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
 
 
+Sources = Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)]
+
+
 class Data(Section):
     train: Text | None = Field(
         default=None,
         description="Token files to train on: a path without .bin/.idx, from the current folder; null: data.sources, "
         "else data/quickstart/train.",
     )
-    sources: Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)] | None = Field(
+    sources: Sources | None = Field(
         default=None,
         description="Instead of data.train, token files that are mixed: a list of {path, weight, name}.",
     )
@@ -302,6 +305,18 @@ class Observe(Section):
     )
 
 
+class StageData(Section):
+    sources: Sources = Field(description="Instead of the config's data.sources.")
+
+
+class Stage(Section):
+    until_step: Positive | None = Field(default=None, description="The last step of the stage, from 1.")
+    until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = Field(
+        default=None, description="Instead: the tokens of the run, all stages together, with which it ends."
+    )
+    data: StageData | None = Field(default=None, description="What is trained on; null: as the config says.")
+
+
 class Config(Section):
     """All sections of a config; `name` is that of the file, not an option."""
 
@@ -318,6 +333,11 @@ class Config(Section):
     data: Data = Field(default_factory=Data)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     observe: Observe = Field(default_factory=Observe)
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=100)] | None = Field(
+        default=None,
+        description="Parts of the run with other data.sources, one after the other: a list of {until_step or "
+        "until_tokens, data}. Behind the last one the config holds.",
+    )
 
     @property
     def uses_disks(self) -> bool:
@@ -338,6 +358,7 @@ def resolved(config: Config) -> Config:
             "model": model.model_copy(update={"kv_heads": kv_heads, "ffn": ffn}),
             "zero": config.zero.model_copy(update={"stage": 1 if config.zero.stage is None else config.zero.stage}),
             "pipeline": config.pipeline.model_copy(update={"chunks": chunks}),
+            "stages": config.stages and tuple(map(_stage_with_names, config.stages)),
             "data": data.model_copy(
                 update={
                     "train": QUICKSTART if data.train is None and data.sources is None else data.train,
@@ -354,6 +375,12 @@ def _named(given: NamedFiles) -> NamedFiles:
     """Return token files with a name: the end of their path, where none is given."""
     name = re.sub(_NOT_IN_NAMES, "_", PurePath(given.path).name or given.path)[-64:]
     return given.model_copy(update={"name": given.name or name})
+
+
+def _stage_with_names(stage: Stage) -> Stage:
+    if stage.data is None:
+        return stage
+    return stage.model_copy(update={"data": StageData(sources=tuple(map(_named, stage.data.sources)))})
 
 
 def default_ffn(hidden: int, activation: str) -> int:

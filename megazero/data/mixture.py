@@ -22,7 +22,7 @@ class Source:
 
     Attributes:
         name: as metrics and messages have it; None: the only one, of `data.train`.
-        weight: how many samples of a period it gives.
+        weight: how many samples of a period it gives, where no phase says otherwise.
         seed: of the order of its windows.
     """
 
@@ -37,38 +37,96 @@ def seed_of(seed: int, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode())
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run in which the weights of its sources are the same.
+
+    Attributes:
+        first: its first sample id.
+        weights: of all sources; 0 for one that gives nothing in it.
+    """
+
+    first: int
+    weights: tuple[int, ...]
+
+
+class _Part:
+    """A phase with its order, and how much of each source came before it."""
+
+    def __init__(self, phase: Phase, before: np.ndarray):
+        self.first, self.before = phase.first, before
+        self.places = np.flatnonzero(phase.weights)  # of the sources that take part
+        self.order = Interleaving([phase.weights[place] for place in self.places])
+
+    def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (place of the source, number of the sample among that source's) of samples of this phase."""
+        sources, numbers = self.order.of(samples - self.first)
+        places = self.places[sources]
+        return places, numbers + self.before[places]
+
+    def counts(self, samples: int) -> np.ndarray:
+        """Return how many samples of each source came before this sample id, which is not before the phase."""
+        counts = self.before.copy()
+        counts[self.places] += self.order.counts(samples - self.first)
+        return counts
+
+
 class Mixture:
     """The windows of some sources, in the order in which a run reads them.
 
+    Where the weights change, each source goes on where it was: none of its windows comes twice in an epoch.
+
     Args:
         sources: at least one; if several, all with names.
+        phases: by their first sample, of which the first is 0; None: one, of the sources' own weights.
 
     Attributes:
         sources: the same.
         num_windows: of all sources.
     """
 
-    def __init__(self, sources: Sequence[Source]):
+    def __init__(self, sources: Sequence[Source], phases: Sequence[Phase] | None = None):
         self.sources = tuple(sources)
-        self._interleaving = Interleaving([source.weight for source in sources])
         self._num_windows = np.array([source.windows.num_windows for source in sources], np.int64)
         self._seeds = np.array([source.seed & (2**64 - 1) for source in sources], np.uint64)
         self.num_windows = int(self._num_windows.sum())
+        self.phases = tuple(phases or [Phase(0, tuple(source.weight for source in sources))])
+        self._firsts = np.array([phase.first for phase in self.phases], np.int64)
+        assert self._firsts[0] == 0 and (np.diff(self._firsts) > 0).all(), "checked by the config"
+        before, self._parts = np.zeros(len(sources), np.int64), list[_Part]()
+        for phase in self.phases:
+            before = self._parts[-1].counts(phase.first) if self._parts else before
+            self._parts.append(_Part(phase, before))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, window of it) of sample ids of any shape."""
-        sources, numbers = self._interleaving.of(samples)
+        sources, numbers = self.numbers(samples)
         return sources, window_of(numbers, self._num_windows[sources], self._seeds[sources])
 
-    def number_of(self, sample: int) -> tuple[int, int]:
-        """Return (place of the source, number of the sample among that source's, from 0) of a sample id."""
-        sources, numbers = self._interleaving.of(np.array([sample]))
-        return int(sources[0]), int(numbers[0])
+    def numbers(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (place of the source, number of the sample among that source's, from 0) of sample ids."""
+        which = np.searchsorted(self._firsts, samples, side="right") - 1
+        sources, numbers = np.empty_like(samples), np.empty_like(samples)
+        for part in np.unique(which):
+            own = which == part
+            sources[own], numbers[own] = self._parts[part].of(samples[own])
+        return sources, numbers
 
-    def sample_of(self, source: int, window: int, epoch: int) -> int:
-        """Return the id of the sample that is a window of a source, by its place, in an epoch of that source."""
+    def sample_of(self, source: int, window: int, epoch: int) -> int | None:
+        """Return the id of the sample that is a window of a source, by its place, in an epoch of that source.
+
+        None: the source gives no sample so late, because its weight is 0 from some id on.
+        """
         chosen = self.sources[source]
-        return self._interleaving.sample(source, position_of(window, epoch, chosen.windows.num_windows, chosen.seed))
+        number = position_of(window, epoch, chosen.windows.num_windows, chosen.seed)
+        part = [part for part in self._parts if part.before[source] <= number and source in part.places]
+        if not part:
+            return None
+        last = part[-1]
+        place = int(np.searchsorted(last.places, source))
+        sample = last.first + last.order.sample(place, number - int(last.before[source]))
+        later = [first for first in self._firsts.tolist() if first > last.first]
+        return None if later and sample >= later[0] else sample
 
     def micro_batches(self, samples: np.ndarray) -> list[MicroBatch]:
         """Return samples [micro-batches, rows] as micro-batches. Raises UserError 205: bad ids."""
@@ -81,13 +139,13 @@ class Mixture:
 
     def counts(self, samples: int) -> list[int]:
         """Return how many of the first so many samples each source has given."""
-        return self._interleaving.counts(samples).tolist()
+        return self._counts(samples).tolist()
 
     def epochs(self, samples: int) -> dict[str, float] | None:
         """Return how often so many samples go through each source, by its name; None where it has none."""
         if self.sources[0].name is None:
             return None
-        counts = self._interleaving.counts(samples) / self._num_windows
+        counts = self._counts(samples) / self._num_windows
         return {str(source.name): float(count) for source, count in zip(self.sources, counts, strict=True)}
 
     def digest(self) -> str:
@@ -95,6 +153,10 @@ class Mixture:
         each = [f"{s.windows.num_windows} windows, xxh3 {s.windows.stream.digest()}" for s in self.sources]
         if self.sources[0].name is None:
             return each[0]
-        named = [f"{s.name} weight {s.weight}: {text}" for s, text in zip(self.sources, each, strict=True)]
+        named = [f"{source.name}: {text}" for source, text in zip(self.sources, each, strict=True)]
+        named += [f"from sample {phase.first} weights {phase.weights}" for phase in self.phases]
         digest = xxhash.xxh3_64_hexdigest("\n".join(named).encode())
-        return f"{len(named)} source{'s' * (len(named) > 1)}, xxh3 {digest}"
+        return f"{len(each)} source{'s' * (len(each) > 1)}, xxh3 {digest}"
+
+    def _counts(self, samples: int) -> np.ndarray:
+        return self._parts[int(np.searchsorted(self._firsts, samples, side="right")) - 1].counts(samples)

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from megazero.base.errors import UserError
 from megazero.config.schema import Config, Source
+from megazero.config.stages import stage_ends
 from megazero.config.weights import whole_weights
 from megazero.data import mixture
-from megazero.data.mixture import Mixture, seed_of
+from megazero.data.mixture import Mixture, Phase, seed_of
 from megazero.data.overlap import shared_document
 from megazero.data.windows import WindowDataset, open_datasets
 
@@ -38,7 +39,8 @@ def open_data(config: Config) -> RunData:
     share = data.valid if isinstance(data.valid, float) else None
     validation: dict[str, WindowDataset] = {}
     sources = []
-    for given, weight in zip(*_sources(config), strict=True):
+    all_sources, phases = _plan(config)
+    for given, weight in zip(all_sources, phases[0].weights, strict=True):
         windows, held_out = _opened(config, given.path, share)
         order = seed if given.name is None else seed_of(seed, given.name)
         sources.append(mixture.Source(given.name, windows, weight, order))
@@ -49,7 +51,7 @@ def open_data(config: Config) -> RunData:
     for other in data.validation or ():
         assert other.name is not None, "a resolved config"
         validation[other.name], _ = _opened(config, other.path, None)
-    found = Mixture(sources)
+    found = Mixture(sources, phases)
     _refuse_repeats(config, found)
     return RunData(found, validation)
 
@@ -58,14 +60,20 @@ def sources_text(config: Config, found: Mixture) -> str:
     """Return the words for what a run is trained on: the path, or of each source its share and how often it comes."""
     if config.data.sources is None:
         return str(config.data.train)
-    samples = config.run.steps * config.batch.global_
-    epochs, whole = found.epochs(samples), sum(source.weight for source in found.sources)
+    batch = config.batch.global_
+    epochs = found.epochs(config.run.steps * batch)
     assert epochs is not None, "sources of a config have names"
-    each = (
-        f"{s.name} {100 * s.weight / whole:.4g} % ({given.path}, {epochs[str(s.name)]:.3g} epochs)"
-        for s, given in zip(found.sources, config.data.sources, strict=True)
+    each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in found.sources)
+    shares = (
+        (f"from step {phase.first // batch + 1:,} " if phase.first else "") + _shares(found, phase.weights)
+        for phase in found.phases
     )
-    return "of " + ", ".join(each)
+    return f"{'; '.join(shares)}; of {', '.join(each)}"
+
+
+def _shares(found: Mixture, weights: Sequence[int]) -> str:
+    each = zip(found.sources, weights, strict=True)
+    return ", ".join(f"{source.name} {100 * weight / sum(weights):.4g} %" for source, weight in each if weight)
 
 
 def refuse_overlap(config: Config, data: RunData) -> None:
@@ -85,12 +93,26 @@ def refuse_overlap(config: Config, data: RunData) -> None:
                 raise UserError(220, what, do, where=stream.dataset.prefix)
 
 
-def _sources(config: Config) -> tuple[Sequence[Source], list[int]]:
-    """Return the sources of a config with their whole weights; that of `data.train` has no name."""
-    if config.data.sources is not None:
-        return config.data.sources, whole_weights([source.weight for source in config.data.sources])
-    assert config.data.train is not None, "a resolved config"
-    return [Source(path=config.data.train)], [1]
+def _plan(config: Config) -> tuple[list[Source], list[Phase]]:
+    """Return every source of a config and its stages, and from which sample on which weights hold.
+
+    That of `data.train` has no name.
+    """
+    if config.data.sources is None:
+        assert config.data.train is not None, "a resolved config"
+        return [Source(path=config.data.train)], [Phase(0, (1,))]
+    stages, batch = config.stages or (), config.batch.global_
+    ends = stage_ends([stage.model_dump() for stage in stages], batch * config.model.seq_len)
+    mixes = [stage.data.sources if stage.data else config.data.sources for stage in stages] + [config.data.sources]
+    named = {source.name: source for mix in (config.data.sources, *mixes) for source in mix}
+    phases: list[Phase] = []
+    for first, mix in zip([0, *ends], mixes, strict=True):
+        weights = whole_weights([source.weight for source in mix])
+        given = {source.name: weight for source, weight in zip(mix, weights, strict=True)}
+        phase = Phase(first * batch, tuple(given.get(name, 0) for name in named))
+        if not phases or phases[-1].weights != phase.weights:
+            phases.append(phase)
+    return list(named.values()), phases
 
 
 def _opened(config: Config, path: str, share: float | None) -> tuple[WindowDataset, WindowDataset | None]:

@@ -37,4 +37,5 @@ def _paths(config: Config) -> list[str]:
     """Return the path of every data set that a config names."""
     data = config.data
     paths = [data.train, data.valid] + [each.path for each in (*(data.sources or ()), *(data.validation or ()))]
+    paths += [source.path for stage in config.stages or () if stage.data for source in stage.data.sources]
     return [path for path in paths if isinstance(path, str)]

@@ -86,7 +86,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
         part = next(part for part in _parts(data, source, window, length) if part["document"] == document)
         for epoch in range(-(-count // windows.num_windows)):
             sample = data.mixture.sample_of(source, window, epoch)
-            if sample < samples:
+            if sample is not None and sample < samples:
                 step = sample // config.batch.global_ + 1
                 found.append({"step": step, "sample": sample, "source": data.mixture.sources[source].name} | part)
     return sorted(found, key=lambda each: (each["sample"], each["offset"]))

@@ -176,6 +176,7 @@ OTHERWISE = {
     "zero.offload.host_mb",
     "zero.offload.delayed",
     "data.sources",
+    "stages",  # tests/run/test_stages.py
     "data.max_epochs",
     "data.validation",
     "run.time_limit",

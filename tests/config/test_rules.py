@@ -65,6 +65,19 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["data.sources=[{path: a, weight: 1000000}, {path: b}]"],
         "data.sources=[{path: a, weight: 999999}, {path: b}]",
     ),
+    "data.sources given with stages": (["stages=[{until_step: 5}]"], "data.sources=[{path: a}]"),
+    "a source of stages has one path": (
+        ["data.sources=[{path: a}]", "stages=[{until_step: 5, data: {sources: [{path: b/a}]}}]"],
+        "data.sources=[{path: b/a}]",
+    ),
+    "each of stages has until_step or until_tokens": (
+        ["data.sources=[{path: a}]", "stages=[{until_step: 5, until_tokens: 7}]"],
+        "stages=[{until_tokens: 7}]",
+    ),
+    "stages end one after the other": (
+        ["data.sources=[{path: a}]", "stages=[{until_step: 5}, {until_tokens: 40960}]"],
+        "batch.global=1",
+    ),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
 # The same for exclusions: one config for each (option, value that needs something).

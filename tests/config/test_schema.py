@@ -42,7 +42,8 @@ DEFAULTS = {
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
 }
-MAX_OPTIONS = 99
+MAX_OPTIONS = 100
+STAGE = "stages: [{{until_step: 3, data: {}}}]"
 SOURCE = "data: {{sources: [{}]}}"
 
 
@@ -66,6 +67,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_every_option_and_its_default():
     expected = {f"{section}.{key}": value for section, keys in DEFAULTS.items() for key, value in keys.items()}
+    expected["stages"] = None
     assert flatten(resolved(Config())) == expected
     assert option_keys() == list(expected)
     assert len(option_keys()) <= MAX_OPTIONS
@@ -186,6 +188,19 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
             "data: {valid: 0.1, validation: [{path: x/a}, {path: a}]}",
             "MZ-106 c.yaml:1: names of validation sets differ ",
         ),
+        ("stges: []", "MZ-104 c.yaml:1: unknown key stges; did you mean stages?"),
+        ("stages: [{until_step: 3, batch: {global: 4}}]", "MZ-109 c.yaml:1: stages[0].batch is not built yet; today a"),
+        ("stages: [{until_stp: 3}]", "MZ-104 c.yaml:1: unknown key stages[0].until_stp"),
+        (
+            "stages: [{until_step: 0}]",
+            "MZ-105 c.yaml:1: stages[0].until_step: expected greater than or equal",
+        ),
+        ("stages: [3]", "MZ-105 c.yaml:1: stages[0]: expected {until_step: ..., data: ...}, got 3"),
+        (
+            STAGE.format("{sources: [{path: a, weight: x}]}"),
+            "MZ-105 c.yaml:1: stages[0].data.sources[0].weight: e",
+        ),
+        (STAGE.format("{sources: [{path: a}], train: a}"), "MZ-104 c.yaml:1: unknown key stages[0].data.train"),
         ("run: {steps: 3\n", "MZ-102 c.yaml:2: not YAML: "),
         ("- a", "MZ-102 c.yaml: expected sections, got "),
         ("data: {train: 2020-13-45}", "MZ-102 c.yaml: cannot be read: month must be in 1..12"),
@@ -208,6 +223,8 @@ def _typos(key: str) -> set[str]:
 def test_every_typo_of_every_key_is_refused_with_the_right_key(file: Path):
     checked = 0
     for key in option_keys():
+        if "." not in key:  # a typo of it has no section
+            continue
         typos = sorted(_typos(key))
         found = lines(file, "", *(f"{typo}=1" for typo in typos))
         assert sorted(found) == sorted(
@@ -220,6 +237,8 @@ def test_every_typo_of_every_key_is_refused_with_the_right_key(file: Path):
 def test_every_typo_in_a_file_is_refused_with_its_line(file: Path):
     for key in option_keys():
         section, _, name = key.rpartition(".")
+        if not section:
+            continue
         outer = [f"{'  ' * depth}{part}:" for depth, part in enumerate(section.split("."))]
         typos = sorted(typo.rpartition(".")[2] for typo in _typos(key) if typo.startswith(f"{section}."))
         typos = [typo for typo in typos if typo]

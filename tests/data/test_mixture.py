@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megazero.data.documents import TokenStream
 from megazero.data.loader import BatchLoader
-from megazero.data.mixture import Mixture, Source, seed_of
+from megazero.data.mixture import Mixture, Phase, Source, seed_of
 from megazero.data.sampler import window_of
 from megazero.data.windows import WindowDataset
 
@@ -60,8 +60,37 @@ def test_the_way_back_is_exact(sources: list[tuple[int, int]], first: int):
     found = mixture(sizes, weights)
     ids = np.arange(first, first + 8)
     for id_, source, window in zip(ids.tolist(), *found.locate(ids), strict=True):
-        epoch = found.number_of(id_)[1] // sizes[source]
+        epoch = int(found.numbers(np.array([id_]))[1][0]) // sizes[source]
         assert found.sample_of(int(source), int(window), epoch) == id_
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any), min_size=1, max_size=4), st.data())
+@settings(max_examples=10)
+def test_phases_go_on_where_a_source_was(weights: list[list[int]], data: st.DataObject):
+    """Shares are exact in each phase, no window comes twice in an epoch over all of them, and the way back is exact."""
+    sizes = [11, 17, 40]
+    lengths = [data.draw(st.integers(1, 30)) for _ in weights]
+    firsts = [sum(lengths[:number]) for number in range(len(weights))]
+    sources = mixture(sizes, [1, 1, 1]).sources
+    found = Mixture(sources, [Phase(first, tuple(each)) for first, each in zip(firsts, weights, strict=True)])
+    total = firsts[-1] + 60
+    ids = np.arange(total)
+    of, windows = found.locate(ids)
+    for first, end, each in zip(firsts, [*firsts[1:], total], weights, strict=True):
+        for source, weight in enumerate(each):
+            counts = np.cumsum(of[first:end] == source) * sum(each)
+            assert (np.abs(counts - np.arange(1, end - first + 1) * weight) < sum(each)).all()
+    for source, size in enumerate(sizes):
+        own = windows[of == source]
+        for start in range(0, len(own), size):
+            epoch = own[start : start + size].tolist()
+            assert len(set(epoch)) == len(epoch)
+    for id_, source, window, number in zip(
+        *(x.tolist() for x in (ids, of, windows, found.numbers(ids)[1])), strict=True
+    ):
+        assert found.sample_of(source, window, number // sizes[source]) == id_
+    for end in (0, *firsts, total):
+        assert found.counts(end) == np.bincount(of[:end], minlength=3).tolist()
 
 
 def test_one_source_without_a_name_is_what_it_always_was():

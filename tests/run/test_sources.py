@@ -99,7 +99,7 @@ def test_a_restart_on_another_grid_goes_on_with_the_same_text(
 def test_what_a_run_says_of_its_sources(tiny_data: TinyData, mixed, tmp_path: Path, capsys) -> None:
     assert launch(tiny_data.load(tmp_path / "run", *mixed, "data.valid=null"), "small", 1) == 0
     out = capsys.readouterr().out
-    assert "data of first 50 % (" in out and ", second 33.33 % (" in out and " epochs), third 16.67 % (" in out
+    assert "data first 50 %, second 33.33 %, third 16.67 %; of first (" in out and " epochs), second (" in out
     rows = read_rows(tmp_path / "run/metrics.jsonl")
     mixture = open_data(tiny_data.load(tmp_path / "run", *mixed, "data.valid=null")).mixture
     for row in rows:
