@@ -48,7 +48,7 @@ from megazero.run.checkpointing import (
     checkpoints_of,
     holdings_to_load,
 )
-from megazero.run.data import open_data, refuse_overlap
+from megazero.run.data import RunData, open_data, refuse_overlap
 from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
@@ -96,12 +96,8 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     dtype = DTYPES[config.precision.dtype]
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
-    with doing("opening the data"):
-        data = open_data(config)
-        for source in data.mixture.sources:
-            _text_bytes(source.windows, tokenizer)
-        if grid["world"].rank == 0:  # the others would read the same
-            refuse_overlap(config, data)
+    first = grid["world"].rank == 0
+    data = _opened(config, tokenizer, first=first)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -109,12 +105,11 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         host_ops = for_host(config.precision.kernels, precision_of(config).masters)
     disks = open_disks(config, device, grid.comm.ledger, here)
     built = build(config, grid, device, ops, host_ops=host_ops, disks=disks)
-    settle_attention(config, built.model, device, first=grid["world"].rank == 0)
+    settle_attention(config, built.model, device, first=first)
     engine, pipeline = built.engine, built.pipeline
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     flops = model_shape(config).flops_per_token()
     work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid["world"].size)
-    first = grid["world"].rank == 0
     comm, folder = grid.comm, site.folder
     expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
 
@@ -161,6 +156,17 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
         lambda own, say: _blame(own, say, grid, device),
     )
     return Ready(trainer, about, holdings_to_load(built), ops, disks, data.mixture, tokenizer)
+
+
+def _opened(config: Config, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
+    """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
+    with doing("opening the data"):
+        data = open_data(config)
+        for source in data.mixture.sources:
+            _text_bytes(source.windows, tokenizer)
+        if first:  # the others would read the same
+            refuse_overlap(config, data)
+    return data
 
 
 def loader_of(config: Config, mixture: Mixture, data: Axis, device: torch.device) -> BatchLoader:

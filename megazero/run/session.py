@@ -385,8 +385,9 @@ def _folder(config: Config, name: str) -> RunFolder:
 def _fingerprint(config: Config, world: World) -> str:
     """Return a text of what must be the same on every rank."""
     digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
-    shared = ", GPUs shared" if world.shares_gpus else ""
-    return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
+    return (
+        f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{', GPUs shared' * world.shares_gpus}"
+    )
 
 
 def _same_kernels(names: list[bytes]) -> None:
