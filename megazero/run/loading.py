@@ -136,3 +136,10 @@ def _matching(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 def _some(found: list[str]) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def check_kernels(names: list[bytes]) -> None:
+    """Refuse ranks that have chosen other kernels than rank 0. Raises UserError 114."""
+    if odd := [r for r, name in enumerate(names) if name != names[0]]:
+        what = f"rank {odd[0]} has {names[odd[0]].decode()} kernels, rank 0 {names[0].decode()}: sums would differ"
+        raise UserError(114, what, "give precision.kernels=reference, or the same compiler to all hosts")
