@@ -108,36 +108,64 @@ def test_a_checkpoint_goes_into_another_stage_and_grid(name: str, tmp_path: Path
         assert list(found) == list(there) and all(values.isfinite().all() for values in found.values())
 
 
-def tuned(folder: Path, stage: int) -> dict[str, Tensor]:
+def tuned(folder: Path, stage: int, dtype: torch.dtype, load: Path | None, save: Path | None) -> dict[str, Tensor]:
+    """Fine-tune from the folder or a checkpoint to the end, or to the middle and a checkpoint."""
     finetune = of("finetune")
     sharded = megazero.shard(
-        finetune.build(folder),
+        finetune.build(folder).to(dtype),
         {"name": "adamw", **ADAMW},
         stage=stage,
         kernels="reference",
         initial=finetune.reader(folder),
     )
-    for step in range(STEPS):
+    first = 0 if load is None else sharded.load(load)
+    for step in range(first, STEPS if save is None else 1):
         sharded.backward(finetune.loss(sharded, finetune.counting(step, sharded.rank)))
         sharded.step()
+    if save is not None:
+        sharded.save(save)
     return sharded.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_fine_tuning_from_a_folder(stage: int, tmp_path: Path):
-    model("gpt2", torch.float32).save_pretrained(tmp_path)  # type: ignore[operator]
-    found = on_ranks(2, tuned, tmp_path, stage)[0]
-    whole = of("finetune").AutoModelForCausalLM.from_pretrained(tmp_path)
+def pretrained(folder: Path) -> Path:
+    """Write a folder of transformers."""
+    model("gpt2", torch.float32).save_pretrained(folder / "from")  # type: ignore[operator]
+    return folder / "from"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [
+        pytest.param(stage, ranks, marks=[] if (stage, ranks) in ((0, 2), (3, 2)) else pytest.mark.full)
+        for stage in range(4)
+        for ranks in (1, 2, 4)
+    ],
+)
+def test_fine_tuning_from_a_folder(stage: int, ranks: int, dtype: torch.dtype, tmp_path: Path):
+    folder = pretrained(tmp_path)
+    found = on_ranks(ranks, tuned, folder, stage, dtype, None, None)[0]
+    whole = of("finetune").AutoModelForCausalLM.from_pretrained(folder).to(dtype)
     blocks = whole.transformer.h[1:]
     optimizer = torch.optim.AdamW(blocks.parameters(), **ADAMW)  # type: ignore[arg-type]
     for step in range(STEPS):
-        for rank in range(2):
-            (of("gpt2").loss(whole, of("finetune").counting(step, rank)) / 2).backward()
+        for rank in range(ranks):
+            (of("gpt2").loss(whole, of("finetune").counting(step, rank)) / ranks).backward()
         optimizer.step()
         whole.zero_grad()
-    expected = whole.state_dict()
+    expected, within = whole.state_dict(), TOLERANCE[dtype]
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[key], expected[key], rtol=2e-6, atol=2e-6) for key in expected)
+    assert all(torch.allclose(found[key], expected[key], rtol=within, atol=within) for key in expected)
+
+
+def test_a_fine_tuned_checkpoint_goes_into_another_stage_and_grid(tmp_path: Path):
+    folder, saved = pretrained(tmp_path), tmp_path / "saved"
+    on_ranks(2, tuned, folder, 3, torch.float64, None, saved)
+    expected = on_ranks(2, tuned, folder, 3, torch.float64, saved, None)[0]
+    found = on_ranks(2, tuned, folder, 1, torch.float64, saved, None)[0]
+    assert all(torch.equal(found[key], values) for key, values in expected.items())
+    alone = on_ranks(1, tuned, folder, 0, torch.float64, saved, None)[0]  # its second step has other samples
+    assert list(alone) == list(expected) and torch.equal(alone["lm_head.weight"], expected["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
