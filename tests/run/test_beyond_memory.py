@@ -31,6 +31,7 @@ def limited(tiny_data: TinyData, folder: Path, most: int, *options: str) -> tupl
     """Return (exit code, most bytes resident) of a run that may have so many bytes of data."""
     line = [sys.executable, "-c", LIMITED, str(most), "train.py", "--config", str(tiny_data.config)]
     done = subprocess.run([*line, f"run.dir={folder}", *options], cwd=ROOT, capture_output=True, text=True)
+    print(done.stderr)  # of a test that fails
     told = json.loads(done.stdout.splitlines()[-1])
     return told["code"], told["resident"]
 
