@@ -1,4 +1,4 @@
-"""Models, and blocks, that are larger than the memory they may use: on disks, and in tiles, they train all the same."""
+"""Models that are larger than the memory they may use: on disks they train, with the bits of those that fit."""
 
 import json
 import resource
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megazero.observe.jsonl import read_rows
-from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from tests.tiny_run import ROOT, TinyData, repeating
 
 # By ranks: blocks and hidden size. What is gathered is of a block, so of more ranks the model has more of them.
@@ -73,25 +72,6 @@ def test_states_of_four_times_the_memory(ranks: int, tiny_data: TinyData, tmp_pa
     code, whole = limited(tiny_data, tmp_path / "here", free, *wide)
     assert code == 0 and whole > base + states // 2
     assert rows(tmp_path / "there") == rows(tmp_path / "here")
-
-
-BROAD = ("model.layers=2", "model.hidden=512", "model.heads=8", "model.ffn=32768", "run.steps=2")
-WEIGHT = 4 * 512 * 32768  # bytes of each of the two large weights of a block, and of the gradient of each
-
-
-@pytest.mark.full
-def test_a_block_that_does_not_fit(tiny_data: TinyData, tmp_path: Path) -> None:
-    """Beside a tiny model and what is on its way to disks there is no room for a weight and its gradient."""
-    free = resource.RLIM_INFINITY
-    code, base = limited(tiny_data, tmp_path / "tiny", free, "run.steps=2")
-    assert code == 0
-    most = 2 * base + (200 << 20) + 3 * WEIGHT // 2
-    nvme = (*BROAD, "checkpoint.every=null", *NVME, f"zero.offload.path={tmp_path / 'disk'}")
-    assert limited(tiny_data, tmp_path / "tiles", most, *nvme, "zero.tile_mb=4")[0] == 0
-    assert limited(tiny_data, tmp_path / "refused", most, *nvme)[0] != 0
-    assert limited(tiny_data, tmp_path / "whole", free, *nvme)[0] == 0
-    tiled, whole = ([row["loss"] for row in rows(tmp_path / name)] for name in ("tiles", "whole"))
-    assert len(tiled) == 2 and difference(tiled, whole) <= LOSS_FP32
 
 
 @pytest.mark.full
