@@ -79,6 +79,12 @@ class Ready(NamedTuple):
         if self.disks is not None:
             self.disks.close()
 
+    def close(self) -> None:
+        """End background work; what rests on disks is gone."""
+        self.trainer.close()
+        if self.disks is not None:
+            self.disks.close()
+
 
 def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext, here: int = 1) -> Ready:
     """Build everything that one rank of a training run needs, in the order in which it depends on each other.

@@ -247,7 +247,6 @@ def _trained(
             return build_trainer(config, grid, device, site, here)
 
     ready = agree(grid["world"], device, built)
-    trainer = ready.trainer
     try:
         found = _loaded(grid, device, site, ready)
         undone = _begin_files(config, grid, device, site, ready, found)
@@ -256,11 +255,11 @@ def _trained(
         log_file.begin()
         _announce(config, grid, site, ready, name, found)
         if found is not None:
-            begin(trainer, found, site.job, undone.row)
+            begin(ready.trainer, found, site.job, undone.row)
         site.signals.only_note(HEART.say)
         place.status_slot.now(0, TRAIN)
         with explain_out_of_memory(config, grid, device):
-            return trainer, trainer.run()
+            return ready.trainer, ready.trainer.run()
     finally:
         site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
         HEART.say("")
