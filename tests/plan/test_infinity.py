@@ -29,7 +29,7 @@ from tests.plan.infinity import (
 def test_intensities_are_the_paper_s(hidden: int, batch: int) -> None:
     """Section 4.1, equations 9 to 11. There parameters are moved three times and gradients once, 4 x 2 bytes; here a
     backward's gather serves its recompute too, 3 x 2 bytes. There an update moves 4 x 4 bytes to and fro; here 28: the
-    gradient comes in 16 bits, and none goes back but the parameter. Block inputs are the same, but for biases and padding.
+    gradient comes in 16 bits, and only the parameter goes back. Block inputs are the same, but for biases and padding.
     """
     ours, paper = intensities(hidden, batch), theirs(hidden, batch)
     assert ours["parameters and gradients"] == pytest.approx(8 / 6 * paper["parameters and gradients"], rel=1e-4)
