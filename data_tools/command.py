@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from data_tools.corpus import TEXT_SUFFIXES
+from data_tools.places import Part
+from data_tools.selection import Condition
 from megazero.base.answers import tell
 from megazero.base.command_line import at_least
 from megazero.base.errors import UserError
@@ -46,12 +48,24 @@ def suffix(text: str) -> str:
     return text
 
 
+def part(text: str) -> Part:
+    """Return the value of an option such as 3/16."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, such as 3/16, got {text[:20]!r}")
+    return Part(int(found[1]), int(found[2]))
+
+
 def add_inputs(parser: Parser) -> None:
     """Add the options about the text, with the same meaning in every command that reads it."""
-    ends = " ".join(TEXT_SUFFIXES)
-    what = f".jsonl (a document per line), any other file (one document), or a folder (its {ends} files)"
+    ends = ".txt .md .py .jsonl, each also with .gz or .zst, .parquet .arrow"
+    what = ".jsonl (a document per line), .parquet and .arrow (a document per row), any other file (one document), "
+    what += f"or a folder (its files {ends})"
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
-    parser.add_argument("--key", default="text", help="field of the .jsonl lines that holds the text (default: text)")
+    path = "field of lines and rows that holds the text, a.b for b in the object a; several are joined by a line end"
+    parser.add_argument("--field", "--key", nargs="+", default=["text"], metavar="PATH", help=f"{path} (default: text)")
+    only = "take lines and rows that pass: lang=en, 'score>=0.5'; = != < <= > >=; may be given several times"
+    parser.add_argument("--where", action="append", type=Condition.parse, default=[], metavar="CONDITION", help=only)
     instead = f"of a folder take the files whose names end so, instead of {ends}"
     parser.add_argument("--suffix", nargs="+", type=suffix, default=TEXT_SUFFIXES, metavar=".END", help=instead)
     bad = "skip, count and list files that are not UTF-8 and damaged lines of a .jsonl, instead of refusing them"
@@ -65,8 +79,13 @@ def add_output(parser: Parser) -> None:
     )
 
 
-def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Sequence[str] | None) -> int:
-    """Parse, run, and turn faults into a line on stderr and an exit code."""
+def run(
+    command: Callable[[argparse.Namespace], None],
+    parser: Parser,
+    argv: Sequence[str] | None,
+    after_interrupt: str = "no half file is left",
+) -> int:
+    """Parse, run, and turn faults into a line on stderr and an exit code; the last words are said after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files, and text of a data set, on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -78,7 +97,7 @@ def run(command: Callable[[argparse.Namespace], None], parser: Parser, argv: Seq
         tell(error)
         return error.exit_code
     except KeyboardInterrupt:
-        tell(f"{parser.prog}: interrupted, no half file is left")
+        tell(f"{parser.prog}: interrupted, {after_interrupt}")
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has seen enough
         _silence_stdout()

@@ -1,32 +1,41 @@
 """Read text, whatever its size, in bounded memory.
 
-A corpus is a list of files. `.jsonl` holds a document per line, under one key; any other file is one document. Every
-document comes as a run of pieces of at most a quarter of a megabyte, cut after a line end where there is one, so that
-one file of 100 GB costs no more memory than a thousand small ones. A newline is a token of its own in our vocabularies,
-hence cutting after one changes no token.
+A corpus is a list of files. `.jsonl` holds a document per line and a table (`.parquet`, `.arrow`) one per row, in some
+of its fields; any other file is one document; `.gz` and `.zst` are decompressed. Every document comes as a run of
+pieces of at most a quarter of a megabyte, cut after a line end where there is one, so that one file of 100 GB costs no
+more memory than a thousand small ones. With a vocabulary in which a newline is a token of its own, cutting after one
+changes no token; for others the pieces are 16 MB, so that only longer documents are cut at all.
 
 Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. Other text
 is refused, or where the user has asked for that skipped, counted and listed (`Skipped`): the whole file, or of a
-`.jsonl` the line. A file is checked before its first piece is passed on, so that no part of a bad file gets into a data
-set.
+`.jsonl` the line, of a table the row. A file of text is checked before its first piece is passed on, so that no part of
+a bad file gets into a data set.
 """
 
 import codecs
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.base.atomic import write_atomically
+import xxhash
+
+from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_text
+from data_tools.places import Mark, Part, Span
+from data_tools.selection import Select
+from data_tools.skipped import Skipped
+from data_tools.tables import rows
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 
 PIECE_BYTES = 256 * 1024
+WHOLE_BYTES = 16 * 1024 * 1024  # a piece for tokenizers whose ids depend on where a text is cut
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+_TEXT = (".txt", ".md", ".py", ".jsonl")
+TEXT_SUFFIXES = (*_TEXT, *TABLES, *(text + end for text in _TEXT for end in COMPRESSED))
 
 
 @dataclass(frozen=True)
@@ -37,49 +46,17 @@ class Piece:
         text: at most PIECE_BYTES of UTF-8; the last piece of a document may be empty.
         last: it ends its document.
         bytes_read: how much of the file was read for it, to show progress.
+        record: the number of its record in the file, from 1.
+        mark: the place behind it; only of a last piece.
+        digest: of the document, where duplicates are looked for; only of a last piece.
     """
 
     text: str
     last: bool
     bytes_read: int
-
-
-_LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
-
-
-@dataclass
-class Skipped:
-    """The files and lines that were skipped of a corpus.
-
-    Attributes:
-        count: number of files and lines.
-        lines: the reasons, for the first ones.
-    """
-
-    count: int = 0
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, error: UserError) -> None:
-        """Count one more file or line that is bad."""
-        self.count += 1
-        if len(self.lines) < _LISTED:
-            self.lines.append(f"{error.where}: {error.what}")
-
-    def tell(self, output: Path, say: Callable[[str], object]) -> None:
-        """Say what was skipped, and leave the list beside the output; no list where nothing was.
-
-        Raises:
-            UserError: 208, the list cannot be written.
-        """
-        path = output.with_name(output.name + ".skipped.txt")
-        if not self.count:
-            path.unlink(missing_ok=True)  # of an earlier run
-            return
-        more = [f"... and {self.count - len(self.lines):,} more"] if self.count > len(self.lines) else []
-        write_atomically(path, "".join(f"{line}\n" for line in (*self.lines, *more)).encode(errors="backslashreplace"))
-        for line in self.lines[:_SHOWN]:
-            say(f"skipped {line}")
-        say(f"skipped {self.count:,} in all, which are listed in {path}")
+    record: int = 1
+    mark: Mark | None = None
+    digest: bytes | None = None
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
@@ -111,44 +88,191 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())  # a FIFO would block for ever
 
 
-def read_pieces(files: Sequence[Path], key: str, skipped: Skipped | None = None) -> Iterator[Piece]:
-    """Yield all documents of the files, in order.
+_TEXT_FIELD, _ALL, _BEGINNING = Select(), Part(), Mark()
+
+
+class Known:
+    """The documents that have been there, by a hash of 128 bits of their text."""
+
+    def __init__(self, digests: Sequence[bytes] = ()):
+        self._digests = set(digests)
+
+    def is_new(self, digest: bytes) -> bool:
+        """Return whether it has not been there, and remember it."""
+        before = len(self._digests)
+        self._digests.add(digest)
+        return len(self._digests) > before
+
+
+class Reader:
+    """A reader of the documents of a corpus, in order, from a place in it.
 
     Args:
+        files: all files of the corpus.
+        select: what is taken of records.
         skipped: takes what is bad; None: that is refused.
+        part: what is read of them.
+        known: documents that have been there are left out; None: nobody asks.
+        start: the place to begin behind.
+        piece_bytes: the longest piece.
 
     Raises:
-        UserError: 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected JSON (file and line).
+        UserError: 162, a package is missing; 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected
+            JSON (file and line).
     """
-    for path in files:
-        try:
-            yield from _json_lines(path, key, skipped) if path.suffix == ".jsonl" else _text(path, skipped)
-        except OSError as error:
-            raise _unreadable(path, error) from error
 
+    def __init__(
+        self,
+        files: Sequence[Path],
+        select: Select = _TEXT_FIELD,
+        skipped: Skipped | None = None,
+        *,
+        part: Part = _ALL,
+        known: Known | None = None,
+        start: Mark = _BEGINNING,
+        piece_bytes: int | None = None,
+    ):
+        self._files, self._select, self._skipped, self._known, self._start = files, select, skipped, known, start
+        self._size = piece_bytes or PIECE_BYTES
+        self._spans = part.spans([path.stat().st_size for path in files])
+        self._filtered, self._duplicates = start.filtered, start.duplicates
+        self._pending = 0  # bytes of records without a piece
 
-def check_files(files: Sequence[Path], key: str) -> None:
-    """Check all files, so that a bad one is refused before any work is done. Raises as `read_pieces`."""
-    total = sum(path.stat().st_size for path in files)
-    with doing("checking the text, MB", total // 1_000_000) as progress:
-        read = 0
-        for path in files:
+    def __iter__(self) -> Iterator[Piece]:
+        for index in range(self._start.file, len(self._files)):
+            path, span = self._files[index], self._spans[index]
+            done = self._start.record if index == self._start.file else 0
             try:
-                if path.suffix == ".jsonl":
-                    for piece in _json_lines(path, key, None):
-                        read += piece.bytes_read
-                        progress.done = read // 1_000_000
-                    continue
-                with path.open("rb") as file:
-                    for size in _checked(file, path):
-                        read += size
-                        progress.done = read // 1_000_000
+                for piece in self._pieces(path, span, done):
+                    if piece.last:
+                        mark = self._mark(index, piece.record)
+                        piece = replace(piece, mark=mark, bytes_read=piece.bytes_read + self._pending)
+                        self._pending = 0
+                    yield piece
+            except DamagedError as error:
+                self._refuse(_unreadable(path, error))
             except OSError as error:
                 raise _unreadable(path, error) from error
 
+    def end(self) -> Mark:
+        """Return the place behind all files, once they have been read."""
+        return self._mark(len(self._files), 0)
 
-def _checked(file: BinaryIO, path: Path) -> Iterator[int]:
-    """Yield the sizes of blocks of a file of text. Raises UserError 212: not UTF-8."""
+    def _mark(self, file: int, record: int) -> Mark:
+        rejected = self._skipped.count if self._skipped is not None else 0
+        return Mark(file, record, rejected, self._filtered, self._duplicates)
+
+    def _pieces(self, path: Path, span: Span, done: int) -> Iterator[Piece]:
+        kind = kind_of(path)
+        if kind == ".jsonl" and path.suffix == kind:
+            return self._lines(path, span.start, span.stop, done) if span.start < span.stop else iter(())
+        if not span.begins:
+            return iter(())
+        if kind == ".jsonl":
+            return self._lines(path, 0, None, done)
+        if kind in TABLES and path.suffix == kind:
+            return self._rows(path, done)
+        return iter(()) if done else self._text(path)
+
+    def _refuse(self, error: UserError) -> None:
+        """Count what is bad, where the user has asked for that; else raise the error."""
+        if self._skipped is None:
+            raise error
+        self._skipped.add(error)
+
+    def _take(self, text: str | None, size: int, record: int) -> Iterator[Piece]:
+        """Yield the document of a record, unless it did not pass, or has been there."""
+        digest = None
+        if text is not None and self._known is not None and text:
+            digest = xxhash.xxh3_128_digest(text.encode())
+            if not self._known.is_new(digest):
+                self._duplicates += 1
+                self._pending += size
+                return
+        if text is None:
+            self._filtered += 1
+            self._pending += size
+            return
+        for piece in _cut(text, size, self._size):
+            yield replace(piece, record=record, digest=digest if piece.last else None)
+
+    def _text(self, path: Path) -> Iterator[Piece]:
+        """Yield the pieces of a file that is one document."""
+        digest = None
+        if self._skipped is not None or self._known is not None:
+            hashed, size = xxhash.xxh3_128(), 0
+            try:
+                with open_text(path) as file:
+                    for block in _checked(file, path):
+                        hashed.update(block)
+                        size += len(block)
+            except (UserError, DamagedError) as error:
+                self._refuse(error if isinstance(error, UserError) else _unreadable(path, error))
+                return
+            if self._known is not None and size:
+                digest = hashed.digest()
+                if not self._known.is_new(digest):
+                    self._duplicates += 1
+                    return
+        with open_text(path) as file:
+            rest, offset = b"", 0
+            while block := file.read(self._size - len(rest)):
+                data = rest + block
+                cut = data.rfind(b"\n") + 1 or _character_end(data)
+                rest = data[cut:]
+                yield Piece(_decode(data[:cut], path, offset), last=False, bytes_read=cut)
+                offset += cut
+            yield Piece(_decode(rest, path, offset), last=True, bytes_read=len(rest), digest=digest)
+
+    def _lines(self, path: Path, start: int, stop: int | None, done: int) -> Iterator[Piece]:
+        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines, but the first `done`."""
+        with open_text(path) as file:
+            offset = start
+            if start:
+                file.seek(start - 1)
+                offset += len(_rest_of_line(file, b"")) - 1
+            for number in range(1, 2**62):
+                if (stop is not None and offset >= stop) or not (line := file.readline(LINE_BYTES + 1)):
+                    return
+                size = len(line)
+                if number > done:
+                    where = f"{path}, byte {offset:,}" if start else f"{path}:{number}"
+                    try:
+                        record = _json_record(line, path, where, number == 1 and not start, offset)
+                        if record is not _BLANK:
+                            yield from self._take(self._select.text(record, _refuser(where)), size, number)
+                    except UserError as error:
+                        self._refuse(UserError(error.code, error.what, error.do, where=error.where))
+                        self._pending += size
+                if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
+                    size += len(_rest_of_line(file, line))
+                offset += size
+
+    def _rows(self, path: Path, done: int) -> Iterator[Piece]:
+        """Yield the documents of the rows of a table, but the first `done`."""
+        for number, row in enumerate(rows(path, self._select, done), start=done + 1):
+            refuse = _refuser(f"{path}, row {number}")
+            try:
+                if row is None:
+                    raise refuse("the text is not UTF-8")
+                text = self._select.text(row, refuse)
+            except UserError as error:
+                self._refuse(error)
+                continue
+            yield from self._take(text, len(text or ""), number)
+
+
+def check_files(reader: Reader, total: int) -> None:
+    """Read all documents, so that a bad one is refused before any work is done. Raises as `Reader`."""
+    with doing("checking the text, MB", total // 1_000_000) as progress:
+        read = 0
+        for piece in reader:
+            read += piece.bytes_read
+            progress.done = read // 1_000_000
+
+
+def _checked(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the blocks of a file of text. Raises UserError 212: not UTF-8."""
     decoder, offset, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
     while True:
         block = file.read(PIECE_BYTES)
@@ -160,31 +284,11 @@ def _checked(file: BinaryIO, path: Path) -> Iterator[int]:
             return
         offset += len(block)
         pending = len(decoder.getstate()[0])  # of a character that the next block goes on with
-        yield len(block)
+        yield block
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(211, f"cannot be read: {error.strerror}", "check --input", where=path)
-
-
-def _text(path: Path, skipped: Skipped | None) -> Iterator[Piece]:
-    with path.open("rb") as file:
-        if skipped is not None:
-            try:
-                for _ in _checked(file, path):
-                    pass
-            except UserError as error:
-                skipped.add(error)
-                return
-            file.seek(0)
-        rest, offset = b"", 0
-        while block := file.read(PIECE_BYTES - len(rest)):
-            data = rest + block
-            cut = data.rfind(b"\n") + 1 or _character_end(data)
-            rest = data[cut:]
-            yield Piece(_decode(data[:cut], path, offset), last=False, bytes_read=cut)
-            offset += cut
-        yield Piece(_decode(rest, path, offset), last=True, bytes_read=len(rest))
 
 
 def _character_end(data: bytes) -> int:
@@ -210,59 +314,43 @@ def _not_utf8(error: UnicodeDecodeError, path: Path, offset: int) -> UserError:
     return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=path)
 
 
-def _json_lines(path: Path, key: str, skipped: Skipped | None) -> Iterator[Piece]:
-    with path.open("rb") as file:
-        offset = 0
-        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
-            text, size = None, len(line)
-            try:
-                text = _json_text(line, path, number, offset, key)
-            except UserError as error:
-                if skipped is None:
-                    raise
-                skipped.add(UserError(error.code, error.what, "", where=f"{path}:{number}"))
-                while len(line) > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
-                    line = file.readline(LINE_BYTES + 1)
-                    size += len(line)
-            if text is not None:
-                yield from _cut(text, size)
-            offset += size
+_BLANK = object()  # in place of the record of a line
 
 
-def _json_text(line: bytes, path: Path, number: int, offset: int, key: str) -> str | None:
-    """Return the document of a line; None for a blank line."""
+def _refuser(where: str) -> Callable[[str], UserError]:
+    return lambda what: UserError(213, what, "mend it, choose another --field, or give --skip-bad", where=where)
 
-    def refuse(what: str) -> UserError:
-        return UserError(213, what, "mend the line, choose another --key, or give --skip-bad", where=f"{path}:{number}")
 
+def _rest_of_line(file: BinaryIO, line: bytes) -> bytearray:
+    """Return what is left of a line, without keeping more than its length would need."""
+    rest = bytearray()
+    while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES)):
+        rest += b"\n" * len(line)
+    return rest
+
+
+def _json_record(line: bytes, path: Path, where: str, first: bool, offset: int) -> object:
+    """Return the record of a line; `_BLANK` for a blank one."""
+    refuse = _refuser(where)
     if len(line) > LINE_BYTES:
         raise refuse(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
-    content = _decode(line, path, offset)
-    if number == 1:
+    try:
+        content = _decode(line, path, offset)
+    except UserError as error:
+        raise UserError(error.code, error.what, error.do, where=where) from error
+    if first:
         content = content.removeprefix("\ufeff")
     if not content.strip():
-        return None
+        return _BLANK
     try:
-        record = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise refuse(f"not JSON: {error}") from error
-    if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        if isinstance(record, dict):
-            got = f"{type(record[key]).__name__} there" if key in record else f"keys {', '.join(record)[:60]}"
-        else:
-            got = f"{type(record).__name__}"
-        raise refuse(f'expected an object with text under "{key}", got {got}')
-    text = record[key]
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
-    return text
 
 
-def _cut(text: str, line_bytes: int) -> Iterator[Piece]:
+def _cut(text: str, line_bytes: int, piece_bytes: int) -> Iterator[Piece]:
     """Yield a document that is in memory as a whole, in pieces; the last one carries the bytes of the line."""
-    size = PIECE_BYTES // 4  # characters, of at most 4 bytes
+    size = piece_bytes // 4  # characters, of at most 4 bytes
     start = 0
     while len(text) - start > size:
         stop = text.rfind("\n", start, start + size) + 1 or start + size

@@ -36,9 +36,16 @@ def encode_pieces(
 ) -> Generator[tuple[Piece, np.ndarray], None, None]:
     """Yield every piece with its ids [n] of `dtype`, in order. Close the generator to end the workers.
 
+    One worker is this process: what goes through a pipe, and the start of a process, would cost more than they give.
+
     Raises:
         UserError: 216 when a worker process died; whatever reading the pieces raises.
     """
+    if workers == 1:
+        encode_here = open_tokenizer(tokenizer).encode
+        for piece in pieces:
+            yield piece, np.array(encode_here(piece.text), dtype)
+        return
     under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
     processes: list[BaseProcess] = []
     connections: SimpleQueue[Connection] = SimpleQueue()

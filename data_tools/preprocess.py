@@ -4,11 +4,10 @@
 
 Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
-whole or not at all.
+whole or not at all; PREFIX.json beside it says what it was made of.
 
-The text is checked before the first token is made: encoding takes hours where checking takes minutes, and a file that
-is not UTF-8 at the end of a corpus would throw all of it away. Keeping what is finished would be the other way; it
-would leave a data set that is not what was asked for.
+The text is checked before the first token is made: encoding takes hours where checking takes minutes. What is done is
+kept (`unfinished.py`): the same line, run again after it was killed, goes on where it was and gives the same bytes.
 """
 
 import sys
@@ -25,15 +24,20 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
+import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from data_tools.command import Parser, add_inputs, add_output, positive, run
-from data_tools.corpus import Skipped, check_files, find_files, read_pieces
+from data_tools.command import Parser, add_inputs, add_output, part, positive, run
+from data_tools.corpus import PIECE_BYTES, WHOLE_BYTES, Known, Piece, Reader, check_files, find_files
 from data_tools.encoding import encode_pieces
+from data_tools.places import Part
+from data_tools.selection import Select
+from data_tools.skipped import Skipped
+from data_tools.unfinished import State, Unfinished
 from megazero.base.answers import tell
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
@@ -43,36 +47,63 @@ from megazero.data.origin import Origin, path_of
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 
-@dataclass
-class Summary:
-    """The counts of what went into a data set; bytes are those of the text, id_bytes those that its ids stand for."""
-
-    documents: int = 0
-    empty: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    id_bytes: int = 0
-    longest: int = 0
-
-
 def preprocess(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer)
+    if options.deduplicate and options.part.of > 1:
+        what = "--deduplicate sees the documents of one part alone"
+        raise UserError(190, what, "run it without --part", where="preprocess.py")
+    if not tokenizer.lossless:
+        tell(f"{tokenizer.path}: changes text; bits per byte will be of the text's own bytes")
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
     started = time.monotonic()
     skipped = Skipped() if options.skip_bad else None
-    if skipped is None:
-        check_files(files, options.key)
-    with _progress(sum(path.stat().st_size for path in files)) as advance:
-        summary = _write(options, tokenizer, files, skipped, advance)
-    seconds = time.monotonic() - started
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
+    with Unfinished(options.output, _job(options, tokenizer, files), dtype.itemsize) as unfinished:
+        if unfinished.goes_on:
+            tell(f"{options.output}: going on behind {unfinished.state.documents:,} documents that are done")
+            if skipped is not None:
+                skipped.lines, skipped.count = unfinished.state.rejected, unfinished.state.mark.rejected
+        try:
+            _write(options, tokenizer, files, skipped, unfinished, dtype)
+        except BaseException:
+            unfinished.leave(skipped)
+            raise
+        state = unfinished.state
+        unfinished.remove()
     (skipped or Skipped()).tell(options.output, tell)
     with HEART.paused():
-        print(
-            f"{options.output}: {summary.documents:,} documents ({summary.empty:,} empty ones skipped), "
-            f"{summary.tokens:,} tokens, {summary.bytes:,} bytes, "
-            f"{summary.bytes / summary.tokens:.3f} bytes per token, {seconds:.1f} s"
-        )
+        print(f"{options.output}: {_report(state, tokenizer)}, {time.monotonic() - started:.1f} s")
+
+
+def _report(state: State, tokenizer: Tokenizer) -> str:
+    """Return what went into a data set, and what was left out, in words."""
+    mark = state.mark
+    left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "rejected": mark.rejected}
+    words = f"{state.documents:,} documents ({state.empty:,} empty ones skipped"
+    words += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
+    words += f"), {state.tokens:,} tokens, {state.bytes:,} bytes, {state.bytes / state.tokens:.3f} bytes per token, "
+    words += f"longest {state.longest:,} tokens"
+    if state.cut and not tokenizer.cuts_after_newline:
+        words += f"; {state.cut:,} documents of more than {WHOLE_BYTES >> 20} MB were encoded in parts"
+    return words
+
+
+def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path]) -> str:
+    """Return all that the result depends on, in words."""
+    looks = [path.stat() for path in files]
+    corpus = [(str(path), look.st_size, look.st_mtime_ns) for path, look in zip(files, looks, strict=True)]
+    words = [corpus, tokenizer.fingerprint, str(_select(options)), str(options.part)]
+    words += [options.skip_bad, options.deduplicate, _piece_bytes(tokenizer)]
+    return xxhash.xxh3_128_hexdigest(repr(words).encode(errors="surrogateescape"))
+
+
+def _select(options: argparse.Namespace) -> Select:
+    return Select(tuple(options.field), tuple(options.where))
+
+
+def _piece_bytes(tokenizer: Tokenizer) -> int:
+    return PIECE_BYTES if tokenizer.cuts_after_newline else WHOLE_BYTES
 
 
 @contextmanager
@@ -89,14 +120,24 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
         finally:
             HEART.show_on(None)
         return
+    began = time.monotonic()
     with doing("encoding, MB", total // 1_000_000) as beat:
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
             beat.done = done // 1_000_000
+            beat.detail = _left(done, total, time.monotonic() - began)
 
         yield advance
+
+
+def _left(done: int, total: int, seconds: float) -> str:
+    """Return an estimate of the time that is left, in words; "" as long as there is little to say it by."""
+    if seconds < 5 or done >= total or not done:
+        return ""
+    left = seconds * (total - done) / done
+    return f"({left / 3600:.1f} h left)" if left >= 3600 else f"({left / 60:.0f} min left)"
 
 
 def _write(
@@ -104,45 +145,68 @@ def _write(
     tokenizer: Tokenizer,
     files: list[Path],
     skipped: Skipped | None,
-    advance: Callable[[int], None],
-) -> Summary:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
-    eod = np.array([tokenizer.eod], dtype)
-    sizes = tokenizer.token_bytes()
+    unfinished: Unfinished,
+    dtype: np.dtype,
+) -> None:
+    """Encode what is not done yet, and write the token files. Raises UserError."""
+    start, select = unfinished.state.mark, _select(options)
+    how = {"part": options.part, "piece_bytes": _piece_bytes(tokenizer)}
+    spans = options.part.spans([path.stat().st_size for path in files])
+    total = sum(span.stop - span.start for span in spans)
+    if skipped is None and not unfinished.goes_on:
+        check_files(Reader(files, select, **how), total)
+    known = Known(unfinished.digests()) if options.deduplicate else None
+    pieces = Reader(files, select, skipped, known=known, start=start, **how)
+    eod, sizes = np.array([tokenizer.eod], dtype), tokenizer.token_bytes()
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-    summary, length = Summary(), 0  # length: tokens of the document so far
-    pieces = read_pieces(files, options.key, skipped)
-    with (
-        IndexedDatasetWriter(options.output, dtype) as writer,
-        closing(encode_pieces(pieces, options.tokenizer, dtype, options.workers)) as encoded,
-    ):
-        for piece, ids in encoded:
-            writer.append(ids)
-            length += len(ids)
-            summary.bytes += len(piece.text.encode())
-            summary.id_bytes += int(sizes[ids].sum())
-            if piece.last and length:
-                writer.append(eod)
-                writer.end_document()
-                summary.longest = max(summary.longest, length + 1)
-            if piece.last:
-                summary.empty += not length
-                length = 0
-            advance(piece.bytes_read)
-        summary.documents, summary.tokens = writer.num_documents, writer.num_tokens
-        if not summary.documents:
-            what = f"expected text, got {summary.empty:,} empty documents in {len(files):,} files"
+    with IndexedDatasetWriter(options.output, dtype, kept=unfinished.tokens, lengths=unfinished.lengths()) as writer:
+        left = total - sum(span.stop - span.start for span in spans[: start.file])
+        with (
+            _progress(left) as advance,
+            closing(encode_pieces(pieces, options.tokenizer, dtype, options.workers)) as encoded,
+        ):
+            length = parts = text_bytes = id_bytes = 0  # of the document so far
+            for piece, ids in encoded:
+                writer.append(ids)
+                length += len(ids)
+                parts += bool(piece.text)
+                text_bytes += len(piece.text.encode())
+                id_bytes += int(sizes[ids].sum())
+                if piece.last:
+                    if length:
+                        writer.append(eod)
+                        writer.end_document()
+                        unfinished.add(length + 1, piece.digest)
+                    unfinished.state = _behind(unfinished.state, piece, length, parts, text_bytes, id_bytes)
+                    length = parts = text_bytes = id_bytes = 0
+                    if unfinished.is_due():
+                        writer.flush()
+                        unfinished.save(skipped)
+                advance(piece.bytes_read)
+        unfinished.state = replace(unfinished.state, mark=pieces.end())
+        if not writer.num_documents:
+            what = f"expected text, got {unfinished.state.empty:,} empty documents in {len(files):,} files"
             raise UserError(214, what, "check --input", where=files[0])
-    Origin(
-        tokenizer.fingerprint,
-        tokenizer.vocab_size,
-        summary.documents,
-        summary.tokens,
-        summary.bytes,
-        summary.id_bytes,
-        summary.longest,
-    ).write(options.output)
-    return summary
+    state = unfinished.state
+    origin = (state.documents, state.tokens, state.bytes, state.id_bytes, state.longest)
+    Origin(tokenizer.fingerprint, tokenizer.vocab_size, *origin).write(options.output)
+
+
+def _behind(state: State, piece: Piece, length: int, parts: int, text_bytes: int, id_bytes: int) -> State:
+    """Return the state behind a document of `length` tokens, which came in some parts that are not empty."""
+    assert piece.mark is not None, "the last piece of a document"
+    if not length:
+        return replace(state, mark=piece.mark, empty=state.empty + 1, bytes=state.bytes + text_bytes)
+    return replace(
+        state,
+        mark=piece.mark,
+        documents=state.documents + 1,
+        tokens=state.tokens + length + 1,
+        bytes=state.bytes + text_bytes,
+        id_bytes=state.id_bytes + id_bytes,
+        longest=max(state.longest, length + 1),
+        cut=state.cut + (parts > 1),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,10 +214,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="preprocess.py", description="Turn text into a token data set.")
     add_inputs(parser)
     add_output(parser)
-    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="from train_tokenizer.py")
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="from train_tokenizer.py; tokenizer.json, *.tiktoken, bytes",
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
-    return run(preprocess, parser, argv)
+    once = "leave out documents whose text has been there before"
+    parser.add_argument("--deduplicate", action="store_true", help=once)
+    share = "make part K of N, as on N hosts; merge.py joins the parts to what one host would have made"
+    parser.add_argument("--part", type=part, default=Part(), metavar="K/N", help=share)
+    return run(preprocess, parser, argv, "the same line goes on where it was")
 
 
 if __name__ == "__main__":

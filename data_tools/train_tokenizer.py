@@ -26,7 +26,9 @@ import time
 from collections.abc import Sequence
 
 from data_tools.command import Parser, add_inputs, positive, run
-from data_tools.corpus import Skipped, find_files, read_pieces
+from data_tools.corpus import Reader, find_files
+from data_tools.selection import Select
+from data_tools.skipped import Skipped
 from data_tools.training import TrainingError, train_apart
 from megazero.base.answers import tell
 from megazero.base.atomic import write_atomically
@@ -44,7 +46,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     skipped = Skipped() if options.skip_bad else None
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
-    sample = _sample(files, options.key, skipped)
+    sample = _sample(files, Select(tuple(options.field), tuple(options.where)), skipped)
     if not any(text.replace("\0", "").strip() for text in sample):
         raise UserError(214, "expected text, got none but white space", "check --input", where=options.input[0])
     model = _train(sample, options.vocab)
@@ -60,13 +62,13 @@ def train_tokenizer(options: argparse.Namespace) -> None:
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
-def _sample(files: list[Path], key: str, skipped: Skipped | None = None) -> list[str]:
+def _sample(files: list[Path], select: Select, skipped: Skipped | None = None) -> list[str]:
     """Return about SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
     total = sum(path.stat().st_size for path in files)
     share = min(1.0, SAMPLE_BYTES / max(total, 1))
     sample, seen, kept, read = [], 0, 0, 0
     with doing("reading the text, MB", total // 1_000_000) as progress:
-        for piece in read_pieces(files, key, skipped):
+        for piece in Reader(files, select, skipped):
             size = len(piece.text)
             if size and kept <= share * seen:
                 sample.append(piece.text)

@@ -24,7 +24,7 @@ import os
 import struct
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -211,19 +211,37 @@ class IndexedDatasetWriter:
             writer.append(ids)          # any number of times per document
             writer.end_document()
 
+    Args:
+        prefix, dtype: of the files.
+        kept: where the tokens are written in place of a temporary file; an exception does not remove it.
+        lengths: of the documents that are in it already; what is behind them is cut off.
+
     Raises:
         UserError: 208 when the system refuses to write (disk full, no permission).
     """
 
-    def __init__(self, prefix: str | Path, dtype: type[np.integer] | np.dtype):
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: type[np.integer] | np.dtype,
+        *,
+        kept: Path | None = None,
+        lengths: Iterable[int] = (),
+    ):
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == np.dtype(dtype))
         self._targets = file_pair(prefix)
         self._temporary = tuple(temporary_name(path) for path in self._targets)
+        self._kept = kept is not None
+        if kept is not None:
+            self._temporary = (kept, self._temporary[1])
         self._lengths = array("i")  # per sequence; 4 bytes a document is all that the writer holds in memory
         self._documents = array("q", [0])
         self._open_length = 0  # tokens of the sequence that is being written
         self.num_tokens = 0
+        for length in lengths:
+            self._grow(length)
+            self.end_document()
 
     @property
     def num_documents(self) -> int:
@@ -232,8 +250,14 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         with self._write_errors():
             self._targets[0].parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary[0].open("xb")
+            self._file = self._temporary[0].open("ab" if self._kept else "xb")
+            self._file.truncate(self.num_tokens * self.dtype.itemsize)
         return self
+
+    def flush(self) -> None:
+        """Flush the tokens to the disk. Raises UserError 208."""
+        with self._write_errors():
+            flush(self._file)
 
     def append(self, tokens: np.ndarray) -> None:
         """Add ids [n], of any integer type, to the document that is being written."""
@@ -241,8 +265,11 @@ class IndexedDatasetWriter:
         assert np.array_equal(ids, tokens), f"ids do not fit {self.dtype}"
         with self._write_errors():
             self._file.write(ids.tobytes())
-        self.num_tokens += len(ids)
-        self._open_length += len(ids)
+        self._grow(len(ids))
+
+    def _grow(self, count: int) -> None:
+        self.num_tokens += count
+        self._open_length += count
         while self._open_length > MAX_SEQUENCE:
             self._lengths.append(MAX_SEQUENCE)
             self._open_length -= MAX_SEQUENCE
@@ -265,7 +292,7 @@ class IndexedDatasetWriter:
         finally:
             with suppress(OSError):  # a full disk fails again when what is buffered is flushed by close
                 self._file.close()
-            for path in self._temporary:
+            for path in self._temporary[self._kept :]:
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from data_tools import corpus
-from data_tools.corpus import Skipped, check_files, find_files, read_pieces
+from data_tools import skipped as skipped_module
+from data_tools.corpus import Reader, check_files, find_files
+from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import open_tokenizer
@@ -114,16 +116,16 @@ def test_lines_of_json_are_skipped_one_by_one(tmp_path: Path, monkeypatch: pytes
     bad = [b"{", b'{"other": 1}', b'{"text": "\xe9"}', b'{"text": "' + b"x" * 5000 + b'"}']
     path.write_bytes(b"\n".join(line for pair in zip(good, bad, strict=True) for line in pair))
     skipped = Skipped()
-    assert [piece.text for piece in read_pieces([path], "text", skipped)] == ["one", "two", "three", "four"]
+    assert [piece.text for piece in Reader([path], skipped=skipped)] == ["one", "two", "three", "four"]
     assert skipped.count == 4 and [line.split(": ")[0] for line in skipped.lines] == [
         f"{path}:{n}" for n in (2, 4, 6, 8)
     ]
     with pytest.raises(UserError, match="MZ-213"):
-        check_files([path], "text")
+        check_files(Reader([path]), 0)
 
 
 def test_the_list_of_what_was_skipped_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_LISTED", 7)
+    monkeypatch.setattr(skipped_module, "_LISTED", 7)
     skipped, said = Skipped(), []
     for number in range(20):
         skipped.add(UserError(213, "bad", where=number))
@@ -135,8 +137,8 @@ def test_the_list_of_what_was_skipped_is_bounded(tmp_path: Path, monkeypatch: py
 def test_characters_cut_by_blocks_are_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
     path.write_text("x" * (corpus.PIECE_BYTES - 1) + "é€𝄞" * 100_000)
-    check_files([path], "text")
-    assert "".join(piece.text for piece in read_pieces([path], "text", Skipped())) == path.read_text()
+    check_files(Reader([path]), 0)
+    assert "".join(piece.text for piece in Reader([path], skipped=Skipped())) == path.read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")

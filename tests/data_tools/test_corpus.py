@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_tools import corpus
-from data_tools.corpus import find_files, read_pieces
+from data_tools.corpus import Reader, find_files
 from megazero.base.errors import UserError
 
 LETTERS = st.sampled_from(["a", "é", "中", "😀", "\n", "\r\n", "\n\n", "\u2581", "\0", " "])
@@ -25,7 +25,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def documents(files: list[Path]) -> list[str]:
     result, parts = [], []
-    for piece in read_pieces(files, "text"):
+    for piece in Reader(files):
         parts.append(piece.text)
         if piece.last:
             result.append("".join(parts))
@@ -42,7 +42,7 @@ def test_text_files_come_whole_in_small_pieces(tmp_path: Path, small_pieces: int
         file.write_bytes(text.encode())
     assert documents(files) == texts
     for file, text in zip(files, texts, strict=True):
-        pieces = list(read_pieces([file], "text"))
+        pieces = list(Reader([file]))
         assert all(len(piece.text.encode()) <= small_pieces for piece in pieces)
         assert sum(piece.bytes_read for piece in pieces) == len(text.encode())
         cuts = pairwise(pieces)
@@ -55,7 +55,7 @@ def test_json_lines_come_whole_in_small_pieces(tmp_path: Path, small_pieces: int
     lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only) for text in texts]
     (tmp_path / "x.jsonl").write_bytes("\n\n".join(lines).encode())
     assert documents([tmp_path / "x.jsonl"]) == texts
-    assert all(len(piece.text.encode()) <= small_pieces for piece in read_pieces([tmp_path / "x.jsonl"], "text"))
+    assert all(len(piece.text.encode()) <= small_pieces for piece in Reader([tmp_path / "x.jsonl"]))
 
 
 def test_byte_order_mark(tmp_path: Path):
@@ -71,7 +71,7 @@ def test_folders_are_sorted_and_searched_for_text(tmp_path: Path):
         (tmp_path / name).write_text("x")
     (tmp_path / "a/loop").symlink_to(tmp_path)
     found = [path.relative_to(tmp_path).as_posix() for path in find_files([tmp_path])]
-    assert found == ["a/b/c.md", "a/z.py", "a/ü ñ.txt", "b.txt", "c.jsonl"]
+    assert found == ["a/b/c.md", "a/z.py", "a/ü ñ.txt", "b.txt", "c.jsonl", "e.txt.gz"]
     assert find_files([tmp_path / "d.bin", tmp_path / "b.txt"]) == [tmp_path / "d.bin", tmp_path / "b.txt"]
 
 

@@ -119,7 +119,7 @@ LONG = b"some words of text, over and over again\n" * 1_000_000  # 40 MB: a doze
 
 def wait_for_tokens(tmp_path: Path) -> None:
     """Until the temporary .bin has grown: all parts are at work."""
-    until(lambda: any(path.stat().st_size for path in tmp_path.glob("out/*.tmp-*")))
+    until(lambda: any(path.stat().st_size for path in tmp_path.glob("out/*.unfinished/tokens.bin")))
 
 
 def children_of(pid: int) -> list[int]:
@@ -142,7 +142,7 @@ def test_killed_command_leaves_no_data_set_and_no_workers(tmp_path: Path, model:
         assert len(workers) == 2
         child.send_signal(signal.SIGKILL)
     until_gone(workers)
-    assert all(".tmp-" in path.name for path in (tmp_path / "out").iterdir())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.unfinished"]
 
 
 def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
@@ -202,7 +202,7 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
         os.killpg(child.pid, signal.SIGINT)
         stdout, stderr = child.communicate()
     assert child.returncode == 130 and stdout == ""
-    assert without_heartbeat(stderr) == "preprocess.py: interrupted, no half file is left\n"
+    assert without_heartbeat(stderr) == "preprocess.py: interrupted, the same line goes on where it was\n"
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -15,7 +15,8 @@ from tests.house.source import Source, project
 # what is not in memory, updates in windows, checkpoints that read and write it in parts, kept inputs; values that are
 # quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters, what
 # rounding has lost added to what is sent next; weights in tiles; a gather for the next forward beside the end of a
-# backward; validation sets with names, and stages of other sources.
+# backward; validation sets with names, and stages of other sources; token files that go on
+# from what another command has written.
 LINES = 11_990
 
 

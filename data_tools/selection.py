@@ -1,0 +1,125 @@
+"""Choose the text of a record, and which records are taken: by fields and plain comparisons; nothing is evaluated."""
+
+import argparse
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.base.errors import UserError
+
+Refuse = Callable[[str], UserError]
+_MISSING = object()
+_CONDITION = re.compile(r"([^=!<>]+)(<=|>=|!=|=|<|>)(.*)", re.DOTALL)
+_ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+
+def value_at(record: Mapping[str, Any], path: str) -> Any:
+    """Return what a record holds under a path: a key, or keys of objects inside each other, with dots between."""
+    if path in record:
+        return record[path]
+    found: Any = record
+    for key in path.split("."):
+        if not isinstance(found, dict) or key not in found:
+            return _MISSING
+        found = found[key]
+    return found
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison of a field with a value, as `--where` writes it: lang=en, score>=0.5.
+
+    A record without the field does not pass. Order is of numbers alone.
+    """
+
+    path: str
+    relation: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Condition":
+        """Return the condition of an option. Raises ArgumentTypeError, as argparse wants it."""
+        if (found := _CONDITION.fullmatch(text)) is None:
+            raise argparse.ArgumentTypeError(f"expected FIELD=VALUE or another of != < <= > >=, got {text[:40]!r}")
+        condition = cls(found[1].strip(), found[2], found[3].strip())
+        if condition.relation in _ORDER and _number(condition.value) is None:
+            raise argparse.ArgumentTypeError(f"expected a number behind {condition.relation}, got {text[:40]!r}")
+        return condition
+
+    def __str__(self) -> str:
+        return f"{self.path}{self.relation}{self.value}"
+
+    def holds(self, record: Mapping[str, Any], refuse: Refuse) -> bool:
+        """Return whether a record passes. Raises what `refuse` makes: a field that cannot be compared."""
+        got = value_at(record, self.path)
+        if got is _MISSING:
+            return False
+        if self.relation in _ORDER:
+            if isinstance(got, bool) or not isinstance(got, int | float):
+                raise refuse(f"--where {self} compares numbers, got {type(got).__name__} there")
+            number = _number(self.value)
+            assert number is not None, "held by parse"
+            return _ORDER[self.relation](got, number)
+        if isinstance(got, dict | list):
+            raise refuse(f"--where {self} compares words and numbers, got {type(got).__name__} there")
+        return self._equal(got) == (self.relation == "=")
+
+    def _equal(self, got: Any) -> bool:
+        if got is None or isinstance(got, bool):
+            return self.value == {None: "null", True: "true", False: "false"}[got]
+        return got == self.value if isinstance(got, str) else got == _number(self.value)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Select:
+    """What is taken of a record.
+
+    Attributes:
+        fields: paths of the text; of several, the texts are joined by a line end.
+        where: conditions that all must hold.
+    """
+
+    fields: tuple[str, ...] = ("text",)
+    where: tuple[Condition, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([*self.fields, *map(str, self.where)])
+
+    @property
+    def paths(self) -> list[str]:
+        """Every path that is looked at, once."""
+        return list(dict.fromkeys([*self.fields, *(condition.path for condition in self.where)]))
+
+    def text(self, record: Any, refuse: Refuse) -> str | None:
+        """Return the text of a record; None: a condition does not hold.
+
+        Raises:
+            UserError: made by `refuse`: no object, no text there, or text that UTF-8 cannot hold.
+        """
+        if isinstance(record, dict) and not all(condition.holds(record, refuse) for condition in self.where):
+            return None
+        text = "\n".join([self._text_at(record, path, refuse) for path in self.fields])
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
+        return text
+
+    def _text_at(self, record: Any, path: str, refuse: Refuse) -> str:
+        found = value_at(record, path) if isinstance(record, dict) else _MISSING
+        if isinstance(found, str):
+            return found
+        if not isinstance(record, dict):
+            got = type(record).__name__
+        else:
+            got = f"keys {', '.join(record)[:60]}" if found is _MISSING else f"{type(found).__name__} there"
+        raise refuse(f'expected an object with text under "{path}", got {got}')

@@ -1,0 +1,155 @@
+"""A command that ends anywhere goes on where it was, and gives the same bytes; parts, merged, are the whole."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data_tools import merge, preprocess, unfinished
+from data_tools.unfinished import Unfinished
+from megazero.data.origin import read_origin
+
+NAMES = (".bin", ".idx", ".json", ".skipped.txt")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    """The words of a command line: documents of every kind, some of them bad, some twice, some left out."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"document {i % 7}\n" * (i % 4), "n": i}) for i in range(20)]
+    lines[5:5] = ["{", "", '{"text": 1, "n": 2}']
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.txt").write_text("a text of its own")
+    (folder / "c.txt").write_bytes(b"\xff")
+    (folder / "d.jsonl").write_text("\n".join(lines[8:12]) + "\n{")
+    return ["--input", str(folder), "--tokenizer", "bytes", "--skip-bad", "--workers", "1"]
+
+
+def made(prefix: Path) -> dict[str, bytes]:
+    return {name: path.read_bytes() for name in NAMES if (path := Path(f"{prefix}{name}")).exists()}
+
+
+class Killed(BaseException):
+    """In place of a signal that ends a process at once."""
+
+
+def after(pieces: int) -> object:
+    """encode_pieces that dies after some pieces."""
+    encode = preprocess.encode_pieces
+
+    def until(*arguments: object) -> Iterator[object]:
+        for number, found in enumerate(encode(*arguments)):
+            if number == pieces:
+                raise Killed
+            yield found
+
+    return until
+
+
+@pytest.mark.parametrize("more", [(), ("--deduplicate",), ("--where", "n!=9", "--deduplicate"), ("--part", "1/2")])
+@pytest.mark.parametrize("hard", [True, False], ids=["killed", "interrupted"])
+def test_the_same_line_goes_on_and_gives_the_same_bytes(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], hard: bool, capsys
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert preprocess.main([*text, *more, "--output", str(whole)]) == 0
+    expected, went_on = made(whole), 0
+    assert len(expected) == 4
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    for pieces in range(100):
+        with monkeypatch.context() as patch:
+            patch.setattr(preprocess, "encode_pieces", after(pieces))
+            if hard:
+                patch.setattr(Unfinished, "leave", lambda self, skipped: None)
+            try:
+                preprocess.main([*text, *more, "--output", str(out)])
+                break  # there are no more
+            except Killed:
+                assert not made(out)
+        if hard:  # what a killed command has written behind its last state
+            for name in ("tokens", "lengths", "hashes"):
+                with (tmp_path / f"out.unfinished/{name}.bin").open("ab") as file:
+                    file.write(b"behind the state" * 3 if name != "hashes" or "--deduplicate" in more else b"")
+        capsys.readouterr()
+        assert preprocess.main([*text, *more, "--output", str(out)]) == 0
+        went_on += "going on behind" in capsys.readouterr().err
+        assert {n: c.replace(b"out", b"whole") for n, c in made(out).items()} == expected
+        assert not (tmp_path / "out.unfinished").exists()
+        for name in NAMES:
+            Path(f"{out}{name}").unlink(missing_ok=True)
+    assert went_on >= 3
+
+
+def test_another_line_begins_anew(text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess, "encode_pieces", after(6))
+        with pytest.raises(Killed):
+            preprocess.main([*text, "--output", str(out)])
+    assert preprocess.main([*text, "--deduplicate", "--output", str(out)]) == 0
+    assert "going on" not in capsys.readouterr().err
+    found = made(out)
+    assert preprocess.main([*text, "--deduplicate", "--output", str(out)]) == 0
+    assert made(out) == found
+
+
+def test_one_command_at_a_time(text: list[str], tmp_path: Path, capsys) -> None:
+    with Unfinished(tmp_path / "out", "job", 2):
+        assert preprocess.main([*text, "--output", str(tmp_path / "out")]) == 1
+    assert "MZ-208" in (said := capsys.readouterr().err) and "is being written by another command" in said
+
+
+@pytest.mark.parametrize("of", [2, 5])
+def test_parts_that_are_merged_are_the_whole(text: list[str], tmp_path: Path, of: int) -> None:
+    assert preprocess.main([*text, "--output", str(tmp_path / "whole")]) == 0
+    parts = []
+    for number in range(1, of + 1):
+        part = tmp_path / f"part{number}"
+        code = preprocess.main([*text, "--part", f"{number}/{of}", "--output", str(part)])
+        if code == 0:
+            parts.append(str(part))
+    assert len(parts) > 1
+    assert merge.main([*parts, "--output", str(tmp_path / "merged")]) == 0
+    for name in (".bin", ".idx", ".json"):
+        assert Path(f"{tmp_path}/merged{name}").read_bytes() == Path(f"{tmp_path}/whole{name}").read_bytes()
+
+
+def test_duplicates_are_left_out_once(text: list[str], tmp_path: Path, capsys) -> None:
+    assert preprocess.main([*text, "--deduplicate", "--output", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    origin = read_origin(tmp_path / "out")
+    assert origin is not None
+    texts = {f"document {i % 7}\n" * (i % 4) for i in range(20)} - {""} | {"a text of its own"}
+    assert origin.documents == len(texts) and origin.text_bytes == sum(map(len, texts))
+    assert origin.longest == max(map(len, texts)) + 1 and f"longest {origin.longest} tokens" in said
+    assert "duplicates" in said and "4 rejected" in said
+    refused = preprocess.main([*text, "--deduplicate", "--part", "1/2", "--output", str(tmp_path / "x")])
+    assert refused == 2 and "MZ-190" in capsys.readouterr().err
+
+
+def test_documents_of_other_tokenizers_are_encoded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Where a cut after a line end may change ids, a document is cut only where it is longer than a piece may be."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    document = "x = 1\n\n\n    y = 2\n\n\n" * 10
+    options = {"special_tokens": ["</s>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    made.train_from_iterator([document], trainers.BpeTrainer(vocab_size=280, show_progress=False, **options))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text(document)
+    line = ["--input", str(tmp_path / "x.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"), "--workers", "1"]
+    monkeypatch.setattr("data_tools.corpus.PIECE_BYTES", 7)
+    assert preprocess.main([*line, "--output", str(tmp_path / "whole")]) == 0
+    assert "encoded in parts" not in capsys.readouterr().out
+    origin = read_origin(tmp_path / "whole")
+    assert origin is not None and origin.tokens == len(made.encode(document).ids) + 1
+    monkeypatch.setattr(preprocess, "WHOLE_BYTES", 7)
+    assert preprocess.main([*line, "--output", str(tmp_path / "cut")]) == 0
+    assert "; 1 documents of more than" in capsys.readouterr().out
