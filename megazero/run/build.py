@@ -74,12 +74,6 @@ class Ready(NamedTuple):
     tokenizer: Tokenizer | None
 
     def close(self) -> None:
-        """End what is under way; what rests on disks is gone."""
-        self.trainer.close()
-        if self.disks is not None:
-            self.disks.close()
-
-    def close(self) -> None:
         """End background work; what rests on disks is gone."""
         self.trainer.close()
         if self.disks is not None:
