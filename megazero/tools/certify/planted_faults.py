@@ -289,7 +289,7 @@ def swapped_tiles(rig: Rig) -> None:
     block = rig.built.model.blocks[0]
     assert isinstance(block, Block)
     first, second = (tile.weight for tile in block.mlp.up.tiles[:2])
-    one, other = first.gradient_slot, second.gradient_slot
+    one, other = first.gradient_slot, second.gradient_slot  # type: ignore[attr-defined]
     first.gradient_slot, second.gradient_slot = other, one  # type: ignore[attr-defined]
 
 
