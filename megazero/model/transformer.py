@@ -120,8 +120,9 @@ class Transformer(nn.Module):
             self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
         embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
-        every = {"seed": seed, "region": block, "ops": ops, "tile": tile}
-        blocks = (_block(shape, i, self.rotary, **every) for i in range(shape.layers))
+        blocks = (
+            _block(shape, i, self.rotary, seed=seed, region=block, ops=ops, tile=tile) for i in range(shape.layers)
+        )
         self.blocks = nn.ModuleList(blocks)
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
@@ -214,13 +215,31 @@ def _block(
 ) -> Block:
     # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
     out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
-    told = {"bias": shape.bias, "out_std": out_std, "region": region, "tile": tile}
-    attention = Attention(shape.hidden, shape.heads, shape.kv_heads, rotary=rotary, **told)
+    attention = Attention(
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
+        bias=shape.bias,
+        rotary=rotary,
+        out_std=out_std,
+        region=region,
+        tile=tile,
+    )
+    mlp = make_mlp(
+        shape.activation,
+        shape.hidden,
+        shape.ffn,
+        bias=shape.bias,
+        out_std=out_std,
+        region=region,
+        ops=ops,
+        tile=tile,
+    )
     return Block(
         make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
         attention,
         make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
-        make_mlp(shape.activation, shape.hidden, shape.ffn, ops=ops, **told),
+        mlp,
         (
             Dropout(shape.dropout, seed=seed, layer=layer, site=0, ops=ops),
             Dropout(shape.dropout, seed=seed, layer=layer, site=1, ops=ops),

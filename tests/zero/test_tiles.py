@@ -1,13 +1,18 @@
 """Weights in tiles (`zero.tile_mb`): what one process computes, and bytes held and sent as planned."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
+from megazero.comm.grid import Grid
+from megazero.comm.pool import Pool
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
-from tests.layouts import SHAPES, job_on, planned, second_step, train
+from megazero.tools.certify.tolerances import LOSS_FP32, difference
+from tests.layouts import SHAPES, Rank, job_on, planned, second_step, train
 from tests.ranks import run_ranks
 from tests.test_layouts import compare
 from tests.zero.test_offload import DTYPES
@@ -71,3 +76,36 @@ def test_what_is_sent_and_held_is_planned(name: str, dtype: str) -> None:
         for category in held.keys() & expected.keys():
             assert held[category] == expected[category], (number, category)
         assert held.get("pool", 0) == expected.get("pool", 0), number
+
+
+WIDE = replace(SHAPES["gpt"], ffn=4096)
+WEIGHT = WIDE.hidden * WIDE.ffn * 4  # bytes of the largest, in fp32
+
+
+def losses_within(grid: Grid, job: Job, most: int) -> list[float]:
+    """The losses of two steps whose buffers may have so many bytes; those of no step where these are too few."""
+    take, losses = Pool.take, []
+
+    def limited(pool: Pool, numel: int) -> Tensor:
+        buffer = take(pool, numel)
+        if grid.comm.ledger.bytes["pool"].now > most:
+            raise MemoryError
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patch, suppress(MemoryError):
+        patch.setattr(Pool, "take", limited)
+        rank = Rank(grid, job, WIDE, DTYPES["fp32"])
+        losses.extend(rank.step(step).loss.item() for step in range(2))
+    return losses
+
+
+def test_a_block_that_does_not_fit_trains() -> None:
+    """In buffers of no more bytes than its largest weight has; without tiles there is not one step."""
+    whole = job_on(1, 2, False, 2, 3)
+    tiles = replace(whole, tile_mb=WEIGHT / 16 / 2**20)
+    (found, _), (expected, _), (nothing, _) = (
+        run_ranks(2, losses_within, job, most, fresh=True)
+        for job, most in ((tiles, WEIGHT), (whole, 100 * WEIGHT), (whole, WEIGHT))
+    )
+    assert nothing == [] and len(found) == 2
+    assert difference(found, expected) <= LOSS_FP32
