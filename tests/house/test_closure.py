@@ -12,8 +12,8 @@ from tests.house.source import Source, project
 # whole values that are looked at and changed, gradients that are reduced again, tensors of another dtype in a manifest;
 # units that tell what happens to them; events of CUDA that are used again, splits for channels that are shown; state on
 # disks: homes of what is not in memory, updates in windows, checkpoints that read and write it in parts; values that
-# are quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters; token
-# files that go on from what another command has written.
+# are quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters;
+# token files that go on from what another command has written.
 LINES = 11_140
 
 
