@@ -9,24 +9,14 @@ from tests.house.source import Source, project
 # that are connected before the first step, a monitor of what hangs, marks in its place of works, first uses that are
 # shown, a loader that can be stopped, streams that a checker can record, CUDA graphs; sums of tensor parallelism in
 # chunks beside products; operations that share a function of autograd; of modules of others units that are frozen,
-<<<<<<< HEAD
 # whole values that are looked at and changed, gradients that are reduced again, tensors of another dtype in a manifest,
 # units that are gathered for other ranks alone, ranks that are told at once what another one called; units that tell
 # what happens to them; events of CUDA that are used again, splits for channels that are shown; state on disks: homes of
 # what is not in memory, updates in windows, checkpoints that read and write it in parts, kept inputs; values that are
 # quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters, what
-# rounding has lost added to what is sent next; weights in tiles; a gather for the next forward beside the end of a
-# backward; validation sets with names, and stages of other sources; token files that go on
-# from what another command has written.
+# rounding has lost added to what is sent next; weights in tiles: their products, units, sizes and formulas; a gather
+# for the next forward beside the end of a backward; validation sets with names.
 LINES = 11_917
-=======
-# whole values that are looked at and changed, gradients that are reduced again, tensors of another dtype in a manifest;
-# units that tell what happens to them; events of CUDA that are used again, splits for channels that are shown; state on
-# disks: homes of what is not in memory, updates in windows, checkpoints that read and write it in parts; values that
-# are quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters;
-# weights in tiles: their products, their units, their sizes and the formulas of what is there at once and sent.
-LINES = 11_917
->>>>>>> tile25
 
 
 def imported(source: Source, modules: dict[str, Source]) -> Iterator[str]:
