@@ -36,6 +36,7 @@ def _data(options: argparse.Namespace) -> int:
         from megazero.tools.seen_text import as_text, step_text, steps_of
 
     folder = RunFolder(options.run_folder)
-    found = step_text(folder, step, options.rank) if document is None else steps_of(folder, document, options.source)
+    one = document is None
+    found = step_text(folder, options.step, options.rank) if one else steps_of(folder, options.document, options.source)
     answer(json.dumps(found, indent=1) if options.json else as_text(found))
     return 0
