@@ -36,7 +36,8 @@ def make(folder: Path) -> set[str]:
     return {name for name, *_ in stamps() - before}
 
 
-EVERYTHING = {"corpus.jsonl", "recipe.txt", "tokenizer.model", "train.bin", "train.idx"}
+TOKENS = {"train.bin", "train.idx", "train.json"}
+EVERYTHING = {"corpus.jsonl", "recipe.txt", "tokenizer.model", *TOKENS}
 
 
 def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
@@ -47,9 +48,9 @@ def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
     assert dataset.num_documents == 3 and tokenizer.decode(dataset.read(0, dataset.num_tokens).tolist()) == text
     assert make(folder) == set()
     (folder / "train.bin").write_bytes(b"damaged")
-    assert make(folder) == {"train.bin", "train.idx"}
+    assert make(folder) == TOKENS
     (folder / "tokenizer.model").write_bytes(b"damaged")
-    assert make(folder) == {"tokenizer.model", "train.bin", "train.idx"}
+    assert make(folder) == {"tokenizer.model", *TOKENS}
     (folder / "corpus.jsonl").unlink()
     assert make(folder) == EVERYTHING
 

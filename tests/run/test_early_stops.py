@@ -65,8 +65,8 @@ from megazero.__main__ import main
 
 honest = run.build_trainer
 
-def signalled(config, grid, device, site):
-    built = honest(config, grid, device, site)
+def signalled(config, grid, device, site, here):
+    built = honest(config, grid, device, site, here)
     if grid["world"].rank == grid["world"].size - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return built
