@@ -22,10 +22,11 @@ from megazero.comm.grid import Axis
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.data.windows import MicroBatch, open_datasets
+from megazero.data.windows import MicroBatch
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.run.build import loader_of
+from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
 from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
@@ -75,8 +76,7 @@ def losses(batches: list[MicroBatch], logits: Callable[[Tensor], Tensor]) -> flo
 
 
 def first_batch(config: Config) -> list[MicroBatch]:
-    train, _ = open_datasets(config.data.train, None, config.model.seq_len, config.model.vocab, config.data.mask_eod)
-    loader = loader_of(config, train, Axis("data"), torch.device("cpu"))
+    loader = loader_of(config, open_data(config).mixture, Axis("data"), torch.device("cpu"))
     try:
         return loader.step(0)
     finally:
@@ -287,13 +287,16 @@ def test_wrong_uses(tiny_data: TinyData, sources, tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_said(tiny_data: TinyData, sources, tmp_path: Path, capsys) -> None:
-    from data_tools import train_tokenizer
+    from data_tools import preprocess, train_tokenizer
 
     corpus = tiny_data.train.parent / "corpus.jsonl"
     make = ["--input", str(corpus), "--output", str(tmp_path / "another.model"), "--vocab", "390"]
     assert train_tokenizer.main(make) == 0
+    another = ["--tokenizer", str(tmp_path / "another.model")]
+    assert preprocess.main(["--input", str(corpus), "--output", str(tmp_path / "train"), *another]) == 0
     options = (*FP64, *OTHER, f"checkpoint.resume={sources(*FP64)}", "checkpoint.load=weights", "data.valid=null")
-    config = tiny_data.load(tmp_path / "run", *options, f"data.tokenizer={tmp_path / 'another.model'}")
+    options += (f"data.train={tmp_path / 'train'}", f"data.tokenizer={tmp_path / 'another.model'}")
+    config = tiny_data.load(tmp_path / "run", *options)
     capsys.readouterr()
     assert launch(config, "small", 1) == 0
     assert "its tokenizer is another than data.tokenizer" in capsys.readouterr().err
