@@ -9,7 +9,7 @@ import pytest
 from megazero.__main__ import main
 from megazero.config.file import load
 from megazero.data.loader import BatchLoader
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import open_tokenizer
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
 from megazero.run.session import launch
@@ -39,7 +39,7 @@ def asked(capsys: pytest.CaptureFixture[str], folder: RunFolder, *words: str) ->
 def test_a_step_is_what_the_loader_reads(run: RunFolder, tiny_data: TinyData, step: int, capsys) -> None:
     config = load(str(run.config))
     loader = BatchLoader(open_data(config).mixture, global_batch=12, micro_batch=2)
-    tokenizer = Tokenizer(tiny_data.tokenizer)
+    tokenizer = open_tokenizer(tiny_data.tokenizer)
     found = asked(capsys, run, "--step", str(step))
     for batch in loader.step(step - 1):
         for b, sample in enumerate(batch.sample_ids_B.tolist()):
