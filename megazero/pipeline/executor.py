@@ -4,7 +4,6 @@ The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megazero.pipeline.stage import Stage, StageInputs
 from megazero.pipeline.transport import Transport
-from megazero.schedules.actions import Action, Kind, Schedule
+from megazero.schedules.actions import Action, Kind, Schedule, before_forward
 
 Batch = Any  # a micro-batch; the pipeline only hands it on
 Look = Callable[[Kind, int, int, Tensor], object]  # FORWARD or BACKWARD, stage, micro-batch, what was made
@@ -133,7 +132,7 @@ class Pipeline:
             stage.clear()
         actions = schedule.ranks[self._rank]
         self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
-        self._before_forward = _before_forward(actions)
+        self._before_forward = before_forward(actions)
         return actions
 
     def _run(self, action: Action) -> None:
@@ -197,14 +196,3 @@ class Pipeline:
         """Return whether gradients are reduced after a backward pass, and whether it is the step's last."""
         last = action.micro_batch == len(self._batches) - 1
         return {"reduce": (action.stage, action.micro_batch) in self._reduced, "last": last}
-
-
-def _before_forward(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return (stage, micro-batch) of the backwards behind which a forward of the same stage comes next.
-
-    Weight gradients may be computed between the two.
-    """
-    passes = [a for a in actions if a.kind in (F, B, Kind.BACKWARD_INPUT)]
-    return frozenset(
-        (a.stage, a.micro_batch) for a, b in pairwise(passes) if a.kind is not F and b.kind is F and a.stage == b.stage
-    )

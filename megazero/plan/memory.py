@@ -72,7 +72,7 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     stages = job.layers.of_rank(rank)
     sizes = units(job.shape, job.tensor, list(stages.values()), job.tile)
     held = states(sizes, job.shard, job.stage, job.bytes)
-    held["pool"] = pool(job, stages.values())
+    held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
         each = sum(
             sent_bytes(unit.padded(job.shard) // job.shard, job.parameter_bits, job.bytes.parameter) for unit in sizes

@@ -18,17 +18,18 @@ depends on their kind (embedding, block, head, tied weight) and not on their siz
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice, pairwise
 
 from megazero.base.quantized import quantized_bytes
 from megazero.plan.job import Job
+from megazero.plan.liveness import embeds_ahead
 from megazero.plan.states import UnitSize, units
 
 StageUnits = Sequence[UnitSize]
 
 
-def pool(job: Job, stages: Iterable[range]) -> int:
+def pool(job: Job, stages: Sequence[range]) -> int:
     """Return the bytes of the pools on a rank of the pipeline axis.
 
     Args:
@@ -39,7 +40,9 @@ def pool(job: Job, stages: Iterable[range]) -> int:
     ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
     whole, gradients = Counter[int](), Counter[int]()
     if job.shards_parameters and (shard > 1 or job.parameters_away):
-        for there in (moment for path in paths for moment in _gathered(path)):
+        ahead = job.tile_mb is not None and embeds_ahead(job)  # else no unit gathered beside has its size
+        firsts = [ahead and parts.start == 0 for parts in stages]
+        for there in (moment for path, first in zip(paths, firsts, strict=True) for moment in _gathered(path, first)):
             whole |= Counter(unit.padded(shard) for unit in there)
     if job.shards_gradients and (shard > 1 or job.optimizer_away):
         shards = shard > 1 and job.optimizer_away
@@ -105,11 +108,17 @@ def _path(job: Job, parts: range) -> list[StageUnits]:
     return [units(job.shape, job.tensor, [range(i, i + 1)], job.tile) for i in kept]
 
 
-def _gathered(path: Sequence[StageUnits]) -> Iterator[set[UnitSize]]:
-    """Yield the sets of units whose parameters are gathered at once."""
-    for part, following in pairwise([*path, ()]):
+def _gathered(path: Sequence[StageUnits], ahead: bool) -> Iterator[set[UnitSize]]:
+    """Yield the sets of units whose parameters are gathered at once.
+
+    Args:
+        ahead: the first part's are gathered for the next forward beside the backward of the part behind it.
+    """
+    for number, (part, following) in enumerate(pairwise([*path, ()])):
         around = {unit for unit in (*part, *following) if not unit.weight}
         yield around
+        if ahead and number == 1:
+            around |= set(path[0])
         for _, tiles in groupby((unit for unit in part if unit.weight), key=lambda unit: unit.weight):
             yield {*around, *islice(tiles, 2)}
 

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 
 
 class Kind(Enum):
@@ -131,3 +132,13 @@ def forwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
 
 def backwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
     return (Action(stage, Kind.BACKWARD, m) for m in micro_batches)
+
+
+def before_forward(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Return (stage, micro-batch) of a rank's backwards behind which a forward of the same stage comes next.
+
+    Weight gradients may be computed between the two.
+    """
+    passes = [a for a in actions if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)]
+    pairs = ((a, b) for a, b in pairwise(passes) if a.kind is not Kind.FORWARD and b.kind is Kind.FORWARD)
+    return frozenset((a.stage, a.micro_batch) for a, b in pairs if a.stage == b.stage)
