@@ -1,4 +1,4 @@
-"""What token files were made of: PREFIX.json beside PREFIX.bin and PREFIX.idx.
+"""Write down what token files were made of, and read it: PREFIX.json beside PREFIX.bin and PREFIX.idx.
 
 `data_tools/preprocess.py` writes it. Token files without one (made by others, or before there was any) are read as
 well; then nobody knows by which tokenizer they were made, nor how many bytes of text they stand for.
@@ -21,7 +21,7 @@ _ADDED = ("documents", "tokens", "text_bytes", "id_bytes")
 
 @dataclass(frozen=True)
 class Origin:
-    """What token files were made of.
+    """A record of what token files were made of.
 
     Attributes:
         tokenizer: the fingerprint.

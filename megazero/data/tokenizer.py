@@ -24,7 +24,7 @@ from megazero.data.tokenizers.sentence_piece import SentencePiece
 
 
 class Tokenizer(Protocol):
-    """What every kind of tokenizer offers.
+    """The protocol of every kind of tokenizer.
 
     Attributes:
         path: the file.

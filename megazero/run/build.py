@@ -23,7 +23,7 @@ from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.data.loader import BatchLoader, validation_batches
 from megazero.data.mixture import Mixture
-from megazero.data.origin import require_counts, require_tokenizer
+from megazero.data.origin import Origin, require_counts, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import MicroBatch, WindowDataset
 from megazero.kernels.operations import Operations
@@ -163,7 +163,7 @@ def _opened(config: Config, tokenizer: Tokenizer | None, *, first: bool) -> RunD
     with doing("opening the data"):
         data = open_data(config)
         for source in data.mixture.sources:
-            _text_bytes(source.windows, tokenizer)
+            _origin_of(source.windows, tokenizer)
         if first:  # the others would read the same
             refuse_overlap(config, data)
     return data
@@ -222,8 +222,8 @@ def _validation(
     return validation
 
 
-def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:
-    """Return the bytes of text that each id stands for, float64 [vocab] where they are means over the whole data set.
+def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | None:
+    """Return what a data set was made of, once that fits its files and the tokenizer.
 
     Raises:
         UserError: 203, what is written of the data's origin is of other files; 221, it was made by another tokenizer.
@@ -231,6 +231,16 @@ def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray 
     files = data.stream.dataset
     origin = require_tokenizer(files.prefix, tokenizer)
     require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
+    return origin
+
+
+def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:
+    """Return the bytes of text that each id stands for, float64 [vocab] where they are means over the whole data set.
+
+    Raises:
+        UserError: as `_origin_of`.
+    """
+    origin = _origin_of(data, tokenizer)
     if tokenizer is None:
         return None
     sizes = tokenizer.token_bytes()

@@ -46,8 +46,8 @@ def _tokenizer(config: Config, ready: Ready) -> str:
     """Return which tokenizer a run has, in words."""
     if ready.tokenizer is None:
         return "none: ids alone"
-    told = "" if ready.tokenizer.lossless else ", which changes text: bits per byte are of the text's own bytes, where "
-    return f"{config.data.tokenizer}{told}{'the origin of the data is known' if told else ''}"
+    told = ", which changes text: bits per byte are of the text's own bytes, where the data's origin is known"
+    return f"{config.data.tokenizer}{'' if ready.tokenizer.lossless else told}"
 
 
 def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What all kinds of tokenizers share: how a file is read, what is refused, whether a text comes back."""
+"""Serve all kinds of tokenizers: read a file, refuse it in one line, tell whether a text comes back."""
 
 from importlib.util import find_spec
 from pathlib import Path
