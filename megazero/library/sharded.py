@@ -162,9 +162,10 @@ class Sharded:
             UserError: 505, the loss is no single number, or gradients of gradients are asked for; 506, its graph is of
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
-        if loss.numel() != 1 or not loss.requires_grad:
-            what = f"expected one number that depends on parameters, got shape {tuple(loss.shape)}"
-            what += "" if loss.requires_grad else " without a graph"
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = "expected one number that depends on parameters, got "
+            what += f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            what += " without a graph" if isinstance(loss, Tensor) and not loss.requires_grad else ""
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
         self._meet("backward")
         with in_lockstep(self.rank):
