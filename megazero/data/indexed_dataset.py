@@ -71,8 +71,8 @@ class IndexedDataset:
         mask: which tokens are trained on; None: all are.
 
     Raises:
-        UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size, 225 a mask
-            that is damaged or of other tokens.
+        UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size,
+            225 a mask that is damaged or of other tokens.
     """
 
     def __init__(self, prefix: str | Path):

@@ -50,7 +50,7 @@ class JsonFile:
         special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
         names = self._names(special, vocabulary)
         self.bos, self.eod = (vocabulary[name] for name in names)
-        self.specials = {name: vocabulary[name] for name in names}
+        self.specials = special | {name: vocabulary[name] for name in names}
         self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
         with _refused(self.path):
             self.lossless = gives_back(self)
