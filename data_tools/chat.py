@@ -2,8 +2,8 @@
 
 The template renders the conversation. Names of special tokens that the template writes become their ids; those that
 stand in a message are text, like any other, so that nobody can end a turn, or begin one as somebody else, by writing
-the name. For that every name in the strings of a record, and half a name at a string's end, is broken by a mark that no
-text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
+the name. For that every name in the strings of a record, and a part of a name at a string's end, is broken by a mark
+that no text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
 
 What is an answer says the template, by {% generation %} blocks. Where it has none, an answer is what the messages up to
 it render to, behind what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
@@ -100,8 +100,10 @@ class Chat:
                 raise refuse(f'message {number}: expected under "role" a name such as user, got {role!r:.40}')
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
                 raise refuse(f'message {number}: expected text under "content", got {type(content).__name__}')
-            others = {key: value for key, value in message.items() if key != "role"}
-            messages.append({"role": role} | self._guard.value(others, refuse))
+            given = self._guard.value(message, refuse) | {"role": role}
+            if content is not None:
+                given["content"] = self._guard.text(content, refuse, inside=True)
+            messages.append(given)
         return messages, self._guard.value(record.get("tools"), refuse)
 
     def _stretches(self, messages: list[dict[str, Any]], tools: Any) -> list[tuple[str, bool]]:
@@ -178,19 +180,27 @@ class _Guard:
         self._begins = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)  # also of names that overlap
         self._beginnings = {name[:size] for name in names for size in range(1, len(name))}
         self._endings = {name[size:] for name in names for size in range(1, len(name))}
-        self._longest = max(map(len, names), default=1)
+        self._names, self._longest = names, max(map(len, names), default=1)
 
     def value(self, value: Any, refuse: Refuse) -> Any:
         """Return a value with its strings broken, at any depth. Raises what `refuse` makes."""
         if isinstance(value, str):
-            return self._text(value, refuse)
+            return self.text(value, refuse)
         if isinstance(value, list):
             return [self.value(each, refuse) for each in value]
         if isinstance(value, dict):
-            return {self._text(str(key), refuse): self.value(each, refuse) for key, each in value.items()}
+            return {self._begins.sub(rf"\1{_MARK}", key): self.value(each, refuse) for key, each in value.items()}
         return value
 
-    def _text(self, text: str, refuse: Refuse) -> str:
+    def text(self, text: str, refuse: Refuse, *, inside: bool = False) -> str:
+        """Return a text whose names are broken, also those that what is before or behind it would complete.
+
+        Args:
+            inside: also where all of it is the inside of a name. (Only of messages: a template compares other values.)
+
+        Raises:
+            UserError: made by `refuse`: it has a character that is none.
+        """
         if odd := next((mark for mark in (BEGIN, END, _MARK) if mark in text), None):
             raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
         text = self._begins.sub(rf"\1{_MARK}", text)
@@ -199,6 +209,7 @@ class _Guard:
         start = len(text) - len(text.lstrip())
         if any(body[-size:] in self._beginnings for size in sizes):
             text = text[: start + len(body)] + _MARK + text[start + len(body) :]
-        if any(body[:size] in self._endings for size in sizes):
+        middle = inside and body and any(body in name for name in self._names)
+        if middle or any(body[:size] in self._endings for size in sizes):
             text = text[:start] + _MARK + text[start:]
         return text
