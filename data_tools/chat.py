@@ -64,10 +64,13 @@ class Chat:
         """
         if not passes(self.where, record, refuse):
             return None
-        messages, tools = self._given(record, refuse)
+        try:
+            messages, tools = self._given(record, refuse)
+            size = len(str(messages)) + len(str(tools))
+        except RecursionError:
+            raise refuse("its objects lie in each other too deep") from None
         if not messages:
             return []
-        size = sum(len(str(message)) for message in messages) + len(str(tools))
         try:
             with self.template.bounded(size):
                 stretches = self._stretches(messages, tools)
@@ -122,8 +125,9 @@ class Chat:
             if not (whole.startswith(behind) and behind.startswith(before) and at <= len(before)):
                 raise _OtherwiseError(i + 1)
             text = whole[len(before) : len(behind)]
-            end = next((found.end() for found in self._ends.finditer(text)), len(text))
-            found += [(whole[at : len(before)], False), (text[:end], True), (text[end:], False)]
+            end = self._ends.search(text)
+            size = len(text) if end is None else end.end()
+            found += [(whole[at : len(before)], False), (text[:size], True), (text[size:], False)]
             at = len(behind)
         return [*found, (whole[at:], False)]
 

@@ -201,6 +201,13 @@ def test_what_is_counted(tokenizer: Path, tmp_path: Path, capsys) -> None:
     assert dataset.mask is None and origin is not None and origin.mask is None
 
 
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 RECORDS = [
     ([1], 'expected an object with a list of messages under "messages", got list'),
     ({"text": "x"}, "got no such key among text"),
@@ -211,6 +218,7 @@ RECORDS = [
     ({"messages": [*turns("x"), {"role": "assistant"}]}, 'message 2: expected text under "content", got NoneType'),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "got list"),
     ({"messages": turns("\ud800", "x")}, "half a surrogate pair"),
+    ({"messages": turns("x", "y"), "tools": nested(900)}, "its objects lie in each other too deep"),
     ({"messages": turns("\ufdd0", "x")}, "U+FDD0 stands in a text"),
 ]
 
