@@ -84,7 +84,7 @@ class TokenStream:
         for part in (self._starts, tokens.astype(np.int64)):
             digest.update(part.tobytes())
         if self.dataset.mask is not None:
-            digest.update(self.dataset.mask.digest)
+            digest.update(self.dataset.mask.digest.encode())
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

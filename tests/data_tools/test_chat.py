@@ -314,7 +314,7 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
     assert "there is no chat_template.jinja beside it" in refused(226, "bytes", "--chat")
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
     assert "is not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
-    assert "is a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))
+    assert "got a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))
     assert "--chat takes one --field" in refused(190, str(tokenizer), "--chat", "--field", "a", "b")
     (tmp_path / "x.txt").write_text("x")
     assert "reads records" in refused(211, str(tokenizer), "--chat", "--input", str(tmp_path / "x.txt"))
@@ -324,10 +324,10 @@ def test_jinja_that_is_missing_or_old(tokenizer: Path, tmp_path: Path, monkeypat
     path = write_chats(tmp_path / "x.jsonl", CHATS)
     line = ["--input", str(path), "--output", str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--chat"]
     monkeypatch.setattr("data_tools.templates.version", lambda package: "3.1.5.post1")
-    assert preprocess.main(line) == 1
+    assert preprocess.main(line) == 2
     assert "MZ-162 " in (said := capsys.readouterr().err) and "expected jinja2 3.1.6 or later" in said
     monkeypatch.setattr("data_tools.templates.find_spec", lambda package: None)
-    assert preprocess.main(line) == 1
+    assert preprocess.main(line) == 2
     assert "the package jinja2 is not installed" in (said := capsys.readouterr().err) and "megazero[chat]" in said
 
 
