@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from data_tools.marks import BEGIN, BREAK, END
 from data_tools.selection import MISSING, Condition, Refuse, Run, passes, value_at
-from data_tools.templates import BEGIN, END, RenderError, Template
+from data_tools.templates import RenderError, Template
 from megazero.base.errors import UserError
 
-_MARK = "\ufdd2"  # breaks a name; Unicode gives it to no character
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANSWERS = "assistant"  # the role, as transformers' templates have it
 _BAD_RECORD = 227
@@ -135,7 +135,7 @@ class Chat:
         """Return a stretch as runs: the names of special tokens, and the text between them."""
         parts = self._guard.names.split(text)
         runs = [Run(part, scored, self.specials[part] if at % 2 else None) for at, part in enumerate(parts) if part]
-        return [Run(run.text.replace(_MARK, ""), run.scored, run.id) for run in runs]
+        return [Run(run.text.replace(BREAK, ""), run.scored, run.id) for run in runs]
 
     @cached_property
     def _guard(self) -> "_Guard":
@@ -193,7 +193,7 @@ class _Guard:
         if isinstance(value, list):
             return [self.value(each, refuse) for each in value]
         if isinstance(value, dict):
-            return {self._begins.sub(rf"\1{_MARK}", key): self.value(each, refuse) for key, each in value.items()}
+            return {self._begins.sub(rf"\1{BREAK}", key): self.value(each, refuse) for key, each in value.items()}
         return value
 
     def text(self, text: str, refuse: Refuse, *, inside: bool = False) -> str:
@@ -205,15 +205,15 @@ class _Guard:
         Raises:
             UserError: made by `refuse`: it has a character that is none.
         """
-        if odd := next((mark for mark in (BEGIN, END, _MARK) if mark in text), None):
+        if odd := next((mark for mark in (BEGIN, END, BREAK) if mark in text), None):
             raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
-        text = self._begins.sub(rf"\1{_MARK}", text)
+        text = self._begins.sub(rf"\1{BREAK}", text)
         body = text.strip()  # as templates do
         sizes = range(1, min(self._longest, len(body) + 1))
         start = len(text) - len(text.lstrip())
         if any(body[-size:] in self._beginnings for size in sizes):
-            text = text[: start + len(body)] + _MARK + text[start + len(body) :]
+            text = text[: start + len(body)] + BREAK + text[start + len(body) :]
         middle = inside and body and any(body in name for name in self._names)
         if middle or any(body[:size] in self._endings for size in sizes):
-            text = text[:start] + _MARK + text[start:]
+            text = text[:start] + BREAK + text[start:]
         return text

@@ -14,7 +14,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from data_tools.templates import BEGIN, END
+from data_tools.marks import BEGIN, END
 
 ANSWER = nodes.ExtensionAttribute  # what a parsed template has where {% generation %} stands
 _MOST_POWER = 64

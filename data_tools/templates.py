@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from data_tools.marks import BEGIN, END
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up, parse_object, read_file
 from megazero.data.tokenizer import Tokenizer
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what a {% generation %} block renders; Unicode gives them to no character
 TEMPLATE_FAULT = 226  # the code of what is the template's fault, whatever the record
 _SECONDS, _SECONDS_A_MB = 1.5, 1.0  # of the processor, for one record
 _CHARACTERS = 64 << 20  # of a rendered text

@@ -18,7 +18,7 @@ from megazero.run.lock import RunLock
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
-    """Refuse wrong numbers of ranks, a folder that is taken, data that are not there, a tokenizer or mask that does not fit.
+    """Refuse wrong numbers of ranks, a folder that is taken, data not there, a tokenizer or mask that does not fit.
 
     Raises:
         UserError: 106; 110, 420; 201; 162, 209, 210, 112; 203, 221, 225.
