@@ -15,7 +15,7 @@ import multiprocessing
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -44,7 +44,7 @@ def encode_pieces(
     if workers == 1:
         encode_here = open_tokenizer(tokenizer).encode
         for piece in pieces:
-            yield piece, np.array(encode_here(piece.text), dtype)
+            yield piece, _ids(encode_here, _sent(piece), dtype)
         return
     under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
     processes: list[BaseProcess] = []
@@ -54,7 +54,7 @@ def encode_pieces(
     def take_worker() -> None:
         of_thread.connection = connections.get()  # there are as many as threads
 
-    def encode(texts: list[str]) -> list[np.ndarray]:
+    def encode(texts: list[str | int]) -> list[np.ndarray]:
         try:
             of_thread.connection.send(texts)
             return of_thread.connection.recv()
@@ -72,7 +72,7 @@ def encode_pieces(
                 processes.append(process)
                 connections.put(connection)
             for batch in _batches(pieces):
-                under_way.append((batch, threads.submit(encode, [piece.text for piece in batch])))
+                under_way.append((batch, threads.submit(encode, [_sent(piece) for piece in batch])))
                 if len(under_way) > _BATCHES_PER_WORKER * workers:
                     yield from oldest()
             while under_way:
@@ -82,6 +82,15 @@ def encode_pieces(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _sent(piece: Piece) -> str | int:
+    """Return what of a piece is to be encoded: its text, or the id that it has already."""
+    return piece.text if piece.id is None else piece.id
+
+
+def _ids(encode: Callable[[str], list[int]], text: str | int, dtype: np.dtype) -> np.ndarray:
+    return np.array([text] if isinstance(text, int) else encode(text), dtype)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -121,6 +130,6 @@ def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
     encode = open_tokenizer(path).encode
     try:
         while True:
-            connection.send([np.array(encode(text), dtype) for text in connection.recv()])
+            connection.send([_ids(encode, text, dtype) for text in connection.recv()])
     except (EOFError, ConnectionError, MemoryError):
         return

@@ -163,9 +163,8 @@ class Sharded:
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = "expected one number that depends on parameters, got "
-            what += f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            what += " without a graph" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            what = f"expected one number that depends on parameters, got {got}"
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
         self._meet("backward")
         with in_lockstep(self.rank):

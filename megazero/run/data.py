@@ -1,6 +1,6 @@
 """Open the data that a config names: what a run trains on, and what it is validated on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.base.errors import UserError
@@ -71,6 +71,17 @@ def sources_text(config: Config, found: Mixture) -> str:
     return f"{'; '.join(shares)}; of {', '.join(each)}"
 
 
+def packing_text(found: Mixture) -> Iterator[str]:
+    """Yield for each source that is packed how, in words."""
+    for source in found.sources:
+        windows = source.windows
+        if (packing := windows.packing) is not None:
+            text = f"{windows.stream.num_documents:,} documents of {windows.stream.dataset.prefix} packed into "
+            text += f"{packing.num_windows:,} sequences, {100 * packing.fill:.1f} % of which is text"
+            cut = f"; {packing.num_cut:,} are longer than {windows.seq_len:,} tokens, and cut"
+            yield text + (cut if packing.num_cut else "")
+
+
 def _shares(found: Mixture, weights: Sequence[int]) -> str:
     each = zip(found.sources, weights, strict=True)
     return ", ".join(f"{source.name} {100 * weight / sum(weights):.4g} %" for source, weight in each if weight)
@@ -116,7 +127,8 @@ def _plan(config: Config) -> tuple[list[Source], list[Phase]]:
 
 
 def _opened(config: Config, path: str, share: float | None) -> tuple[WindowDataset, WindowDataset | None]:
-    return open_datasets(path, share, config.model.seq_len, config.model.vocab, config.data.mask_eod)
+    data, model = config.data, config.model
+    return open_datasets(path, share, model.seq_len, model.vocab, data.mask_eod, data.pack)
 
 
 def _refuse_repeats(config: Config, found: Mixture) -> None:

@@ -14,7 +14,7 @@ from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready
 from megazero.run.checkpointing import RunContext
-from megazero.run.data import sources_text
+from megazero.run.data import packing_text, sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.loading import described, doubt
 from megazero.train.trainer import Trainer
@@ -35,6 +35,7 @@ def beginning(
     start += f"into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
     yield f"data {sources_text(config, ready.mixture)}, tokenizer {_tokenizer(config, ready)}"
+    yield from packing_text(ready.mixture)
     yield _resting(config, ready.trainer)
     if device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"

@@ -43,14 +43,14 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     samples = (step - 1) * config.batch.global_ + np.arange(config.batch.global_)
     if rank is not None:
         samples = samples[_of_rank(folder, config, rank)]
-    data, length = open_data(config), config.model.seq_len
+    data = open_data(config)
     tokenizer = _tokenizer(config)
     found = []
     for sample, source, window in zip(
         *(each.tolist() for each in (samples, *data.mixture.locate(samples))), strict=True
     ):
         chosen = data.mixture.sources[source]
-        for part in _parts(data, source, window, length):
+        for part in _parts(data, source, window):
             text = {} if tokenizer is None else {"text": _text(data, source, part, tokenizer)}
             found.append({"sample": sample, "source": chosen.name} | part | text)
     return found
@@ -70,7 +70,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     """
     folder.require_run()
     config = load(str(folder.config))
-    data, length, done = open_data(config), config.model.seq_len, _done(folder)
+    data, done = open_data(config), _done(folder)
     source = _source(data, name)
     windows = data.mixture.sources[source].windows
     stream, samples = windows.stream, done * config.batch.global_
@@ -82,8 +82,8 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
         raise UserError(122, what, where=stream.dataset.prefix)
     count = data.mixture.counts(samples)[source]
     found = []
-    for window in range(span[0] // length, min((span[1] - 1) // length + 1, windows.num_windows)):
-        part = next(part for part in _parts(data, source, window, length) if part["document"] == document)
+    for window in windows.windows_of(*span):
+        part = next(part for part in _parts(data, source, window) if part["document"] == document)
         for epoch in range(-(-count // windows.num_windows)):
             sample = data.mixture.sample_of(source, window, epoch)
             if sample is not None and sample < samples:
@@ -109,10 +109,10 @@ def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _parts(data: RunData, source: int, window: int, length: int) -> list[dict[str, Any]]:
+def _parts(data: RunData, source: int, window: int) -> list[dict[str, Any]]:
     """Return the documents of a window's input, {document, offset, tokens}."""
-    stream = data.mixture.sources[source].windows.stream
-    parts = stream.parts(window * length, (window + 1) * length)
+    windows = data.mixture.sources[source].windows
+    parts = (part for span in windows.spans(window) for part in windows.stream.parts(*span))
     return [{"document": document, "offset": offset, "tokens": tokens} for document, offset, tokens in parts]
 
 

@@ -26,7 +26,7 @@ from megazero.data.tokenizers.common import (
     require_text,
 )
 
-_BESIDE, _BESIDE_BYTES = "tokenizer_config.json", 4 << 20
+_BESIDE, _TEMPLATE, _BESIDE_BYTES = "tokenizer_config.json", "chat_template.jinja", 4 << 20
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
 
@@ -48,16 +48,18 @@ class JsonFile:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         require_sizes(self.vocab_size, self.path)
         special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
-        names = self._names(special, vocabulary)
+        beside = self._beside()
+        names = self._names(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[name] for name in names)
-        self.specials = {name: vocabulary[name] for name in names}
+        self.specials = special | {name: vocabulary[name] for name in names}
         self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
         with _refused(self.path):
             self.lossless = gives_back(self)
         self.cuts_after_newline = False
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names[0], "eos_token": names[1]}
-        self.files = {"tokenizer.json": content, _BESIDE: json.dumps(told, indent=1).encode()}
+        told |= {key: beside[key] for key in ("chat_template",) if key in beside}
+        self.files = {"tokenizer.json": content, _BESIDE: json.dumps(told, indent=1).encode()} | self._template()
 
     def encode(self, text: str) -> list[int]:
         require_text(text)
@@ -69,15 +71,27 @@ class JsonFile:
     def token_bytes(self) -> np.ndarray:
         return self._sizes
 
-    def _names(self, special: dict[str, int], vocabulary: dict[str, int]) -> tuple[str, str]:
-        """Return the tokens that begin a text and end a document. Raises UserError 210."""
+    def _beside(self) -> dict[str, Any]:
+        """Return what tokenizer_config.json says, nothing where there is none. Raises UserError 209."""
         beside = self.path.with_name(_BESIDE)
-        told: dict[str, Any] = {}
-        if beside.exists():
-            try:
-                told = parse_object(read_file(beside, _BESIDE_BYTES))
-            except (OSError, ValueError) as error:
-                raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=beside) from error
+        if not beside.exists():
+            return {}
+        try:
+            return parse_object(read_file(beside, _BESIDE_BYTES))
+        except (OSError, ValueError) as error:
+            raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=beside) from error
+
+    def _template(self) -> dict[str, bytes]:
+        """Return the file of a chat template beside it, by its name, if there is one. Raises UserError 209."""
+        path = self.path.with_name(_TEMPLATE)
+        try:
+            return {_TEMPLATE: read_file(path, _BESIDE_BYTES)} if path.exists() else {}
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+            raise UserError(209, what, "mend it or take it away", where=path) from error
+
+    def _names(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> tuple[str, str]:
+        """Return the tokens that begin a text and end a document. Raises UserError 210."""
         named = {}
         for role in ("eos_token", "bos_token"):
             value = told.get(role)
