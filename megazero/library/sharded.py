@@ -28,7 +28,7 @@ from megazero.comm.grid import Grid
 from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
-from megazero.library.describe import parts_table
+from megazero.library.describe import loss_text, parts_table
 from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
 from megazero.library.tables import Tables
@@ -163,8 +163,7 @@ class Sharded:
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            what = f"expected one number that depends on parameters, got {got}"
+            what = f"expected one number that depends on parameters, got {loss_text(loss)}"
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
         self._meet("backward")
         with in_lockstep(self.rank):
