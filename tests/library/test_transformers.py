@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 import megazero
-from tests.library.running import ADAMW, on_ranks
+from tests.library.running import ADAMW, on_ranks, train_plain
 
 FP64, STEPS, VOCAB = 1e-12, 2, 40
 
@@ -70,15 +70,7 @@ def trained(name: str, stage: int) -> dict[str, Tensor]:
 
 def plain(name: str, ranks: int) -> dict[str, Tensor]:
     module = made(name)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (loss(module, step, rank) / ranks).backward()
-        for parameter in module.parameters():  # torch leaves out what has no gradient; here it is zero
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    train_plain(module, lambda step, rank: loss(module, step, rank), ranks, STEPS)
     return module.state_dict()
 
 
