@@ -23,15 +23,14 @@ from typing import Any
 
 from data_tools.marks import BEGIN, END
 from megazero.base.errors import UserError
-from megazero.base.reading import looked_up, parse_object, read_file
+from megazero.base.reading import looked_up, read_file
 from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizers.common import BESIDE_BYTES, CHAT_TEMPLATE, CONFIG, config_beside
 
 TEMPLATE_FAULT = 226  # the code of what is the template's fault, whatever the record
 _SECONDS, _SECONDS_A_MB = 1.5, 1.0  # of the processor, for one record
 _CHARACTERS = 64 << 20  # of a rendered text
-_BYTES = 4 << 20  # of a template, or of tokenizer_config.json
 _JINJA = (3, 1, 6)
-_CONFIG, _BESIDE = "tokenizer_config.json", "chat_template.jinja"
 
 
 class RenderError(Exception):
@@ -132,20 +131,20 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
     Raises:
         UserError: 162, jinja2 is not installed; 209, tokenizer_config.json is damaged; 226, there is no template.
     """
-    config = _config(tokenizer)
-    where, source = path or tokenizer.path.with_name(_BESIDE), None
+    config = config_beside(tokenizer.path)
+    where, source = path or tokenizer.path.with_name(CHAT_TEMPLATE), None
     if path is not None or where.exists():
         try:
-            source = read_file(where, _BYTES).decode()
+            source = read_file(where, BESIDE_BYTES).decode()
         except OSError as error:
             what = f"no template: {error.strerror}{looked_up(where)}"
             raise UserError(TEMPLATE_FAULT, what, "check --chat", where=where) from error
         except UnicodeDecodeError as error:
             raise UserError(TEMPLATE_FAULT, f"is not UTF-8: {error.reason}", "check --chat", where=where) from error
     else:
-        where, source = tokenizer.path.with_name(_CONFIG), _of_config(config.get("chat_template"))
+        where, source = tokenizer.path.with_name(CONFIG), _of_config(config.get("chat_template"))
     if source is None:
-        what = f"no chat template: there is no {_BESIDE} beside it, and none in {_CONFIG}"
+        what = f"no chat template: there is no {CHAT_TEMPLATE} beside it, and none in {CONFIG}"
         raise UserError(TEMPLATE_FAULT, what, "give one: --chat TEMPLATE.jinja", where=tokenizer.path)
     return Template(source, where, _token_names(config, tokenizer))
 
@@ -160,17 +159,6 @@ def _require_jinja(where: Path) -> None:
     else:
         return
     raise UserError(162, what, "run `pip install -U jinja2`, or install megazero[chat]", where=where)
-
-
-def _config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what tokenizer_config.json beside a tokenizer says. Raises UserError 209."""
-    path = tokenizer.path.with_name(_CONFIG)
-    if not path.exists():
-        return {}
-    try:
-        return parse_object(read_file(path, _BYTES))
-    except (OSError, ValueError) as error:
-        raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=path) from error
 
 
 def _of_config(value: Any) -> str | None:
