@@ -128,7 +128,7 @@ class WindowDataset:
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
             do = "set model.vocab and data.tokenizer to what the data was made with"
             raise UserError(205, what, do, where=self.stream.dataset.bin_path)
-        return WindowTokens(tokens, ordinals, self.stream.scored(start, stop))
+        return WindowTokens(tokens, ordinals, self.stream.scored(start, ordinals))
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
         """Return the windows [B] as one micro-batch that carries `sample_ids` [B]."""
