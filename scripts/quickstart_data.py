@@ -51,7 +51,7 @@ def quickstart_data(options: argparse.Namespace) -> None:
         file_pair(prefix)[1].unlink(missing_ok=True)
         with doing("reading Python's sources"):
             texts = documents()
-        write_atomically(corpus, "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+        write_atomically(corpus, as_lines(texts))
         write_atomically(recipe, RECIPE.encode())
         _tell(f"{corpus}: {len(texts):,} documents, {sum(len(text.encode()) for text in texts):,} bytes")
     if not _is_tokenizer(model):
@@ -67,6 +67,11 @@ def quickstart_data(options: argparse.Namespace) -> None:
 def documents() -> list[str]:
     """Return the texts of the corpus, in a fixed order."""
     return [text for path in _sources() if (text := _utf8(path)) and not is_table(text)]
+
+
+def as_lines(texts: Sequence[str]) -> bytes:
+    """Return texts as JSON, one on each line."""
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
 def _tell(text: str) -> None:

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
@@ -32,7 +33,7 @@ SECONDS, TRIED, WARMING = 300.0, 12, 4  # of training; steps that tell how long 
 RANKS = 2
 HARDWARE = ("--hardware", "a100-80gb")  # which the number of parameters does not depend on
 LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rotary"}
-BASE: Mapping[str, object] = {
+BASE: Mapping[str, Any] = {
     "model.layers": 4,
     "model.hidden": 256,
     "model.heads": 4,
@@ -43,7 +44,7 @@ BASE: Mapping[str, object] = {
     "schedule.decay": "linear",
 } | LLAMA
 OLD = {"model.norm": "layernorm", "model.activation": "gelu", "model.position": "learned"}
-SETTINGS: Mapping[str, Mapping[str, object]] = {
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "before": {"model.layers": 6, "model.hidden": 320, "model.vocab": 8192, "optimizer.lr": 2e-3} | OLD,
     "base": {},
     "gpt parts": OLD,
@@ -96,20 +97,20 @@ def reports(options: argparse.Namespace, folder: Path) -> Iterator[figures.Repor
     yield figures.report_of(f"{options.seconds:.0f} s of training", rows, launches=options.launches)
 
 
-def trained(setting: Mapping[str, object], seconds: float, folder: Path, *, seed: int) -> dict[str, float]:
+def trained(setting: Mapping[str, Any], seconds: float, folder: Path, *, seed: int) -> dict[str, float]:
     """Train a setting for so many seconds; return its row.
 
     Args:
         folder: of the data of all settings, and of the runs.
     """
-    data = data_of(int(str(setting["model.vocab"])), folder)
+    data = data_of(setting["model.vocab"], folder)
     tried = run(setting, TRIED, data, folder / "tried", seed)
     step = sum(row["step_time"] for row in tried[WARMING:]) / (TRIED - WARMING)
     steps = max(TRIED, round(seconds / step))
     rows = run(setting, steps, data, folder / "run", seed)
     spent, last = sum(row["step_time"] for row in rows), rows[-1]
     return {
-        "vocabulary": float(str(setting["model.vocab"])),
+        "vocabulary": float(setting["model.vocab"]),
         "parameters, M": parameters(setting, data) / 1e6,
         "tokens/step": last["tokens"] / steps,
         "steps": float(steps),
@@ -124,7 +125,7 @@ def data_of(vocab: int, folder: Path) -> Path:
     """Return the folder with tokenizer.model and train.{bin,idx} of a vocabulary, made where it is not there yet."""
     corpus, where = folder / "corpus.jsonl", folder / f"pieces_{vocab}"
     if not corpus.exists():
-        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in quickstart_data.documents()))
+        corpus.write_bytes(quickstart_data.as_lines(quickstart_data.documents()))
     if not where.exists():
         where.mkdir()
         model = str(where / "tokenizer.model")
@@ -134,7 +135,7 @@ def data_of(vocab: int, folder: Path) -> Path:
     return where
 
 
-def run(setting: Mapping[str, object], steps: int, data: Path, folder: Path, seed: int) -> list[dict[str, float]]:
+def run(setting: Mapping[str, Any], steps: int, data: Path, folder: Path, seed: int) -> list[dict[str, float]]:
     """Train so many steps in a folder, which is made anew; return the rows of metrics, one a step."""
     shutil.rmtree(folder, ignore_errors=True)
     words = [*words_of(setting, data, folder, seed), f"run.steps={steps}", f"schedule.warmup={max(1, steps // 15)}"]
@@ -142,13 +143,13 @@ def run(setting: Mapping[str, object], steps: int, data: Path, folder: Path, see
     return [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def words_of(setting: Mapping[str, object], data: Path, folder: Path, seed: int) -> list[str]:
+def words_of(setting: Mapping[str, Any], data: Path, folder: Path, seed: int) -> list[str]:
     """Return the overrides of configs/tiny.yaml that a setting is."""
-    batch = int(str(setting["batch.global"]))
+    batch = setting["batch.global"]
     whole = {
         **setting,
         "batch.micro": batch // RANKS,
-        "schedule.min_lr": float(str(setting["optimizer.lr"])) / 50,
+        "schedule.min_lr": setting["optimizer.lr"] / 50,
         "zero.stage": 2,
         "run.dir": folder,
         "run.seed": seed,
@@ -161,7 +162,7 @@ def words_of(setting: Mapping[str, object], data: Path, folder: Path, seed: int)
     return [f"{key}={json.dumps(value) if isinstance(value, bool | list) else value}" for key, value in whole.items()]
 
 
-def parameters(setting: Mapping[str, object], data: Path) -> int:
+def parameters(setting: Mapping[str, Any], data: Path) -> int:
     """Return how many parameters a setting's model has, as `plan` counts them."""
     words = words_of(setting, data, Path("unused"), 1)
     done = quietly("-m", "megazero", "plan", "--config", "tiny.yaml", "--gpus", str(RANKS), *HARDWARE, "--json", *words)
