@@ -25,6 +25,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from data_tools.corpus import PIECE_BYTES, Piece
+from data_tools.ctrl_c import ctrl_c_held
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import open_tokenizer
 
@@ -107,20 +108,14 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Yield worker processes, started while Ctrl-C is blocked: they inherit that, and it reaches us afterwards.
-
-    Without it an interrupt during their first half second prints one traceback per worker.
-    """
+    """Yield worker processes, each started while Ctrl-C is held back."""
     context = multiprocessing.get_context("spawn")
     for _ in range(workers):
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with ctrl_c_held():
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
             process.start()
             theirs.close()  # ours ends when the worker does
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         yield process, ours
 
 
