@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 from megazero.base.errors import UserError
 from megazero.base.terminal import wrapped
 from megazero.config import rules
-from megazero.config.file import flatten, nearest, option_keys, spelt
+from megazero.config.file import flatten, option_keys, spelt
+from megazero.config.nearest import nearest
 from megazero.config.schema import Config
 
 

@@ -81,7 +81,18 @@ def _all_names(v: Values) -> list[str]:
 def _lists(v: Values) -> list[Sequence[Any]]:
     """Return every list of sources: that of the config, and those of its stages."""
     own = [v["data.sources"]] if v["data.sources"] else []
-    return own + [stage["data"]["sources"] for stage in v["stages"] or () if stage["data"]]
+    return own + [given for stage in v["stages"] or () if (given := _of(stage, "data.sources")) is not None]
+
+
+def _of(stage: Mapping[str, Any], key: str) -> Any:
+    """Return the value that a stage gives an option; None: none."""
+    section, _, name = key.partition(".")
+    return (stage[section] or {}).get(name)
+
+
+def _given(v: Values, key: str) -> list[Any]:
+    """Return the values that stages give an option."""
+    return [value for stage in v["stages"] or () if (value := _of(stage, key)) is not None]
 
 
 def _doubled_sources(v: Values) -> list[str]:
@@ -95,7 +106,17 @@ def _moved(v: Values) -> list[str]:
 
 
 def _ends(v: Values) -> list[int]:
-    return stage_ends(v["stages"] or (), v["batch.global"] * v["model.seq_len"])
+    """Return the last step of each stage, from 1."""
+    each = (
+        (
+            stage["until_step"],
+            stage["until_tokens"],
+            (_of(stage, "batch.global") or v["batch.global"]) * (_of(stage, "model.seq_len") or v["model.seq_len"]),
+        )
+        for stage in v["stages"] or ()
+        if stage["until_step"] or stage["until_tokens"]
+    )
+    return list(stage_ends(each))
 
 
 def _rising(v: Values) -> bool:
@@ -242,8 +263,8 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         ("stages", "data.sources"),
-        "data.sources given with stages",
-        lambda v: v["stages"] is None or v["data.sources"] is not None,
+        "data.sources given with sources of stages",
+        lambda v: not _given(v, "data.sources") or v["data.sources"] is not None,
         lambda v: "data.sources null",
         "give the sources of what no stage says otherwise",
     ),
@@ -267,6 +288,20 @@ RELATIONS: tuple[Relation, ...] = (
         _rising,
         lambda v: f"they end with steps {', '.join(map(str, _ends(v)))}",
         "change until_step or until_tokens",
+    ),
+    Relation(
+        ("stages", "run.steps"),
+        "stages end by run.steps",
+        lambda v: max([0, *_ends(v)]) <= v["run.steps"],
+        lambda v: f"they end with steps {', '.join(map(str, _ends(v)))}, run.steps is {v['run.steps']}",
+        "raise run.steps, or change until_step or until_tokens",
+    ),
+    Relation(
+        ("stages", "model.position"),
+        "model.position rotary with another model.seq_len in stages",
+        lambda v: v["model.position"] == "rotary" or {*_given(v, "model.seq_len")} <= {v["model.seq_len"]},
+        lambda v: f"{_given(v, 'model.seq_len')[0]}, and {v['model.position']} positions are a weight of that length",
+        "take model.position=rotary, or one length",
     ),
     Relation(
         ("checkpoint.load", "checkpoint.resume"),
