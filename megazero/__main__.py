@@ -160,6 +160,7 @@ def _schedule(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from megazero.build.pipeline import check_world
     from megazero.config.file import flatten, load
+    from megazero.config.stages import Course
     from megazero.plan.machines import MACHINES
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
@@ -181,7 +182,8 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    check_world(config, options.gpus, f"--gpus {options.gpus}")
+    for part in Course(config).parts:
+        check_world(part.config, options.gpus, f"--gpus {options.gpus}{f' in {part.name}' if part.name else ''}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     _draw(lambda path: draw(planned, path), options)

@@ -39,7 +39,7 @@ def accounted(job: ResumePoint, manifest: Manifest | None, config: Config, allow
     new = list(changes_of(manifest, config, allowed))
     data = manifest.identity.get("data")
     explained = "data" in allowed or any(change["key"] in _ORDER for change in new)
-    if not explained or _held_out(manifest.config.get("data.valid")) != _held_out(config.data.valid):
+    if not explained or held_out(manifest.config.get("data.valid")) != held_out(config.data.valid):
         data = None
     history = [*manifest.history, *new]
     return replace(job, history=history, allowed=list(allowed), at=manifest.step, data=data)
@@ -77,6 +77,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _held_out(valid: Any) -> Any:
+def held_out(valid: Any) -> Any:
     """Return the share of documents that is held out of training."""
     return valid if isinstance(valid, float) else None

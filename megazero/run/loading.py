@@ -27,6 +27,7 @@ from megazero.config.changes import in_json, row_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
+from megazero.run.history import held_out
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 
@@ -79,7 +80,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
         odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
     if odd:
         what, do = "is not of this run", "resume with the config it was made with"
-        do += _permission({option_of(key) for key in other} - changed, about.config)
+        do += _permission({option_of(key) for key in other} - changed, theirs, about.config)
         if load != "all":
             what, do = "is not of this model", "load it with the model it was made with"
         raise UserError(412, f"{what} (its -> this): {_some(odd)}", do, where=where)
@@ -114,11 +115,12 @@ def option_of(key: str) -> str:
     return "stages" if key.startswith("stages") else key
 
 
-def _permission(keys: set[str], config: Config) -> str:
+def _permission(keys: set[str], theirs: Mapping[str, Any], config: Config) -> str:
     """Return how these options may be others, in words; "" where one may not."""
     fixed = {"tokenizer"} | ({"model.seq_len"} if config.model.position == "learned" else set())
+    fixed |= {"data"} if held_out(theirs.get("data.valid")) != held_out(config.data.valid) else set()
     wanted = {key for key in keys if key != "data"} or keys  # other data may be of another option alone
-    if wanted & fixed or any(key != "data" and row_of(key).on_resume for key in wanted):
+    if keys & fixed or any(key != "data" and row_of(key).on_resume for key in wanted):
         return ""
     return f", or take it by --allow-change {','.join(sorted(wanted))}"
 

@@ -90,7 +90,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     for (first, course), end in zip(eras, ends, strict=True):
         if course is eras[-1][1]:
             data = newest
-        elif first < end and stream.dataset.prefix in _paths(course, name):
+        elif first < end and str(stream.dataset.prefix) in _paths(course, name):
             data = open_data(course.config, course)
         else:  # the document is of other files
             continue

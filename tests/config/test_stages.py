@@ -48,7 +48,9 @@ def test_parts_of_a_run() -> None:
 def test_stages_that_change_what_is_trained_on_alone_are_one_part() -> None:
     stages = "stages=[{until_step: 3, data: {sources: [{path: b}]}}, {until_step: 5}, {until_step: 10, data: {sources: "
     stages += "[{path: a}]}}]"
-    (part,) = Course(load("tiny", ["run.steps=10", "data.sources=[{path: a}, {path: c}]", stages])).parts
+    (part,) = Course(
+        load("tiny", ["run.steps=10", "data.train=null", "data.sources=[{path: a}, {path: c}]", stages])
+    ).parts
     mixes = [(mix.first, [source.name for source in mix.sources or ()]) for mix in part.mixes]
     assert mixes == [(0, ["b"]), (3, ["a", "c"]), (5, ["a"]), (10, ["a", "c"])]
 

@@ -141,6 +141,18 @@ def _(site: Site) -> list[str]:
     return ["generate", "--run", str(site.run), "--prompt", "a"]
 
 
+@fault(
+    "when a document was seen that is not trained on",
+    "MZ-122 DATA: document 1 is not trained on: it is empty, …",
+    code=2,
+)
+def _(site: Site) -> list[str]:
+    data, path = site.dataset([1] * 500, []), site.run / "config.yaml"
+    text = path.read_text().replace(str(site.data.train), str(data)).replace("valid: 0.1", "valid:")
+    path.write_text(text)
+    return ["data", "--run", str(site.run), "--document", "1"]
+
+
 @fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; a folder of safetensors is needed")
 def _(site: Site) -> list[str]:
     return ["import", "--from", "hf", "--model", str(site.folder / "gone"), "--out", str(site.folder / "new")]
