@@ -33,6 +33,32 @@ def stage_ends(stages: Iterable[tuple[int | None, int | None, int]], step: int =
             step, tokens = end, tokens + (end - step) * each
 
 
+def values_of_stages(values: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the values that the stages of a flat config give an option."""
+    return [value for stage in values["stages"] or () if (value := _value(stage, key)) is not None]
+
+
+def ends_of(values: Mapping[str, Any]) -> list[int]:
+    """Return the last step of each stage of a flat config, from 1."""
+
+    def held(stage: Mapping[str, Any], key: str) -> Any:
+        value = _value(stage, key)
+        return values[key] if value is None else value
+
+    return list(
+        stage_ends(
+            (stage["until_step"], stage["until_tokens"], held(stage, "batch.global") * held(stage, "model.seq_len"))
+            for stage in values["stages"] or ()
+        )
+    )
+
+
+def _value(stage: Mapping[str, Any], key: str) -> Any:
+    """Return the value that a stage gives an option; None: none."""
+    section, _, name = key.partition(".")
+    return (stage[section] or {}).get(name)
+
+
 def effective(config: Config, stage: Stage | None) -> Config:
     """Return the config that holds in a stage; None: behind the last one."""
     changed: dict[str, Any] = {"stages": None}

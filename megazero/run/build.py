@@ -151,24 +151,24 @@ def build_trainer(
             Expectation(config, grid, device, ops).compare,
             phases,
         ),
-        TrainSchedule(
-            config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every, part.end
-        ),
+        _pace(part),
         checkpoints_of(config, built, grid, device, about, site),
-        Stopping(
-            grid["world"],
-            device,
-            site.signals,
-            folder.stop,
-            None if config.run.time_limit is None else config.run.time_limit - spent,
-            first_step=folder.early_stops.forget,
-            look=FolderWatch(folder, warn).look,
-        ),
+        _stopping(None if config.run.time_limit is None else config.run.time_limit - spent, grid, device, site),
         lambda: write_ledger(folder, grid, device),
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
     return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
+
+
+def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunContext) -> Stopping:
+    """Return what ends a run before its last step.
+
+    Args:
+        limit: seconds from now on; None: none.
+    """
+    forget, look = site.folder.early_stops.forget, FolderWatch(site.folder, warn).look
+    return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget, look=look)
 
 
 def _opened(config: Config, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
@@ -217,10 +217,12 @@ def _work(part: Part, device: torch.device, ranks: int) -> Work:
     return Work(part.tokens_per_step, flops, peak, device, ranks, before=(part.first, part.tokens))
 
 
-def _learning_rate(config: Config) -> LearningRate:
-    s = config.schedule
+def _pace(part: Part) -> TrainSchedule:
+    config = part.config
+    s, steps = config.schedule, config.run.steps
     assert s.cooldown is not None, "a resolved config"
-    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, config.run.steps, s.decay, s.cooldown)
+    rate = LearningRate(config.optimizer.lr, s.min_lr, s.warmup, steps, s.decay, s.cooldown)
+    return TrainSchedule(steps, rate, config.observe.every, config.data.valid_every, part.end)
 
 
 def _validation(

@@ -83,7 +83,7 @@ def test_tokens_of_a_stage_count_those_before_a_change() -> None:
     course = Course(config, [{"step": 3, "key": "batch.global", "from": 2, "to": 4}])
     assert [(part.first, part.end, part.config.optimizer.lr) for part in course.parts][1:] == [
         (3, 5, 5e-4),
-        (5, 10, 1e-3),
+        (5, 10, config.optimizer.lr),
     ]
 
 

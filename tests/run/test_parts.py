@@ -1,8 +1,11 @@
 """Stages that change batch, length, optimizer, schedule and data: exact on every grid and after every restart."""
 
 import json
+import re
 import shutil
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
+from megazero.run import parts
+from megazero.run.build import build_trainer
 from megazero.run.data import open_data
 from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
@@ -184,6 +189,23 @@ def test_what_is_said(tiny_data: TinyData, staged, tmp_path: Path, capsys) -> No
     asked = ["--document", str(piece["document"]), "--source", piece["source"], "--json"]
     assert main(["data", "--run", str(folder), *asked]) == 0
     assert {"step": 5} | {key: piece[key] for key in piece if key != "text"} in json.loads(capsys.readouterr().out)
+
+
+def test_a_part_gives_its_memory_back(tiny_data: TinyData, staged, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Before the next one is built; the ledger knows it, so what is held stays near the plan."""
+    held: list[weakref.ref] = []
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        assert [each() for each in held] == [None] * len(held), "what was built is gone"
+        ready = build_trainer(*arguments, **options)
+        held.append(weakref.ref(ready.trainer.engine))
+        return ready
+
+    monkeypatch.setattr(parts, "build_trainer", build)
+    assert launch(tiny_data.load(tmp_path / "run", *staged), "small", 1) == 0
+    assert len(held) == 4
+    said = re.findall(r"memory of rank 0: ([\d.]+) MB, planned ([\d.]+) MB", capsys.readouterr().out)
+    assert len(said) == 4 and all(abs(float(there) - float(planned)) < 1 for there, planned in said), said
 
 
 @pytest.mark.parametrize(
