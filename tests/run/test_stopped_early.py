@@ -28,6 +28,7 @@ AT_ONCE = 10.0
 DRIVER = """
 import ctypes, fcntl, os, sys, time
 from megazero.run import build as build_run
+from megazero.run import parts
 from megazero.run import session as run
 from megazero.launcher import rendezvous
 from megazero.__main__ import main
@@ -52,7 +53,7 @@ PLANTS = {
     "rendezvous": "rendezvous.call_roll = stay",
     "folder": "run.find_job = stay",
     "building": "build_run.build = stay",
-    "loading": "run.resume = stay",
+    "loading": "parts.resume = stay",
 }
 
 
