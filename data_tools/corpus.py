@@ -24,9 +24,10 @@ import xxhash
 
 from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_text
 from data_tools.places import Mark, Part, Span
-from data_tools.selection import Select
+from data_tools.selection import Run, Select, Taken
 from data_tools.skipped import Skipped
 from data_tools.tables import rows
+from data_tools.templates import TEMPLATE_FAULT
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
@@ -49,6 +50,8 @@ class Piece:
         record: the number of its record in the file, from 1.
         mark: the place behind it; only of a last piece.
         digest: of the document, where duplicates are looked for; only of a last piece.
+        scored: its tokens are trained on.
+        id: of the special token that it is; None: its text is to be encoded.
     """
 
     text: str
@@ -57,6 +60,8 @@ class Piece:
     record: int = 1
     mark: Mark | None = None
     digest: bytes | None = None
+    scored: bool = True
+    id: int | None = None
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
@@ -124,7 +129,7 @@ class Reader:
     def __init__(
         self,
         files: Sequence[Path],
-        select: Select = _TEXT_FIELD,
+        select: Taken = _TEXT_FIELD,
         skipped: Skipped | None = None,
         *,
         part: Part = _ALL,
@@ -175,26 +180,31 @@ class Reader:
         return iter(()) if done else self._text(path)
 
     def _refuse(self, error: UserError) -> None:
-        """Count what is bad, where the user has asked for that; else raise the error."""
-        if self._skipped is None:
+        """Count what is bad, where the user has asked for that; else, and of a bad template, raise the error."""
+        if self._skipped is None or error.code == TEMPLATE_FAULT:
             raise error
         self._skipped.add(error)
 
-    def _take(self, text: str | None, size: int, record: int) -> Iterator[Piece]:
+    def _take(self, runs: list[Run] | None, size: int, record: int) -> Iterator[Piece]:
         """Yield the document of a record, unless it did not pass, or has been there."""
         digest = None
-        if text is not None and self._known is not None and text:
+        if self._known is not None and (text := "".join(run.text for run in runs or ())):
             digest = xxhash.xxh3_128_digest(text.encode())
             if not self._known.is_new(digest):
                 self._duplicates += 1
                 self._pending += size
                 return
-        if text is None:
+        if runs is None:
             self._filtered += 1
             self._pending += size
             return
-        for piece in _cut(text, size, self._size):
-            yield replace(piece, record=record, digest=digest if piece.last else None)
+        *others, last = runs or [Run("")]
+        for run in others:
+            for piece in _cut(run, self._size):
+                yield replace(piece, record=record)
+        *pieces, end = _cut(last, self._size)
+        yield from (replace(piece, record=record) for piece in pieces)
+        yield replace(end, last=True, bytes_read=size, record=record, digest=digest)
 
     def _text(self, path: Path) -> Iterator[Piece]:
         """Yield the pieces of a file that is one document."""
@@ -240,7 +250,7 @@ class Reader:
                     try:
                         record = _json_record(line, path, where, number == 1 and not start, offset)
                         if record is not _BLANK:
-                            yield from self._take(self._select.text(record, _refuser(where)), size, number)
+                            yield from self._take(self._select.runs(record, _refuser(where)), size, number)
                     except UserError as error:
                         self._refuse(UserError(error.code, error.what, error.do, where=error.where))
                         self._pending += size
@@ -255,11 +265,11 @@ class Reader:
             try:
                 if row is None:
                     raise refuse("the text is not UTF-8")
-                text = self._select.text(row, refuse)
+                runs = self._select.runs(row, refuse)
             except UserError as error:
                 self._refuse(error)
                 continue
-            yield from self._take(text, len(text or ""), number)
+            yield from self._take(runs, sum(len(run.text) for run in runs or ()), number)
 
 
 def check_files(reader: Reader, total: int) -> None:
@@ -348,12 +358,11 @@ def _json_record(line: bytes, path: Path, where: str, first: bool, offset: int) 
         raise refuse(f"not JSON: {error}") from error
 
 
-def _cut(text: str, line_bytes: int, piece_bytes: int) -> Iterator[Piece]:
-    """Yield a document that is in memory as a whole, in pieces; the last one carries the bytes of the line."""
-    size = piece_bytes // 4  # characters, of at most 4 bytes
-    start = 0
-    while len(text) - start > size:
+def _cut(run: Run, piece_bytes: int) -> Iterator[Piece]:
+    """Yield a run, which is in memory as a whole, in pieces, none of which ends its document."""
+    text, size, start = run.text, piece_bytes // 4, 0  # characters, of at most 4 bytes
+    while run.id is None and len(text) - start > size:
         stop = text.rfind("\n", start, start + size) + 1 or start + size
-        yield Piece(text[start:stop], last=False, bytes_read=0)
+        yield Piece(text[start:stop], last=False, bytes_read=0, scored=run.scored)
         start = stop
-    yield Piece(text[start:], last=True, bytes_read=line_bytes)
+    yield Piece(text[start:], last=False, bytes_read=0, scored=run.scored, id=run.id)

@@ -15,7 +15,7 @@ import multiprocessing
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -25,6 +25,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from data_tools.corpus import PIECE_BYTES, Piece
+from data_tools.ctrl_c import ctrl_c_held
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import open_tokenizer
 
@@ -44,7 +45,7 @@ def encode_pieces(
     if workers == 1:
         encode_here = open_tokenizer(tokenizer).encode
         for piece in pieces:
-            yield piece, np.array(encode_here(piece.text), dtype)
+            yield piece, _ids(encode_here, _sent(piece), dtype)
         return
     under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
     processes: list[BaseProcess] = []
@@ -54,7 +55,7 @@ def encode_pieces(
     def take_worker() -> None:
         of_thread.connection = connections.get()  # there are as many as threads
 
-    def encode(texts: list[str]) -> list[np.ndarray]:
+    def encode(texts: list[str | int]) -> list[np.ndarray]:
         try:
             of_thread.connection.send(texts)
             return of_thread.connection.recv()
@@ -72,7 +73,7 @@ def encode_pieces(
                 processes.append(process)
                 connections.put(connection)
             for batch in _batches(pieces):
-                under_way.append((batch, threads.submit(encode, [piece.text for piece in batch])))
+                under_way.append((batch, threads.submit(encode, [_sent(piece) for piece in batch])))
                 if len(under_way) > _BATCHES_PER_WORKER * workers:
                     yield from oldest()
             while under_way:
@@ -82,6 +83,15 @@ def encode_pieces(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _sent(piece: Piece) -> str | int:
+    """Return what of a piece is to be encoded: its text, or the id that it has already."""
+    return piece.text if piece.id is None else piece.id
+
+
+def _ids(encode: Callable[[str], list[int]], text: str | int, dtype: np.dtype) -> np.ndarray:
+    return np.array([text] if isinstance(text, int) else encode(text), dtype)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -98,20 +108,14 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Yield worker processes, started while Ctrl-C is blocked: they inherit that, and it reaches us afterwards.
-
-    Without it an interrupt during their first half second prints one traceback per worker.
-    """
+    """Yield worker processes, each started while Ctrl-C is held back."""
     context = multiprocessing.get_context("spawn")
     for _ in range(workers):
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with ctrl_c_held():
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
             process.start()
             theirs.close()  # ours ends when the worker does
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         yield process, ours
 
 
@@ -121,6 +125,6 @@ def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
     encode = open_tokenizer(path).encode
     try:
         while True:
-            connection.send([np.array(encode(text), dtype) for text in connection.recv()])
+            connection.send([_ids(encode, text, dtype) for text in connection.recv()])
     except (EOFError, ConnectionError, MemoryError):
         return

@@ -24,8 +24,9 @@ import numpy as np
 from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.origin import require_tokenizer
-from megazero.data.tokenizer import Tokenizer, open_tokenizer
+from megazero.data.loss_mask import LossMask
+from megazero.data.origin import require_mask, require_tokenizer
+from megazero.data.tokenizer import open_tokenizer
 
 BLOCK = 1 << 22  # tokens read at a time
 
@@ -37,7 +38,7 @@ def inspect(options: argparse.Namespace) -> None:
             190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
         )
     dataset = IndexedDataset(options.prefix)
-    require_tokenizer(options.prefix, tokenizer)
+    require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high = _scan(dataset, vocab)
     lengths = np.diff(dataset.document_offsets)
@@ -52,10 +53,14 @@ def inspect(options: argparse.Namespace) -> None:
         "length_max": int(lengths.max()) if len(lengths) else None,
         "id_min": low,
         "id_max": high,
+        "scored": _count_scored(dataset),
         "vocab": vocab,
     }
     if options.document is not None and tokenizer is not None:
-        report["text"] = _text(dataset, options.document, tokenizer)
+        start, stop = _bounds(dataset, options.document)
+        report["text"] = tokenizer.decode(dataset.read(start, stop).tolist())
+        if dataset.mask is not None:
+            report["answers"] = [tokenizer.decode(ids) for ids in _answers(dataset, dataset.mask, start, stop)]
     if options.json:
         print(json.dumps(report))
     else:
@@ -83,12 +88,28 @@ def _scan(dataset: IndexedDataset, vocab: int | None) -> tuple[int | None, int |
     return low, high
 
 
-def _text(dataset: IndexedDataset, document: int, tokenizer: Tokenizer) -> str:
+def _count_scored(dataset: IndexedDataset) -> int | None:
+    """Return how many tokens are trained on; None: there is no mask, and all are."""
+    if (mask := dataset.mask) is None:
+        return None
+    starts = range(0, dataset.num_tokens, BLOCK)
+    return sum(int(mask.read(start, min(start + BLOCK, dataset.num_tokens)).sum()) for start in starts)
+
+
+def _answers(dataset: IndexedDataset, mask: LossMask, start: int, stop: int) -> list[list[int]]:
+    """Return the runs of tokens that are trained on, of those in [start, stop)."""
+    tokens, scored = dataset.read(start, stop), mask.read(start, stop)
+    edges = np.flatnonzero(np.diff(scored, prepend=False, append=False)).reshape(-1, 2)
+    return [tokens[begin:end].tolist() for begin, end in edges]
+
+
+def _bounds(dataset: IndexedDataset, document: int) -> tuple[int, int]:
+    """Return where a document begins and ends in the file. Raises UserError 190: there is no such document."""
     if not 0 <= document < dataset.num_documents:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
         raise UserError(190, what, "choose one of those", where="inspect.py")
-    start, stop = dataset.document_offsets[document : document + 2]
-    return tokenizer.decode(dataset.read(start, stop).tolist())
+    start, stop = dataset.document_offsets[document : document + 2].tolist()
+    return start, stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:

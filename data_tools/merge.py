@@ -3,7 +3,8 @@
     python data_tools/merge.py data/books data/web --output data/all
 
 Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
-type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`).
+type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`). Where
+one of them has a mask, all of them get one: of those without every token counts.
 """
 
 import sys
@@ -16,12 +17,18 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
     begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
 from megazero.base.errors import UserError
+from megazero.base.files import temporary_name
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts
+from megazero.data.loss_mask import LossMaskWriter, mask_path
+from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_mask
 
 BLOCK = 1 << 22  # tokens copied at a time
 
@@ -35,20 +42,43 @@ def merge(options: argparse.Namespace) -> None:
     origins = [_origin(dataset) for dataset in datasets]
     whole = joined(origins, datasets[0].prefix)
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-    with IndexedDatasetWriter(options.output, datasets[0].dtype) as writer:
+    with (
+        _mask(options.output, datasets) as mask,
+        IndexedDatasetWriter(options.output, datasets[0].dtype, mask=mask and mask.path) as writer,
+    ):
         for dataset in datasets:
             _copy(dataset, writer)
         if not writer.num_documents:
             raise UserError(214, "expected documents, got none in any input", "check the inputs", where=options.output)
     if whole is not None:
-        whole.write(options.output)
+        replace(whole, mask=mask and mask.digest).write(options.output)
     print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
 
 
 def _origin(dataset: IndexedDataset) -> Origin | None:
     origin = read_origin(dataset.prefix)
     require_counts(origin, dataset.num_documents, dataset.num_tokens, dataset.prefix)
+    require_mask(origin, dataset.mask, dataset.prefix)
     return origin
+
+
+@contextmanager
+def _mask(output: Path, datasets: Sequence[IndexedDataset]) -> Iterator[LossMaskWriter | None]:
+    """Yield the mask of all data sets, written beside the output; None where none of them has one."""
+    if all(dataset.mask is None for dataset in datasets):
+        yield None
+        return
+    temporary = temporary_name(mask_path(output))
+    try:
+        with LossMaskWriter(temporary) as writer:
+            for dataset in datasets:
+                for start in range(0, dataset.num_tokens, BLOCK):
+                    stop = min(start + BLOCK, dataset.num_tokens)
+                    mask = dataset.mask
+                    writer.append(np.ones(stop - start, bool) if mask is None else mask.read(start, stop))
+        yield writer
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:

@@ -1,10 +1,13 @@
 """Turn text into a token data set, PREFIX.bin and PREFIX.idx.
 
     python data_tools/preprocess.py --input books/ web.jsonl --tokenizer books.model --output data/books
+    python data_tools/preprocess.py --chat --input chats.jsonl --tokenizer llama/tokenizer.json --output data/chats
 
 Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
-whole or not at all; PREFIX.json beside it says what it was made of.
+whole or not at all; PREFIX.json beside it says what it was made of. With --chat a record is a conversation that a
+template renders (`chat.py`): the document is what it renders, nothing is put behind it, and PREFIX.mask says which
+tokens are answers.
 
 The text is checked before the first token is made: encoding takes hours where checking takes minutes. What is done is
 kept (`unfinished.py`): the same line, run again after it was killed, goes on where it was and gives the same bytes.
@@ -24,19 +27,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import PIECE_BYTES, WHOLE_BYTES, Known, Piece, Reader, check_files, find_files
+from data_tools.corpus import PIECE_BYTES, TEXT_SUFFIXES, WHOLE_BYTES, Known, Piece, Reader, check_files, find_files
 from data_tools.encoding import encode_pieces
+from data_tools.files import TABLES, kind_of
 from data_tools.places import Part
-from data_tools.selection import Select
+from data_tools.selection import Select, Taken
 from data_tools.skipped import Skipped
+from data_tools.templates import open_template
 from data_tools.unfinished import State, Unfinished
 from megazero.base.answers import tell
 from megazero.base.doing import doing
@@ -52,20 +58,22 @@ def preprocess(options: argparse.Namespace) -> None:
     if options.deduplicate and options.part.of > 1:
         what = "--deduplicate sees the documents of one part alone"
         raise UserError(190, what, "run it without --part", where="preprocess.py")
+    select = _select(options, tokenizer)
     if not tokenizer.lossless:
         tell(f"{tokenizer.path}: changes text; bits per byte will be of the text's own bytes")
     with doing("finding files"):
-        files = find_files(options.input, options.suffix)
+        files = _files(options)
     started = time.monotonic()
     skipped = Skipped() if options.skip_bad else None
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
-    with Unfinished(options.output, _job(options, tokenizer, files), dtype.itemsize) as unfinished:
+    job, masked = _job(options, tokenizer, files, select), options.chat is not None
+    with Unfinished(options.output, job, dtype.itemsize, masked=masked) as unfinished:
         if unfinished.goes_on:
             tell(f"{options.output}: going on behind {unfinished.state.documents:,} documents that are done")
             if skipped is not None:
                 skipped.lines, skipped.count = unfinished.state.rejected, unfinished.state.mark.rejected
         try:
-            _write(options, tokenizer, files, skipped, unfinished, dtype)
+            _write(options, tokenizer, files, select, skipped, unfinished, dtype)
         except BaseException:
             unfinished.leave(skipped)
             raise
@@ -73,33 +81,53 @@ def preprocess(options: argparse.Namespace) -> None:
         unfinished.remove()
     (skipped or Skipped()).tell(options.output, tell)
     with HEART.paused():
-        print(f"{options.output}: {_report(state, tokenizer)}, {time.monotonic() - started:.1f} s")
+        print(f"{options.output}: {_report(state, tokenizer, masked)}, {time.monotonic() - started:.1f} s")
 
 
-def _report(state: State, tokenizer: Tokenizer) -> str:
+def _report(state: State, tokenizer: Tokenizer, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
     mark = state.mark
     left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "rejected": mark.rejected}
-    words = f"{state.documents:,} documents ({state.empty:,} empty ones skipped"
+    words = f"{state.documents:,} documents ({state.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
     words += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
     words += f"), {state.tokens:,} tokens, {state.bytes:,} bytes, {state.bytes / state.tokens:.3f} bytes per token, "
     words += f"longest {state.longest:,} tokens"
-    if state.cut and not tokenizer.cuts_after_newline:
+    if masked:
+        words += f", {state.scored:,} tokens of answers"
+    if state.cut and not masked and not tokenizer.cuts_after_newline:
         words += f"; {state.cut:,} documents of more than {WHOLE_BYTES >> 20} MB were encoded in parts"
     return words
 
 
-def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path]) -> str:
+def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], select: Taken) -> str:
     """Return all that the result depends on, in words."""
     looks = [path.stat() for path in files]
     corpus = [(str(path), look.st_size, look.st_mtime_ns) for path, look in zip(files, looks, strict=True)]
-    words = [corpus, tokenizer.fingerprint, str(_select(options)), str(options.part)]
+    words = [corpus, tokenizer.fingerprint, str(select), str(options.part)]
     words += [options.skip_bad, options.deduplicate, _piece_bytes(tokenizer)]
     return xxhash.xxh3_128_hexdigest(repr(words).encode(errors="surrogateescape"))
 
 
-def _select(options: argparse.Namespace) -> Select:
-    return Select(tuple(options.field), tuple(options.where))
+def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Taken:
+    """Return what is taken of records. Raises UserError: 162, 226, a template that cannot be had."""
+    where = tuple(options.where)
+    if options.chat is None:
+        return Select(tuple(options.field or ["text"]), where)
+    if len(fields := options.field or ["messages"]) > 1:
+        raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess.py")
+    return Chat(open_template(options.chat or None, tokenizer), tokenizer.specials, fields[0], where)
+
+
+def _files(options: argparse.Namespace) -> list[Path]:
+    """Return the files of the corpus; of conversations those with records. Raises UserError 211, 214."""
+    suffixes = options.suffix
+    if options.chat is not None and suffixes is TEXT_SUFFIXES:
+        suffixes = [suffix for suffix in TEXT_SUFFIXES if ".jsonl" in suffix or suffix in TABLES]
+    files = find_files(options.input, suffixes)
+    odd = next((path for path in files if kind_of(path) not in (".jsonl", *TABLES)), None)
+    if options.chat is not None and odd is not None:
+        raise UserError(211, "--chat reads records: .jsonl, .parquet or .arrow", "name others in --input", where=odd)
+    return files
 
 
 def _piece_bytes(tokenizer: Tokenizer) -> int:
@@ -144,12 +172,13 @@ def _write(
     options: argparse.Namespace,
     tokenizer: Tokenizer,
     files: list[Path],
+    select: Taken,
     skipped: Skipped | None,
     unfinished: Unfinished,
     dtype: np.dtype,
 ) -> None:
     """Encode what is not done yet, and write the token files. Raises UserError."""
-    start, select = unfinished.state.mark, _select(options)
+    start, masked = unfinished.state.mark, unfinished.mask is not None
     how = {"part": options.part, "piece_bytes": _piece_bytes(tokenizer)}
     spans = options.part.spans([path.stat().st_size for path in files])
     total = sum(span.stop - span.start for span in spans)
@@ -157,28 +186,28 @@ def _write(
         check_files(Reader(files, select, **how), total)
     known = Known(unfinished.digests()) if options.deduplicate else None
     pieces = Reader(files, select, skipped, known=known, start=start, **how)
-    eod, sizes = np.array([tokenizer.eod], dtype), tokenizer.token_bytes()
+    end, sizes = np.array([] if masked else [tokenizer.eod], dtype), tokenizer.token_bytes()
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-    with IndexedDatasetWriter(options.output, dtype, kept=unfinished.tokens, lengths=unfinished.lengths()) as writer:
+    done = {"kept": unfinished.tokens, "lengths": unfinished.lengths(), "mask": unfinished.mask}
+    with IndexedDatasetWriter(options.output, dtype, **done) as writer:
         left = total - sum(span.stop - span.start for span in spans[: start.file])
         with (
             _progress(left) as advance,
             closing(encode_pieces(pieces, options.tokenizer, dtype, options.workers)) as encoded,
         ):
-            length = parts = text_bytes = id_bytes = 0  # of the document so far
+            document = _Document()
             for piece, ids in encoded:
                 writer.append(ids)
-                length += len(ids)
-                parts += bool(piece.text)
-                text_bytes += len(piece.text.encode())
-                id_bytes += int(sizes[ids].sum())
+                unfinished.score(len(ids), piece.scored)
+                document.add(piece, ids, sizes)
                 if piece.last:
-                    if length:
-                        writer.append(eod)
+                    if document.tokens:
+                        writer.append(end)
                         writer.end_document()
-                        unfinished.add(length + 1, piece.digest)
-                    unfinished.state = _behind(unfinished.state, piece, length, parts, text_bytes, id_bytes)
-                    length = parts = text_bytes = id_bytes = 0
+                        document.tokens += len(end)
+                        unfinished.add(document.tokens, piece.digest)
+                    unfinished.state = _behind(unfinished.state, piece, document)
+                    document = _Document()
                     if unfinished.is_due():
                         writer.flush()
                         unfinished.save(skipped)
@@ -187,32 +216,59 @@ def _write(
         if not writer.num_documents:
             what = f"expected text, got {unfinished.state.empty:,} empty documents in {len(files):,} files"
             raise UserError(214, what, "check --input", where=files[0])
+        digest = unfinished.write_mask()
     state = unfinished.state
-    origin = (state.documents, state.tokens, state.bytes, state.id_bytes, state.longest)
+    origin = (state.documents, state.tokens, state.bytes, state.id_bytes, state.longest, digest)
     Origin(tokenizer.fingerprint, tokenizer.vocab_size, *origin).write(options.output)
 
 
-def _behind(state: State, piece: Piece, length: int, parts: int, text_bytes: int, id_bytes: int) -> State:
-    """Return the state behind a document of `length` tokens, which came in some parts that are not empty."""
+@dataclass
+class _Document:
+    """The counts of a document, as in `State`; `parts` are its pieces that are not empty."""
+
+    tokens: int = 0
+    scored: int = 0
+    bytes: int = 0
+    id_bytes: int = 0
+    parts: int = 0
+
+    def add(self, piece: Piece, ids: np.ndarray, sizes: np.ndarray) -> None:
+        """Count one more piece."""
+        self.tokens += len(ids)
+        self.scored += piece.scored * len(ids)
+        self.bytes += len(piece.text.encode()) if piece.id is None else 0
+        self.id_bytes += int(sizes[ids].sum())
+        self.parts += bool(piece.text)
+
+
+def _behind(state: State, piece: Piece, document: _Document) -> State:
+    """Return the state behind a document with such counts; one without a token is left out."""
     assert piece.mark is not None, "the last piece of a document"
-    if not length:
-        return replace(state, mark=piece.mark, empty=state.empty + 1, bytes=state.bytes + text_bytes)
+    if not document.tokens:
+        return replace(state, mark=piece.mark, empty=state.empty + 1, bytes=state.bytes + document.bytes)
     return replace(
         state,
         mark=piece.mark,
         documents=state.documents + 1,
-        tokens=state.tokens + length + 1,
-        bytes=state.bytes + text_bytes,
-        id_bytes=state.id_bytes + id_bytes,
-        longest=max(state.longest, length + 1),
-        cut=state.cut + (parts > 1),
+        tokens=state.tokens + document.tokens,
+        scored=state.scored + document.scored,
+        bytes=state.bytes + document.bytes,
+        id_bytes=state.id_bytes + document.id_bytes,
+        longest=max(state.longest, document.tokens),
+        cut=state.cut + (document.parts > 1),
     )
+
+
+def _template(text: str) -> Path | str:
+    """Return the value of --chat: a file, or "" where none is given."""
+    return Path(text) if text else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="preprocess.py", description="Turn text into a token data set.")
     add_inputs(parser)
+    parser.set_defaults(field=None)
     add_output(parser)
     parser.add_argument(
         "--tokenizer",
@@ -223,6 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
+    chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
+    chat += "the list of messages (default: messages), and answers alone are trained on"
+    parser.add_argument("--chat", nargs="?", const="", type=_template, metavar="TEMPLATE.jinja", help=chat)
     once = "leave out documents whose text has been there before"
     parser.add_argument("--deduplicate", action="store_true", help=once)
     share = "make part K of N, as on N hosts; merge.py joins the parts to what one host would have made"

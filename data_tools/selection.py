@@ -3,14 +3,14 @@
 import argparse
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from megazero.base.errors import UserError
 
 Refuse = Callable[[str], UserError]
-_MISSING = object()
+MISSING = object()
 _CONDITION = re.compile(r"([^=!<>]+)(<=|>=|!=|=|<|>)(.*)", re.DOTALL)
 _ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
@@ -22,9 +22,36 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
     found: Any = record
     for key in path.split("."):
         if not isinstance(found, dict) or key not in found:
-            return _MISSING
+            return MISSING
         found = found[key]
     return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of a document that is encoded by itself.
+
+    Attributes:
+        scored: its tokens are trained on.
+        id: of the special token whose name the text is; None: the text is text.
+    """
+
+    text: str
+    scored: bool = True
+    id: int | None = None
+
+
+class Taken(Protocol):
+    """What is taken of records: a text (`Select`), or a conversation (`data_tools/chat.py`)."""
+
+    @property
+    def paths(self) -> list[str]:
+        """Every path that must be there, once."""
+        ...
+
+    def runs(self, record: Any, refuse: Refuse) -> list[Run] | None:
+        """Return the document of a record; None: a condition does not hold. Raises what `refuse` makes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,7 @@ class Condition:
     def holds(self, record: Mapping[str, Any], refuse: Refuse) -> bool:
         """Return whether a record passes. Raises what `refuse` makes: a field that cannot be compared."""
         got = value_at(record, self.path)
-        if got is _MISSING:
+        if got is MISSING:
             return False
         if self.relation in _ORDER:
             if isinstance(got, bool) or not isinstance(got, int | float):
@@ -70,6 +97,11 @@ class Condition:
         if got is None or isinstance(got, bool):
             return self.value == {None: "null", True: "true", False: "false"}[got]
         return got == self.value if isinstance(got, str) else got == _number(self.value)
+
+
+def passes(where: Sequence[Condition], record: Any, refuse: Refuse) -> bool:
+    """Return whether all conditions hold for a record; what is no object is left to who reads it."""
+    return not isinstance(record, dict) or all(condition.holds(record, refuse) for condition in where)
 
 
 def _number(text: str) -> float | None:
@@ -99,27 +131,27 @@ class Select:
         """Every path that is looked at, once."""
         return list(dict.fromkeys([*self.fields, *(condition.path for condition in self.where)]))
 
-    def text(self, record: Any, refuse: Refuse) -> str | None:
-        """Return the text of a record; None: a condition does not hold.
+    def runs(self, record: Any, refuse: Refuse) -> list[Run] | None:
+        """Return the text of a record as one run; None: a condition does not hold.
 
         Raises:
             UserError: made by `refuse`: no object, no text there, or text that UTF-8 cannot hold.
         """
-        if isinstance(record, dict) and not all(condition.holds(record, refuse) for condition in self.where):
+        if not passes(self.where, record, refuse):
             return None
         text = "\n".join([self._text_at(record, path, refuse) for path in self.fields])
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
-        return text
+        return [Run(text)]
 
     def _text_at(self, record: Any, path: str, refuse: Refuse) -> str:
-        found = value_at(record, path) if isinstance(record, dict) else _MISSING
+        found = value_at(record, path) if isinstance(record, dict) else MISSING
         if isinstance(found, str):
             return found
         if not isinstance(record, dict):
             got = type(record).__name__
         else:
-            got = f"keys {', '.join(record)[:60]}" if found is _MISSING else f"{type(found).__name__} there"
+            got = f"keys {', '.join(record)[:60]}" if found is MISSING else f"{type(found).__name__} there"
         raise refuse(f'expected an object with text under "{path}", got {got}')

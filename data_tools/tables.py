@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.files import DamagedError, require_package
-from data_tools.selection import Select
+from data_tools.selection import Taken
 from megazero.base.errors import UserError
 
 _ROWS = 1024  # in memory at a time
 
 
-def rows(path: Path, select: Select, skip: int) -> Iterator[dict[str, Any] | None]:
+def rows(path: Path, select: Taken, skip: int) -> Iterator[dict[str, Any] | None]:
     """Yield the rows of a table behind the first `skip`, with the columns that are looked at; None: not UTF-8.
 
     Raises:
@@ -40,7 +40,7 @@ def _row(batch: Any) -> dict[str, Any] | None:
         return None
 
 
-def _batches(path: Path, select: Select) -> Iterator[Any]:
+def _batches(path: Path, select: Taken) -> Iterator[Any]:
     """Yield the batches of a table (pyarrow.RecordBatch)."""
     import pyarrow
 
@@ -62,7 +62,7 @@ def _batches(path: Path, select: Select) -> Iterator[Any]:
             yield from (batch.select(columns).slice(start, _ROWS) for start in range(0, batch.num_rows, _ROWS))
 
 
-def _columns(names: list[str], select: Select, path: Path) -> list[str]:
+def _columns(names: list[str], select: Taken, path: Path) -> list[str]:
     """Return the columns that are needed. Raises UserError 213."""
     wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.paths)
     if odd := next((name for name in wanted if name not in names), None):

@@ -7,13 +7,13 @@ for it. So it runs in a child, which is killed when this process stops waiting, 
 import io
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import sentencepiece
 
+from data_tools.ctrl_c import ctrl_c_held
 from megazero.data.tokenizers.common import SPACE_MARK
 
 SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
@@ -28,12 +28,8 @@ def train_apart(sample: list[str], vocab: int) -> bytes:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_be, args=(theirs, sample, vocab), daemon=True)
-    # A new process inherits that Ctrl-C, which a terminal sends to it too, is held back: this one ends it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with ctrl_c_held():  # inherited: a terminal sends it to the child as well, which this process ends
         child.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     try:
         model, complaint = ours.recv()

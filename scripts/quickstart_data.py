@@ -50,10 +50,10 @@ def quickstart_data(options: argparse.Namespace) -> None:
         model.unlink(missing_ok=True)  # later results first: an interruption must not leave new text and old tokens
         file_pair(prefix)[1].unlink(missing_ok=True)
         with doing("reading Python's sources"):
-            documents = [text for path in _sources() if (text := _utf8(path)) and not is_table(text)]
-        write_atomically(corpus, "".join(json.dumps({"text": text}) + "\n" for text in documents).encode())
+            texts = documents()
+        write_atomically(corpus, as_lines(texts))
         write_atomically(recipe, RECIPE.encode())
-        _tell(f"{corpus}: {len(documents):,} documents, {sum(len(text.encode()) for text in documents):,} bytes")
+        _tell(f"{corpus}: {len(texts):,} documents, {sum(len(text.encode()) for text in texts):,} bytes")
     if not _is_tokenizer(model):
         file_pair(prefix)[1].unlink(missing_ok=True)
         _command(train_tokenizer.main, ["--input", corpus, "--output", model, "--vocab", VOCAB])
@@ -62,6 +62,16 @@ def quickstart_data(options: argparse.Namespace) -> None:
     dataset = IndexedDataset(prefix)
     ratio = open_tokenizer(model).token_bytes()[dataset.read(0, dataset.num_tokens)].sum() / dataset.num_tokens
     _tell(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, {ratio:.3f} bytes per token")
+
+
+def documents() -> list[str]:
+    """Return the texts of the corpus, in a fixed order."""
+    return [text for path in _sources() if (text := _utf8(path)) and not is_table(text)]
+
+
+def as_lines(texts: Sequence[str]) -> bytes:
+    """Return texts as JSON, one on each line."""
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
 def _tell(text: str) -> None:

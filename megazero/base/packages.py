@@ -45,6 +45,7 @@ PACKAGES = (
     Package("tiktoken", "tiktoken", use="*.tiktoken"),
     Package("pyarrow", "pyarrow", use="text in .parquet and .arrow"),
     Package("zstandard", "zstandard", use="text in .zst"),
+    Package("jinja2", "jinja2", use="preprocess.py --chat"),
     Package("transformers", "transformers", use="the tests of export and import"),
 )
 _NEEDED = tuple(package.module.partition(".")[0] for package in PACKAGES if not package.use)

@@ -37,6 +37,7 @@ _WHOLE = "it is of the whole run"
 CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("data.sources", "", ""),
     Changeable("data.mask_eod", "", ""),
+    Changeable("data.pack", _WHOLE, ""),
     Changeable("data.train", "sources of a stage have names: give data.sources", ""),
     Changeable("data.valid", _WHOLE, "documents that were held out would be trained on"),
     Changeable("data.tokenizer", _WHOLE, "the same ids would mean other text"),

@@ -253,6 +253,7 @@ class Data(Section):
         description="*.model, tokenizer.json, *.tiktoken, from the current folder, or bytes; for text, bits per byte.",
     )
     mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
+    pack: bool = Field(default=False, description="A sequence is whole documents, as many as fit, and padding.")
 
 
 _NOT_IN_NAMES = r"[^A-Za-z0-9 _.,+=@:~-]"

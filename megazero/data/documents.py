@@ -8,6 +8,8 @@ A `TokenStream` joins the chosen documents, in file order, end to end. Nothing i
 binary search in their cumulative lengths (8 bytes a document) and reads its tokens from the file.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import xxhash
 
@@ -75,12 +77,14 @@ class TokenStream:
         self.num_tokens = int(self._starts[-1])
 
     def digest(self) -> str:
-        """Return a digest of where its documents lie in the file, and of some tokens: other text has another."""
+        """Return a digest of where its documents lie in the file, of some tokens, and of the mask if there is one."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
-        tokens = self._tokens(self._in_file(some, np.searchsorted(self._starts, some, side="right") - 1))
+        tokens = self._tokens(self._in_file(some, self._ordinals(some)))
         digest = xxhash.xxh3_64(self._first_tokens.tobytes())
         for part in (self._starts, tokens.astype(np.int64)):
             digest.update(part.tobytes())
+        if self.dataset.mask is not None:
+            digest.update(self.dataset.mask.digest.encode())
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -90,14 +94,23 @@ class TokenStream:
         """
         assert 0 <= start <= stop <= self.num_tokens
         positions = np.arange(start, stop)
-        ordinals = np.searchsorted(self._starts, positions, side="right") - 1  # right: skips empty documents
+        ordinals = self._ordinals(positions)
         return self._tokens(self._in_file(positions, ordinals)).astype(np.int64), ordinals
+
+    def scored(self, start: int, ordinals: np.ndarray) -> np.ndarray | None:
+        """Return which tokens from `start` on are trained on, bool; None: the data set has no mask, and all are.
+
+        Args:
+            ordinals: of each one's document, as `read` gives them.
+        """
+        if (mask := self.dataset.mask) is None:
+            return None
+        return _gathered(mask.read, self._in_file(np.arange(start, start + len(ordinals)), ordinals), np.dtype(bool))
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (document number in the file, position in the document) of a token of the stream, for messages."""
         positions = np.array([position])
-        ordinals = np.searchsorted(self._starts, positions, side="right") - 1
-        return self.dataset.locate(int(self._in_file(positions, ordinals)[0]))
+        return self.dataset.locate(int(self._in_file(positions, self._ordinals(positions))[0]))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -109,6 +122,14 @@ class TokenStream:
         first, length = int(self._first_tokens[ordinal]), int(self._starts[ordinal + 1] - self._starts[ordinal])
         return self.dataset.read(first, first + (length if most is None else min(length, most)))
 
+    def bounds(self, ordinal: int) -> tuple[int, int]:
+        """Return where a document begins and ends in the stream, by its place among those chosen."""
+        return int(self._starts[ordinal]), int(self._starts[ordinal + 1])
+
+    def ordinal(self, position: int) -> int:
+        """Return the place among those chosen of the document that has a token of the stream."""
+        return int(self._ordinals(np.array([position]))[0])
+
     def number(self, ordinal: int) -> int:
         """Return the number in the file of a document, which has tokens, by its place among those chosen."""
         return self.dataset.locate(int(self._first_tokens[ordinal]))[0]
@@ -116,8 +137,8 @@ class TokenStream:
     def parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (document number in the file, offset in it, tokens) of each document in [start, stop), in order."""
         found = []
-        first, last = np.searchsorted(self._starts, start, side="right") - 1, np.searchsorted(self._starts, stop)
-        for ordinal in range(int(first), int(last)):
+        first, last = self.ordinal(start), int(np.searchsorted(self._starts, stop))
+        for ordinal in range(first, last):
             begin, end = max(start, int(self._starts[ordinal])), min(stop, int(self._starts[ordinal + 1]))
             if begin < end:
                 found.append((*self.locate(begin), end - begin))
@@ -129,18 +150,27 @@ class TokenStream:
         ordinal = int(np.searchsorted(self._first_tokens, begin, side="right")) - 1
         if begin == end or ordinal < 0 or self._first_tokens[ordinal] != begin:
             return None
-        return int(self._starts[ordinal]), int(self._starts[ordinal + 1])
+        return self.bounds(ordinal)
 
     def _tokens(self, in_file: np.ndarray) -> np.ndarray:
         """Return the tokens at rising positions of the file."""
-        if not len(in_file):
-            return np.empty(0, self.dataset.dtype)
-        first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1
-        if span <= _WORTH * len(in_file):  # one read with what lies between costs less than many
-            return self.dataset.read(first, first + span)[in_file - first]
-        breaks = np.flatnonzero(np.diff(in_file) != 1) + 1
-        runs = ((int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks))
-        return np.concatenate([self.dataset.read(*run) for run in runs])
+        return _gathered(self.dataset.read, in_file, self.dataset.dtype)
+
+    def _ordinals(self, positions: np.ndarray) -> np.ndarray:
+        """Return of tokens of the stream the places among those chosen of their documents."""
+        return np.searchsorted(self._starts, positions, side="right") - 1  # right: skips empty documents
 
     def _in_file(self, positions: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
         return positions - self._starts[ordinals] + self._first_tokens[ordinals]
+
+
+def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return what `read`, which gives [start, stop) of a file, has at rising positions of it."""
+    if not len(in_file):
+        return np.empty(0, dtype)
+    first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1
+    if span <= _WORTH * len(in_file):  # one read with what lies between costs less than many
+        return read(first, first + span)[in_file - first]
+    breaks = np.flatnonzero(np.diff(in_file) != 1) + 1
+    runs = ((int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks))
+    return np.concatenate([read(*run) for run in runs])

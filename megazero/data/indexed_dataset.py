@@ -36,6 +36,7 @@ from megazero.base.atomic import write_error
 from megazero.base.errors import UserError
 from megazero.base.files import flush, flush_folder, temporary_name
 from megazero.base.reading import looked_up, open_regular
+from megazero.data.loss_mask import mask_path, open_mask
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -67,9 +68,11 @@ class IndexedDataset:
         dtype: the integer type of the ids.
         num_documents, num_tokens: counts.
         document_offsets: int64 [num_documents + 1], in tokens; document d is tokens[offsets[d] : offsets[d + 1]].
+        mask: which tokens are trained on; None: all are.
 
     Raises:
-        UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size.
+        UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size,
+            225 a mask that is damaged or of other tokens.
     """
 
     def __init__(self, prefix: str | Path):
@@ -95,6 +98,7 @@ class IndexedDataset:
         if bin_bytes != expected:
             what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {bin_bytes:,}"
             raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
+        self.mask = open_mask(prefix, self.num_tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of the file, in the file's type.
@@ -215,6 +219,7 @@ class IndexedDatasetWriter:
         prefix, dtype: of the files.
         kept: where the tokens are written in place of a temporary file; an exception does not remove it.
         lengths: of the documents that are in it already; what is behind them is cut off.
+        mask: a whole file that becomes the data set's mask; None: it has none, and an old one is removed.
 
     Raises:
         UserError: 208 when the system refuses to write (disk full, no permission).
@@ -227,10 +232,12 @@ class IndexedDatasetWriter:
         *,
         kept: Path | None = None,
         lengths: Iterable[int] = (),
+        mask: Path | None = None,
     ):
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == np.dtype(dtype))
         self._targets = file_pair(prefix)
+        self._mask, self._mask_target = mask, mask_path(prefix)
         self._temporary = tuple(temporary_name(path) for path in self._targets)
         self._kept = kept is not None
         if kept is not None:
@@ -310,6 +317,10 @@ class IndexedDatasetWriter:
             file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
             flush(file)
         self._targets[1].unlink(missing_ok=True)
+        if self._mask is None:
+            self._mask_target.unlink(missing_ok=True)
+        else:
+            self._mask.replace(self._mask_target)
         for temporary, target in zip(self._temporary, self._targets, strict=True):
             temporary.replace(target)
         flush_folder(self._targets[0].parent)

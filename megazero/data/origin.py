@@ -13,6 +13,7 @@ from typing import Any
 from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
+from megazero.data.loss_mask import LossMask, mask_path
 from megazero.data.tokenizer import Tokenizer
 
 _BYTES = 1 << 20
@@ -30,6 +31,7 @@ class Origin:
         text_bytes: UTF-8 bytes of the text that was encoded.
         id_bytes: bytes that the ids stand for (`Tokenizer.token_bytes`); of a lossless tokenizer the same number.
         longest: tokens of the longest document.
+        mask: the digest of the mask (`data/loss_mask.py`); None: there is none.
     """
 
     tokenizer: str
@@ -39,6 +41,7 @@ class Origin:
     text_bytes: int
     id_bytes: int
     longest: int
+    mask: str | None = None
 
     @property
     def bytes_scale(self) -> float:
@@ -64,10 +67,12 @@ def read_origin(prefix: str | Path) -> Origin | None:
         found = parse_object(read_file(path, _BYTES))
         values: dict[str, Any] = {name: found.get(name) for name in Origin.__dataclass_fields__}
         for name, value in values.items():
-            if name != "tokenizer" and (type(value) is not int or value < 0):
+            if name not in ("tokenizer", "mask") and (type(value) is not int or value < 0):
                 raise ValueError(f"expected a count under {name!r}, got {value!r:.30}")
         if not isinstance(values["tokenizer"], str):
             raise ValueError('expected a fingerprint under "tokenizer"')
+        if values["mask"] is not None and not isinstance(values["mask"], str):
+            raise ValueError('expected a digest or null under "mask"')
         return Origin(**values)
     except (OSError, ValueError) as error:
         what = f"cannot be read: {error}"
@@ -80,6 +85,18 @@ def require_counts(origin: Origin | None, documents: int, tokens: int, prefix: P
         what = f"tells of {origin.documents:,} documents and {origin.tokens:,} tokens, "
         what += f"{prefix}.idx of {documents:,} and {tokens:,}"
         raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
+
+
+def require_mask(origin: Origin | None, mask: LossMask | None, prefix: Path) -> None:
+    """Refuse token files whose mask is not the one that is written down beside them. Raises UserError 225."""
+    if origin is None or origin.mask == (mask and mask.digest):
+        return
+    if mask is None:
+        what = f"is not there, but {path_of(prefix).name} names it: without it every token would count"
+    else:
+        what = f"has xxh3 {mask.digest}, {path_of(prefix).name} tells of {origin.mask or 'none'}"
+    do = "copy all files of the data set again, or preprocess again"
+    raise UserError(225, what, do, where=mask_path(prefix))
 
 
 def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin | None:
@@ -97,7 +114,7 @@ def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin
 
 
 def joined(origins: Sequence[Origin | None], prefix: Path) -> Origin | None:
-    """Return what the joined token files are made of; None: it is not known of all of them.
+    """Return what the joined token files, without a mask, are made of; None: it is not known of all of them.
 
     Args:
         origins: of each of them.
@@ -113,4 +130,4 @@ def joined(origins: Sequence[Origin | None], prefix: Path) -> Origin | None:
     if len(known) < len(origins):
         return None
     counts = {name: sum(getattr(origin, name) for origin in known) for name in _ADDED}
-    return replace(known[0], **counts, longest=max(origin.longest for origin in known))
+    return replace(known[0], **counts, longest=max(origin.longest for origin in known), mask=None)

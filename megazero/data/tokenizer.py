@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
         vocab_size: ids lie in [0, vocab_size).
         eod: the id that ends a document.
         bos: the id that begins a text; eod where there is none.
-        specials: the names of special ids, with those of eod and bos.
+        specials: the names of special ids, with those of eod and bos; in a text they are text.
         lossless: each text comes back from its ids; also the bytes of ids add up to those of their text.
         cuts_after_newline: a text may be cut after any newline: its ids are those of its parts, end to end.
         fingerprint: 16 hex digits of the content; equal fingerprints mean equal ids.

@@ -6,7 +6,8 @@ device assert, or silence. The message names the file, the document and the posi
 
 With `mask_eod` a window that holds several documents keeps them apart: each token knows its document (attention must
 not cross), positions restart, and the last token of a document, whose target is the first token of an unrelated one, is
-not scored.
+not scored. With `pack` a window is some whole documents (packing.py), and behind them padding that is not scored. Of
+token files with a mask (loss_mask.py) only its tokens are scored, as targets.
 
 Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in the model.
 """
@@ -14,6 +15,7 @@ Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in th
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream, document_lengths, split_documents
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.packing import SHORTEST, Packing
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,20 @@ class MicroBatch:
     sample_ids_B: torch.Tensor
 
 
+class WindowTokens(NamedTuple):
+    """The tokens of a window, with the one behind it: arrays [S + 1].
+
+    Attributes:
+        tokens: ids, int64.
+        ordinals: of each one's document in the stream, int64; -1: padding.
+        scored: bool, which tokens count in the loss as targets; None: all do.
+    """
+
+    tokens: np.ndarray
+    ordinals: np.ndarray
+    scored: np.ndarray | None
+
+
 class WindowDataset:
     """The windows of a stream of tokens.
 
@@ -51,26 +68,59 @@ class WindowDataset:
         seq_len: S, tokens of a sample.
         vocab: ids must lie in [0, vocab).
         mask_eod: keep the documents of a window apart.
+        pack: windows are whole documents; needs mask_eod.
 
     Attributes:
-        num_windows: (num_tokens - 1) // S.
+        num_windows: (num_tokens - 1) // S, or with `pack` as many as the documents need.
+        packing: which documents are in which window; None: windows follow each other in the stream.
 
     Raises:
         UserError: 207 when there is not one window; 205, on reading, for an id outside the vocabulary.
     """
 
-    def __init__(self, stream: TokenStream, seq_len: int, vocab: int, mask_eod: bool):
+    def __init__(self, stream: TokenStream, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False):
+        assert mask_eod or not pack, "held by the config"
         self.stream, self.seq_len, self.vocab, self.mask_eod = stream, seq_len, vocab, mask_eod
-        self.num_windows = (stream.num_tokens - 1) // seq_len
+        self.packing = Packing(stream.lengths, seq_len) if pack else None
+        self.num_windows = (stream.num_tokens - 1) // seq_len if self.packing is None else self.packing.num_windows
         if self.num_windows < 1:
-            what = f"expected at least seq_len + 1 = {seq_len + 1:,} tokens, got {stream.num_tokens:,}"
-            what += f" in {stream.num_documents:,} documents"
-            raise UserError(207, what, "use more text or a smaller model.seq_len", where=stream.dataset.bin_path)
+            what, do = f"at least seq_len + 1 = {seq_len + 1:,} tokens", "use more text or a smaller model.seq_len"
+            if pack:
+                what, do = f"a document of at least {SHORTEST} tokens", "use more text"
+            what = f"expected {what}, got {stream.num_tokens:,} in {stream.num_documents:,} documents"
+            raise UserError(207, what, do, where=stream.dataset.bin_path)
 
-    def read(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int64 [S + 1], ordinal of each one's document in the stream int64 [S + 1]), checked."""
-        start = window * self.seq_len
-        tokens, ordinals = self.stream.read(start, start + self.seq_len + 1)
+    def spans(self, window: int) -> list[tuple[int, int]]:
+        """Return which tokens [start, stop) of the stream are the input of a window, one behind the other."""
+        if self.packing is None:
+            return [(window * self.seq_len, (window + 1) * self.seq_len)]
+        bounds = map(self.stream.bounds, self.packing.documents(window))
+        return [(start, min(stop, start + self.seq_len)) for start, stop in bounds]
+
+    def windows_of(self, start: int, stop: int) -> list[int]:
+        """Return the windows whose input has a part of the document that is tokens [start, stop) of the stream."""
+        if self.packing is None:
+            return list(range(start // self.seq_len, min((stop - 1) // self.seq_len + 1, self.num_windows)))
+        window = self.packing.window_of(self.stream.ordinal(start))
+        return [] if window is None else [window]
+
+    def read(self, window: int) -> WindowTokens:
+        """Return the tokens of a window, checked."""
+        if self.packing is None:
+            start = window * self.seq_len
+            return self._read(start, start + self.seq_len + 1)
+        parts = [self._read(*span) for span in self.spans(window)]
+        rest = self.seq_len + 1 - sum(len(part.tokens) for part in parts)
+        scored = [np.ones(len(part.tokens), bool) if part.scored is None else part.scored for part in parts]
+        return WindowTokens(
+            np.concatenate([*(part.tokens for part in parts), np.zeros(rest, np.int64)]),
+            np.concatenate([*(part.ordinals for part in parts), np.full(rest, -1)]),
+            np.concatenate([*scored, np.zeros(rest, bool)]),
+        )
+
+    def _read(self, start: int, stop: int) -> WindowTokens:
+        """Return tokens [start, stop) of the stream, checked."""
+        tokens, ordinals = self.stream.read(start, stop)
         outside = (tokens < 0) | (tokens >= self.vocab)
         if outside.any():
             first = int(np.argmax(outside))
@@ -78,24 +128,22 @@ class WindowDataset:
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
             do = "set model.vocab and data.tokenizer to what the data was made with"
             raise UserError(205, what, do, where=self.stream.dataset.bin_path)
-        return tokens, ordinals
+        return WindowTokens(tokens, ordinals, self.stream.scored(start, ordinals))
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
         """Return the windows [B] as one micro-batch that carries `sample_ids` [B]."""
         return micro_batch([self.read(int(window)) for window in windows], sample_ids, mask_eod=self.mask_eod)
 
 
-def micro_batch(
-    reads: Sequence[tuple[np.ndarray, np.ndarray]], sample_ids: np.ndarray, *, mask_eod: bool
-) -> MicroBatch:
+def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_eod: bool) -> MicroBatch:
     """Return what was read of windows [B] as one micro-batch that carries `sample_ids` [B].
 
     Args:
         reads: of each window what `WindowDataset.read` returns; all as long.
         mask_eod: keep the documents of a window apart.
     """
-    tokens = np.stack([tokens for tokens, _ in reads], axis=1)  # [S + 1, B]
-    ordinals = np.stack([ordinals for _, ordinals in reads], axis=1)
+    tokens = np.stack([read.tokens for read in reads], axis=1)  # [S + 1, B]
+    ordinals = np.stack([read.ordinals for read in reads], axis=1)
     valid, positions, documents = np.ones(tokens[1:].shape, bool), None, None
     if mask_eod:
         valid = ordinals[1:] == ordinals[:-1]
@@ -104,6 +152,9 @@ def micro_batch(
         documents = tuple(document_lengths(of_row) for of_row in starts.T)
         index = np.arange(len(valid))[:, None]
         positions = torch.from_numpy(index - np.maximum.accumulate(np.where(starts, index, 0), axis=0))
+    for row, read in enumerate(reads):
+        if read.scored is not None:
+            valid[:, row] &= read.scored[1:]
     return MicroBatch(
         tokens_SB=torch.from_numpy(tokens[:-1]),
         targets_SB=torch.from_numpy(tokens[1:].copy()),  # no memory shared with tokens_SB
@@ -115,21 +166,21 @@ def micro_batch(
 
 
 def open_datasets(
-    train: str | Path, valid: str | Path | float | None, seq_len: int, vocab: int, mask_eod: bool
+    train: str | Path, valid: str | Path | float | None, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False
 ) -> tuple[WindowDataset, WindowDataset | None]:
     """Open the training windows and, if any, the validation windows of a run.
 
     Args:
         train: prefix of the training data set.
         valid: prefix of another one, or the fraction of the training documents to hold out, or None.
-        seq_len, vocab, mask_eod: see WindowDataset.
+        seq_len, vocab, mask_eod, pack: see WindowDataset.
 
     Raises:
         UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
     """
 
     def windows(dataset: IndexedDataset, documents: np.ndarray) -> WindowDataset:
-        return WindowDataset(TokenStream(dataset, documents), seq_len, vocab, mask_eod)
+        return WindowDataset(TokenStream(dataset, documents), seq_len, vocab, mask_eod, pack)
 
     dataset = IndexedDataset(train)
     everything = np.arange(dataset.num_documents)

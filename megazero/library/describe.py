@@ -1,6 +1,8 @@
-"""Write tables of what a sharded module holds: by part, before and while it trains."""
+"""Describe what a sharded module holds, in tables: by part, before and while it trains; and what it was given."""
 
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from megazero.base.terminal import in_columns
 from megazero.comm.pool import same_place
@@ -44,3 +46,10 @@ def _elements(units: Sequence[Unit]) -> int:
 def _optimizer_bytes(unit: Unit, states: int) -> int:
     own = not same_place(unit.masters, unit.resting.own_parameters.values)
     return (states + own) * unit.masters.nbytes
+
+
+def loss_text(loss: object) -> str:
+    """Return what was given as a loss, in words: its shape, and that it has no graph if so; or another type."""
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    return f"shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without a graph")

@@ -47,7 +47,7 @@ class TableShape(NamedTuple):
 
 
 class FoundRows(NamedTuple):
-    """What a look-up in one table found: its distinct rows, their values [n, D], and of each id the place there."""
+    """Rows that a look-up in one table found: distinct ones, their values [n, D], and of each id the place there."""
 
     rows: Tensor
     values: Tensor

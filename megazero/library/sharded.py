@@ -28,7 +28,7 @@ from megazero.comm.grid import Grid
 from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
-from megazero.library.describe import parts_table
+from megazero.library.describe import loss_text, parts_table
 from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
 from megazero.library.tables import Tables
@@ -162,9 +162,8 @@ class Sharded:
             UserError: 505, the loss is no single number, or gradients of gradients are asked for; 506, its graph is of
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
-        if loss.numel() != 1 or not loss.requires_grad:
-            what = f"expected one number that depends on parameters, got shape {tuple(loss.shape)}"
-            what += "" if loss.requires_grad else " without a graph"
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"expected one number that depends on parameters, got {loss_text(loss)}"
             raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
         self._meet("backward")
         with in_lockstep(self.rank):

@@ -143,10 +143,14 @@ def _activations(job: Job, rank: int, stages: dict[int, range], live: Liveness, 
 
 
 def _messages(job: Job, rank: int) -> int:
-    """Return the bytes of one message awaited and one on its way; the last rank of the pipeline has only one."""
+    """Return the bytes of one message awaited and one on its way.
+
+    The last rank of a pipeline without chunks has only one: it passes no activations on.
+    """
     if job.pipeline == 1:
         return 0
-    return kept_by_block(job.shape, job.micro, "full") * (1 if rank == job.pipeline - 1 else 2)
+    ends = job.chunks == 1 and rank == job.pipeline - 1
+    return kept_by_block(job.shape, job.micro, "full") * (1 if ends else 2)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
 from megazero.data.loader import BatchLoader, validation_batches
-from megazero.data.origin import Origin, require_counts, require_tokenizer
+from megazero.data.origin import Origin, require_counts, require_mask, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import MicroBatch, WindowDataset
 from megazero.kernels.operations import Operations
@@ -248,11 +248,13 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
     """Return what a data set was made of, once that fits its files and the tokenizer.
 
     Raises:
-        UserError: 203, what is written of the data's origin is of other files; 221, it was made by another tokenizer.
+        UserError: 203, what is written of the data's origin is of other files; 221, it was made by another tokenizer;
+            225, it has another mask.
     """
     files = data.stream.dataset
     origin = require_tokenizer(files.prefix, tokenizer)
     require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
+    require_mask(origin, files.mask, files.prefix)
     return origin
 
 

@@ -103,6 +103,17 @@ def sources_text(data: RunData) -> str:
     return f"{'; '.join(told)}; of {', '.join(each)}"
 
 
+def packing_text(data: RunData) -> Iterator[str]:
+    """Yield for each source that is packed how, in words."""
+    for source in data.mixture.sources:
+        windows = source.windows
+        if (packing := windows.packing) is not None:
+            text = f"{windows.stream.num_documents:,} documents of {windows.stream.dataset.prefix} packed into "
+            text += f"{packing.num_windows:,} sequences, {100 * packing.fill:.1f} % of which is text"
+            cut = f"; {packing.num_cut:,} are longer than {windows.seq_len:,} tokens, and cut"
+            yield text + (cut if packing.num_cut else "")
+
+
 def _shares(sources: Sequence[Source]) -> str:
     whole = sum(source.weight for source in sources)
     return ", ".join(f"{source.name} {100 * source.weight / whole:.4g} %" for source in sources)
@@ -163,7 +174,8 @@ def _order(course: Course, name: str | None, length: int) -> int:
 
 
 def _opened(config: Config, path: str, share: float | None, length: int) -> tuple[WindowDataset, WindowDataset | None]:
-    return open_datasets(path, share, length, config.model.vocab, config.data.mask_eod)
+    data = config.data
+    return open_datasets(path, share, length, config.model.vocab, data.mask_eod, data.pack)
 
 
 def refuse_repeats(data: RunData) -> None:

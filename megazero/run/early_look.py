@@ -4,22 +4,25 @@ Where a launcher started the ranks, all of them check together, later: one that 
 waiting. The faults of a run that goes on belong in its log, so they are not checked here.
 """
 
+from pathlib import Path
+
 from megazero.build.pipeline import check_world
 from megazero.config.file import run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.indexed_dataset import refuse_missing
-from megazero.data.origin import require_tokenizer
+from megazero.data.loss_mask import mask_path
+from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
-    """Refuse wrong numbers of ranks, a folder that is taken, data that are not there, a tokenizer that does not fit.
+    """Refuse wrong numbers of ranks, a folder that is taken, data not there, a tokenizer or mask that does not fit.
 
     Raises:
-        UserError: 106; 110, 420; 201; 162, 209, 210, 112; 203, 221.
+        UserError: 106; 110, 420; 201; 162, 209, 210, 112; 203, 221, 225.
     """
     if nproc is not None:
         done = 0 if config.checkpoint.resume == "none" else None
@@ -32,7 +35,9 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer, config.model.vocab)
     for path in _paths(config):
         refuse_missing(path)
-        require_tokenizer(path, tokenizer)
+        origin = require_tokenizer(path, tokenizer)
+        if not mask_path(path).exists():
+            require_mask(origin, None, Path(path))
 
 
 def check_parts(course: Course, size: int, given: str = "", *, done: int | None = 0) -> None:

@@ -34,7 +34,7 @@ from megazero.train.trainer import Trainer
 # What must be the same: another value is another model, other data, or another optimizer.
 _SAME = {
     "all": (
-        *("model.*", "run.seed", "batch.global", "data.mask_eod", "precision.dtype"),
+        *("model.*", "run.seed", "batch.global", "data.mask_eod", "data.pack", "precision.dtype"),
         *("optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     ),
     "optimizer": ("model.*", "optimizer.betas"),  # what moments are means of
@@ -45,7 +45,8 @@ _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
     *("zero.quantize.*", "zero.offload.delayed", "precision.kernels"),
 )
-_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")}  # what older checkpoints do not say
+# What older checkpoints do not say.
+_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
 
 
 def taken(manifest: Manifest, load: str) -> str:
@@ -65,7 +66,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if load != "weights" and manifest.kinds != list(about.kinds):
         what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
-    theirs, ours = manifest.config, plain(about.config)
+    theirs, ours = _BEFORE | manifest.config, plain(about.config)
     names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
     other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
     if load == "all":

@@ -18,7 +18,7 @@ from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready
 from megazero.run.checkpointing import RunContext
-from megazero.run.data import sources_text
+from megazero.run.data import packing_text, sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.history import in_words
 from megazero.run.loading import described, doubt
@@ -43,6 +43,7 @@ def beginning(
     if found is not None and (changed := ready.about.history[len(found.history) :]):
         yield f"changed behind step {found.step}, as --allow-change lets it: {', '.join(map(in_words, changed))}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
+    yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)
     if device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"

@@ -50,14 +50,14 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     samples = course.samples(step - 1) + np.arange(part.config.batch.global_)
     if rank is not None:
         samples = samples[_of_rank(folder, part.config, rank)]
-    data, length = open_data(part.config, course), part.seq_len
+    data = open_data(part.config, course)
     tokenizer = _tokenizer(config)
     found = []
     for sample, source, window in zip(
         *(each.tolist() for each in (samples, *data.mixture.locate(samples))), strict=True
     ):
         chosen = data.mixture.sources[source]
-        for piece in _pieces(chosen.windows, window, length):
+        for piece in _pieces(chosen.windows, window):
             text = {} if tokenizer is None else {"text": _text(chosen.windows, piece, tokenizer)}
             found.append({"sample": sample, "source": chosen.name} | piece | text)
     return found
@@ -104,13 +104,13 @@ def _sights(data: RunData, document: int, source: int, first: int, end: int) -> 
     Args:
         source: its place.
     """
-    for length, mixture in data.mixtures.items():
+    for mixture in data.mixtures.values():
         chosen = mixture.sources[source]
         windows, span = chosen.windows, chosen.windows.stream.span(document)
         assert span is not None, "the document is trained on"
         passes = -(-mixture.counts(end)[source] // windows.num_windows)
-        for window in range(span[0] // length, min((span[1] - 1) // length + 1, windows.num_windows)):
-            piece = next(piece for piece in _pieces(windows, window, length) if piece["document"] == document)
+        for window in windows.windows_of(*span):
+            piece = next(piece for piece in _pieces(windows, window) if piece["document"] == document)
             for epoch in range(passes):
                 sample = mixture.sample_of(source, window, epoch)
                 if sample is not None and first <= sample < end:
@@ -153,9 +153,9 @@ def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _pieces(windows: WindowDataset, window: int, length: int) -> list[dict[str, Any]]:
+def _pieces(windows: WindowDataset, window: int) -> list[dict[str, Any]]:
     """Return the documents of a window's input, {document, offset, tokens}."""
-    parts = windows.stream.parts(window * length, (window + 1) * length)
+    parts = (part for span in windows.spans(window) for part in windows.stream.parts(*span))
     return [{"document": document, "offset": offset, "tokens": tokens} for document, offset, tokens in parts]
 
 

@@ -183,7 +183,7 @@ class Quantizer:
 
 @dataclass(frozen=True, eq=False)
 class Quantizers:
-    """How parameters and gradients of a unit are sent between shard ranks; None: as they are."""
+    """Quantizers by which parameters and gradients of a unit are sent between shard ranks; None: as they are."""
 
     parameters: Quantizer | None = None
     gradients: Quantizer | None = None

@@ -138,6 +138,7 @@ ROWS: dict[str, Works] = {
     "data.valid_samples": Works("3", valid_losses, VALID),
     "data.tokenizer": Works("null", bits_per_byte, VALID),
     "data.mask_eod": Works("true", losses),
+    "data.pack": Works("true", losses, ("data.mask_eod=true",)),
     "checkpoint.every": Works("2", files),
     "checkpoint.keep": Works("1", files, ("checkpoint.every=2",)),
     # checkpoint.async: tests/checkpoint/test_saving.py; checkpoint.resume: tests/checkpoint/test_resume.py

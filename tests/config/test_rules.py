@@ -127,6 +127,7 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
         for place in ("cpu", "nvme")
     },
     ("memory.cuda_graphs", True): (["memory.cuda_graphs=true"], "memory.recompute=full"),
+    ("data.pack", True): (["data.pack=true"], "data.mask_eod=true"),
 }
 FEEDBACK = ["zero.quantize.error_feedback=true", "zero.quantize.gradients=int8"]
 GRAPHS = ["memory.cuda_graphs=true", "memory.recompute=full"]

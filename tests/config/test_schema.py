@@ -38,7 +38,7 @@ DEFAULTS = {
         "valid_samples": None,
         "tokenizer": None,
     }
-    | {"mask_eod": False},
+    | {"mask_eod": False, "pack": False},
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
 }

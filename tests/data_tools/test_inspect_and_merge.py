@@ -37,6 +37,7 @@ def test_inspect_json(command, tmp_path: Path):
         "length_max": 7,
         "id_min": 2,
         "id_max": 399,
+        "scored": None,
         "vocab": 400,
     }
 

@@ -10,7 +10,9 @@ from data_tools import merge, preprocess, unfinished
 from data_tools.unfinished import Unfinished
 from megazero.data.origin import read_origin
 
-NAMES = (".bin", ".idx", ".json", ".skipped.txt")
+NAMES = (".bin", ".idx", ".json", ".mask", ".skipped.txt")
+TEMPLATE = "{% for message in messages %}{{ message.content }}<eod>{% endfor %}"
+CHAT = ("--chat", "TEMPLATE.jinja")
 
 
 @pytest.fixture
@@ -18,7 +20,12 @@ def text(tmp_path: Path) -> list[str]:
     """The words of a command line: documents of every kind, some of them bad, some twice, some left out."""
     folder = tmp_path / "in"
     folder.mkdir()
-    lines = [json.dumps({"text": f"document {i % 7}\n" * (i % 4), "n": i}) for i in range(20)]
+    texts = [f"document {i % 7}\n" * (i % 4) for i in range(20)]
+    turns = [
+        [{"role": "user", "content": "?"}, {"role": ("user", "assistant")[i % 3 > 0], "content": text}]
+        for i, text in enumerate(texts)
+    ]
+    lines = [json.dumps({"text": text, "n": i, "messages": turns[i]}) for i, text in enumerate(texts)]
     lines[5:5] = ["{", "", '{"text": 1, "n": 2}']
     (folder / "a.jsonl").write_text("\n".join(lines))
     (folder / "b.txt").write_text("a text of its own")
@@ -29,6 +36,12 @@ def text(tmp_path: Path) -> list[str]:
 
 def made(prefix: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name in NAMES if (path := Path(f"{prefix}{name}")).exists()}
+
+
+def with_template(folder: Path, words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a command line, with a template where one is named."""
+    (folder / "TEMPLATE.jinja").write_text(TEMPLATE)
+    return tuple(str(folder / word) if word.endswith(".jinja") else word for word in words)
 
 
 class Killed(BaseException):
@@ -48,15 +61,17 @@ def after(pieces: int) -> object:
     return until
 
 
-@pytest.mark.parametrize("more", [(), ("--deduplicate",), ("--where", "n!=9", "--deduplicate"), ("--part", "1/2")])
+@pytest.mark.parametrize(
+    "more", [(), ("--deduplicate",), ("--where", "n!=9", "--deduplicate"), ("--part", "1/2"), CHAT]
+)
 @pytest.mark.parametrize("hard", [True, False], ids=["killed", "interrupted"])
 def test_the_same_line_goes_on_and_gives_the_same_bytes(
     text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], hard: bool, capsys
 ) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole, out, more = tmp_path / "whole", tmp_path / "out", with_template(tmp_path, more)
     assert preprocess.main([*text, *more, "--output", str(whole)]) == 0
     expected, went_on = made(whole), 0
-    assert len(expected) == 4
+    assert len(expected) == 4 + ("--chat" in more)
     monkeypatch.setattr(unfinished, "SECONDS", 0.0)
     for pieces in range(100):
         with monkeypatch.context() as patch:
@@ -69,7 +84,7 @@ def test_the_same_line_goes_on_and_gives_the_same_bytes(
             except Killed:
                 assert not made(out)
         if hard:  # what a killed command has written behind its last state
-            for name in ("tokens", "lengths", "hashes"):
+            for name in ("tokens", "lengths", "hashes", *(("mask",) if "--chat" in more else ())):
                 with (tmp_path / f"out.unfinished/{name}.bin").open("ab") as file:
                     file.write(b"behind the state" * 3 if name != "hashes" or "--deduplicate" in more else b"")
         capsys.readouterr()
@@ -102,8 +117,10 @@ def test_one_command_at_a_time(text: list[str], tmp_path: Path, capsys) -> None:
     assert "MZ-208" in (said := capsys.readouterr().err) and "is being written by another command" in said
 
 
+@pytest.mark.parametrize("more", [(), CHAT], ids=["text", "chat"])
 @pytest.mark.parametrize("of", [2, 5])
-def test_parts_that_are_merged_are_the_whole(text: list[str], tmp_path: Path, of: int) -> None:
+def test_parts_that_are_merged_are_the_whole(text: list[str], tmp_path: Path, of: int, more: tuple[str, ...]) -> None:
+    text = [*text, *with_template(tmp_path, more)]
     assert preprocess.main([*text, "--output", str(tmp_path / "whole")]) == 0
     parts = []
     for number in range(1, of + 1):
@@ -113,7 +130,7 @@ def test_parts_that_are_merged_are_the_whole(text: list[str], tmp_path: Path, of
             parts.append(str(part))
     assert len(parts) > 1
     assert merge.main([*parts, "--output", str(tmp_path / "merged")]) == 0
-    for name in (".bin", ".idx", ".json"):
+    for name in (".bin", ".idx", ".json", *((".mask",) if more else ())):
         assert Path(f"{tmp_path}/merged{name}").read_bytes() == Path(f"{tmp_path}/whole{name}").read_bytes()
 
 

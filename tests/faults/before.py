@@ -107,6 +107,14 @@ def _(site: Site) -> list[str]:
     return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null")
 
 
+@fault("a mask that is gone", "MZ-225 …DATA.mask: is not there, but data.json names it: …")
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 500)
+    Origin("0123456789abcdef", 400, 1, 500, 500, 500, 500, mask="0123456789abcdef").write(data)
+    options = (f"data.train={data}", "data.valid=null", "data.tokenizer=null")
+    return site.train("run.dir=" + str(site.folder / "new"), *options)
+
+
 @fault(
     "a source that is gone through too often",
     "MZ-219 DATA: 4 steps go through it 1.067 times, data.max_epochs is 1; use more text, lower its weight or …",

@@ -68,16 +68,27 @@ def trained(case: str, stage: int, steps: int = STEPS) -> tuple[dict[str, Tensor
 
 
 def plain(case: str, ranks: int, steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the same of one process of plain torch that computes the losses of all ranks."""
-    module, norms = made(case), []
+    """Return the same of one process of plain torch."""
+    module = made(case)
+    norms = train_plain(module, lambda step, rank: loss_of(case, module, step, rank), ranks, steps)
+    return module.state_dict(), norms
+
+
+def train_plain(module: nn.Module, loss: Callable[[int, int], Tensor], ranks: int, steps: int) -> list[float]:
+    """Train a module in one process of plain torch that computes the losses of all ranks; return the norms.
+
+    Args:
+        loss: of a step and a rank, by this module.
+    """
+    norms = []
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, **ADAMW)  # type: ignore[arg-type]
     for step in range(steps):
         for rank in range(ranks):
-            (loss_of(case, module, step, rank) / ranks).backward()
+            (loss(step, rank) / ranks).backward()
         for parameter in parameters:  # torch leaves out what has no gradient; here it is zero
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    return module.state_dict(), norms
+    return norms

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import megazero
 from megazero import Sharded
 from tests.house.source import ROOT
-from tests.library.running import ADAMW, on_ranks
+from tests.library.running import ADAMW, on_ranks, train_plain
 
 EXAMPLES = ("gpt2", "llama", "vit", "resnet", "unet", "recommender")
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}  # sums over ranks in another order
@@ -65,15 +65,7 @@ def trained(name: str, dtype: torch.dtype, stage: int, load: Path | None, save: 
 
 def plain(name: str, dtype: torch.dtype, ranks: int) -> dict[str, Tensor]:
     module = model(name, dtype)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (loss(name, module, dtype, step, rank) / ranks).backward()
-        for parameter in module.parameters():  # torch leaves out what has no gradient; here it is zero
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    train_plain(module, lambda step, rank: loss(name, module, dtype, step, rank), ranks, STEPS)
     return module.state_dict()
 
 

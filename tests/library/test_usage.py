@@ -205,6 +205,14 @@ def no_loss() -> None:
     sharded.backward(sharded(numbers(0, 0)))
 
 
+def loss_is_none() -> None:
+    sharded_case("plain", 0).backward(None)  # type: ignore[arg-type]  # what a model of transformers gives without labels
+
+
+def loss_without_a_graph() -> None:
+    sharded_case("plain", 0).backward(torch.tensor(1.0))
+
+
 def without_values() -> None:
     with torch.device("meta"):
         module = nn.ParameterList([nn.Parameter(torch.zeros(3))])
@@ -266,6 +274,8 @@ WRONG: dict[Callable[[], None], tuple[int, str]] = {
     different_modules: (2, "MZ-504 rank=1.*has another module"),
     twice_differentiated: (1, "MZ-505.*create_graph"),
     no_loss: (1, "MZ-505 .*expected one number"),
+    loss_without_a_graph: (1, "MZ-505 .*expected one number.*got shape \\(\\) without a graph"),
+    loss_is_none: (1, "MZ-505 .*expected one number.*got NoneType"),
     backward_of_torch: (1, "MZ-506.*sharded.backward"),
     old_graph: (1, "MZ-506.*before the last step"),
     penalty_on_what_is_not_there: (2, "MZ-506.*outside of the forward"),

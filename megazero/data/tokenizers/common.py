@@ -2,14 +2,16 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from megazero.base.errors import UserError
-from megazero.base.reading import looked_up, read_file
+from megazero.base.reading import looked_up, parse_object, read_file
 
 FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
+CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a file, as transformers writes them
+BESIDE_BYTES = 4 << 20  # of each of these
 MOST_IDS = 1 << 24  # a table of this many sizes is made, however few ids the file really has
 SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
 # All that a lossy tokenizer is known to change: spaces, line ends, the mark, what Unicode's normal forms compose.
@@ -32,6 +34,17 @@ def read_tokenizer(path: Path) -> bytes:
     if not content:
         raise UserError(209, "expected a tokenizer, got an empty file", how_to_make(path), where=path)
     return content
+
+
+def config_beside(path: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json beside a file says, nothing where there is none. Raises UserError 209."""
+    beside = path.with_name(CONFIG)
+    if not beside.exists():
+        return {}
+    try:
+        return parse_object(read_file(beside, BESIDE_BYTES))
+    except (OSError, ValueError) as error:
+        raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=beside) from error
 
 
 def how_to_make(path: Path) -> str:

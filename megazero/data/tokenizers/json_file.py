@@ -17,8 +17,12 @@ import xxhash
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
 from megazero.data.tokenizers.common import (
+    BESIDE_BYTES,
+    CHAT_TEMPLATE,
+    CONFIG,
     MOST_IDS,
     SPACE_MARK,
+    config_beside,
     gives_back,
     read_tokenizer,
     require_extra,
@@ -26,7 +30,6 @@ from megazero.data.tokenizers.common import (
     require_text,
 )
 
-_BESIDE, _BESIDE_BYTES = "tokenizer_config.json", 4 << 20
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
 
@@ -48,16 +51,18 @@ class JsonFile:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         require_sizes(self.vocab_size, self.path)
         special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
-        names = self._names(special, vocabulary)
+        beside = config_beside(self.path)
+        names = self._names(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[name] for name in names)
-        self.specials = {name: vocabulary[name] for name in names}
+        self.specials = special | {name: vocabulary[name] for name in names}
         self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
         with _refused(self.path):
             self.lossless = gives_back(self)
         self.cuts_after_newline = False
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names[0], "eos_token": names[1]}
-        self.files = {"tokenizer.json": content, _BESIDE: json.dumps(told, indent=1).encode()}
+        told |= {key: beside[key] for key in ("chat_template",) if key in beside}
+        self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()} | self._template()
 
     def encode(self, text: str) -> list[int]:
         require_text(text)
@@ -69,15 +74,17 @@ class JsonFile:
     def token_bytes(self) -> np.ndarray:
         return self._sizes
 
-    def _names(self, special: dict[str, int], vocabulary: dict[str, int]) -> tuple[str, str]:
+    def _template(self) -> dict[str, bytes]:
+        """Return the file of a chat template beside it, by its name, if there is one. Raises UserError 209."""
+        path = self.path.with_name(CHAT_TEMPLATE)
+        try:
+            return {CHAT_TEMPLATE: read_file(path, BESIDE_BYTES)} if path.exists() else {}
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+            raise UserError(209, what, "mend it or take it away", where=path) from error
+
+    def _names(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> tuple[str, str]:
         """Return the tokens that begin a text and end a document. Raises UserError 210."""
-        beside = self.path.with_name(_BESIDE)
-        told: dict[str, Any] = {}
-        if beside.exists():
-            try:
-                told = parse_object(read_file(beside, _BESIDE_BYTES))
-            except (OSError, ValueError) as error:
-                raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=beside) from error
         named = {}
         for role in ("eos_token", "bos_token"):
             value = told.get(role)
@@ -87,7 +94,7 @@ class JsonFile:
         known = [name for name in _ENDS if name in special]
         if "eos_token" not in named and len(known) != 1:
             what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
-            do = f'put {_BESIDE} beside it, with {{"eos_token": "NAME"}}'
+            do = f'put {CONFIG} beside it, with {{"eos_token": "NAME"}}'
             raise UserError(210, what, do, where=self.path)
         end = named["eos_token"] if "eos_token" in named else known[0]
         return named.get("bos_token", end), end

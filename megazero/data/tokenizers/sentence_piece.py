@@ -72,7 +72,8 @@ class SentencePiece:
             what = f"expected a </s>, which ends a document, got id {self.eod}"
             raise UserError(210, what, how_to_make(self.path), where=path)
         self.fingerprint = xxhash.xxh3_64_hexdigest(content)
-        self.specials = {self._model.id_to_piece(i): i for i in {self.bos, self.eod}}
+        controls = (i for i in range(self.vocab_size) if self._model.is_control(i))
+        self.specials = {self._model.id_to_piece(i): i for i in {self.bos, self.eod, *controls}}
         self.files = {"tokenizer.model": content}
         self.cuts_after_newline = self._words is not None  # a newline is a word
 

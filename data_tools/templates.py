@@ -1,0 +1,186 @@
+"""Read and render chat templates, as transformers writes them: Jinja, in its sandbox (the package jinja2).
+
+A template is a program of somebody else's. In Jinja's sandbox it reads what it is given and changes nothing; it reaches
+no file, no module and no attribute with an underscore. Bounded are the processor's time and the length of the text,
+because loops inside loops end too late to wait for, and the length of one repeated text and the size of a power,
+because a single operation cannot be interrupted. What remains is the memory of one call with a huge width (`center`,
+`format`).
+
+What is rendered depends on the record alone, so that the same line gives the same bytes on any day: `strftime_now`,
+`random` and `lipsum` are not there. Else names and settings are those of transformers: `bos_token`, `eos_token` ...,
+`messages`, `tools`, `add_generation_prompt`, `raise_exception`, `tojson`, `break`, `continue`, `{% generation %}`.
+"""
+
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from data_tools.marks import BEGIN, END
+from megazero.base.errors import UserError
+from megazero.base.reading import looked_up, read_file
+from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizers.common import BESIDE_BYTES, CHAT_TEMPLATE, CONFIG, config_beside
+
+TEMPLATE_FAULT = 226  # the code of what is the template's fault, whatever the record
+_SECONDS, _SECONDS_A_MB = 1.5, 1.0  # of the processor, for one record
+_CHARACTERS = 64 << 20  # of a rendered text
+_JINJA = (3, 1, 6)
+
+
+class RenderError(Exception):
+    """An error that a template raises, or runs into, with some record."""
+
+
+class Template:
+    """A chat template.
+
+    Args:
+        source: its text.
+        where: its file, for messages.
+        names: what else it may use, `bos_token` and the like.
+
+    Attributes:
+        marks_answers: it has {% generation %} blocks.
+
+    Raises:
+        UserError: 162, jinja2 is not installed, or an old one is; 226, it is no template.
+    """
+
+    def __init__(self, source: str, where: Path, names: Mapping[str, str]):
+        _require_jinja(where)
+        from data_tools.sandbox import ANSWER, new_environment
+
+        self.source, self.where, self.names = source, where, dict(names)
+        if BEGIN in source or END in source:
+            raise self._fault("holds U+FDD0 or U+FDD1, which mark answers")
+        try:
+            environment = new_environment(_CHARACTERS)
+            self.marks_answers = any(True for _ in environment.parse(source).find_all(ANSWER))
+            self._compiled = environment.from_string(source)
+        except Exception as error:  # the library's own, and what Python's compiler says of its code
+            line = f"line {lineno}: " if (lineno := getattr(error, "lineno", None)) else ""
+            raise self._fault(f"is no Jinja template: {line}{_words(error)}") from None
+
+    def render(self, messages: Sequence[Any], tools: Any, *, prompt: bool) -> str:
+        """Return a conversation as text.
+
+        Args:
+            messages, tools: of the conversation.
+            prompt: with what begins the next answer (`add_generation_prompt`).
+
+        Raises:
+            RenderError: the template raises an error, or runs into one.
+            UserError: 226, it does what the sandbox forbids, or makes too much text.
+        """
+        from jinja2.exceptions import SecurityError
+
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        parts, length = [], 0
+        try:
+            for part in self._compiled.generate(**self.names, **given):
+                parts.append(part)
+                length += len(part)
+                if length > _CHARACTERS:
+                    raise SecurityError(f"makes more than {_CHARACTERS:,} characters of one record")
+        except SecurityError as error:
+            raise self._fault(f"does what a template may not: {_words(error)}") from None
+        except Exception as error:
+            raise RenderError(_words(error)) from None
+        return "".join(parts)
+
+    @contextmanager
+    def bounded(self, size: int) -> Iterator[None]:
+        """Refuse a template that takes too long for a record of so many bytes. Raises UserError 226."""
+        seconds = _SECONDS + _SECONDS_A_MB * size / 1e6
+
+        def end(number: int, frame: FrameType | None) -> None:
+            raise _TooLongError
+
+        before = signal.signal(signal.SIGVTALRM, end)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        try:
+            yield
+        except _TooLongError:
+            what = f"takes more than {seconds:.1f} s of processor time for one record: does it end?"
+            raise self._fault(what) from None
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+
+    def _fault(self, what: str) -> UserError:
+        return UserError(TEMPLATE_FAULT, what, "mend the template, or give another one to --chat", where=self.where)
+
+
+class _TooLongError(BaseException):
+    """An end of rendering that nothing inside can catch."""
+
+
+def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
+    """Open a chat template.
+
+    Args:
+        path: its file; None: the tokenizer's own, chat_template.jinja or in tokenizer_config.json, beside its file.
+        tokenizer: gives the names of special tokens.
+
+    Raises:
+        UserError: 162, jinja2 is not installed; 209, tokenizer_config.json is damaged; 226, there is no template.
+    """
+    config = config_beside(tokenizer.path)
+    where, source = path or tokenizer.path.with_name(CHAT_TEMPLATE), None
+    if path is not None or where.exists():
+        try:
+            source = read_file(where, BESIDE_BYTES).decode()
+        except OSError as error:
+            what = f"no template: {error.strerror}{looked_up(where)}"
+            raise UserError(TEMPLATE_FAULT, what, "check --chat", where=where) from error
+        except UnicodeDecodeError as error:
+            raise UserError(TEMPLATE_FAULT, f"is not UTF-8: {error.reason}", "check --chat", where=where) from error
+    else:
+        where, source = tokenizer.path.with_name(CONFIG), _of_config(config.get("chat_template"))
+    if source is None:
+        what = f"no chat template: there is no {CHAT_TEMPLATE} beside it, and none in {CONFIG}"
+        raise UserError(TEMPLATE_FAULT, what, "give one: --chat TEMPLATE.jinja", where=tokenizer.path)
+    return Template(source, where, _token_names(config, tokenizer))
+
+
+def _require_jinja(where: Path) -> None:
+    """Refuse a template where jinja2 is missing, or is one whose sandbox has known holes. Raises UserError 162."""
+    if find_spec("jinja2") is None:
+        what = "the package jinja2 is not installed, which renders this template"
+    elif (found := tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3]))) < _JINJA:
+        what = f"expected jinja2 {'.'.join(map(str, _JINJA))} or later, whose sandbox is whole, "
+        what += f"got {'.'.join(map(str, found))}"
+    else:
+        return
+    raise UserError(162, what, "run `pip install -U jinja2`, or install megazero[chat]", where=where)
+
+
+def _of_config(value: Any) -> str | None:
+    """Return the template of tokenizer_config.json: the one that is there, or of several the default."""
+    if isinstance(value, list):
+        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _token_names(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the names of special tokens by what they are for; those of the config, else the tokenizer's."""
+    of_id = {i: name for name, i in tokenizer.specials.items()}
+    found = {"eos_token": of_id[tokenizer.eod]}
+    if tokenizer.bos != tokenizer.eod:
+        found["bos_token"] = of_id[tokenizer.bos]
+    for key, value in config.items():
+        name = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(name, str):
+            found[key] = name
+    return found
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(re.sub(r"[\ud800-\udfff]", "?", str(error)).split())[:120] or type(error).__name__

@@ -1,0 +1,72 @@
+"""Conversations, templates and a tokenizer with special tokens for the tests of --chat."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+SPECIALS = ("<|end|>", "<|im_start|>", "<|im_end|>", "<s>", "[INST]", "[/INST]")
+# What most models are trained with; the role is behind a special token, the answer before one.
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' and marked %}{% generation %}{{ message['content'] + '<|im_end|>' }}\
+{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+MARKED = CHATML.replace(" and marked", "")
+PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# Llama 2's way: no role, the same rendering with and without a prompt, white space taken off.
+INST = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}\
+{% else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}
+{%- endfor %}
+"""
+CHATS: list[list[dict[str, Any]]] = [
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is\n argparse?"},
+        {"role": "assistant", "content": "A parser of arguments."},
+        {"role": "user", "content": "  And 'é\u4e2d'? "},
+        {"role": "assistant", "content": "No.\n"},
+    ],
+    [{"role": "user", "content": ""}, {"role": "assistant", "content": "You said nothing."}],
+    [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 7}],
+    [{"role": "user", "content": "self.add_argument("}, {"role": "assistant", "content": "  "}],
+]
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    """A conversation of a user and an assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def write_chats(path: Path, chats: list[Any]) -> Path:
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+def make_tokenizer(folder: Path, template: str | None = None) -> Path:
+    """A byte-level tokenizer.json with special tokens, and tokenizer_config.json beside it."""
+    import argparse
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}
+    text = Path(str(argparse.__file__)).read_text(encoding="utf-8")[:60_000]
+    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=340, **options))
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>"}
+    told |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    return folder / "tokenizer.json"
