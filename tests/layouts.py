@@ -193,7 +193,8 @@ def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
         result.norms.append(done.grad_norm.item())
         if step == 0:
             as_they_are = torch.ones((), dtype=torch.float64)
-            result.gradients = {name: value.clone() for name, value in reduced_gradients(rank.engine, as_they_are)}
+            named = reduced_gradients(rank.engine, done.applied, as_they_are)
+            result.gradients = {name: value.clone() for name, value in named}
     result.weights = rank.weights()
     return result
 

@@ -94,7 +94,7 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
         passes(step)
         done = engine.finish_step(lr)
         if step == 0:
-            note("gradient", reduced_gradients(engine, clip_factor(done.grad_norm, clip)))
+            note("gradient", reduced_gradients(engine, done.applied, clip_factor(done.grad_norm, clip)))
         if step + 1 == steps:
             engine.flush_delayed()
         note(f"weight/{step}", parameters_as_they_rest(engine))
@@ -115,20 +115,21 @@ def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield interval.name, whole.values[interval.start : interval.stop].view(interval.shape)
 
 
-def reduced_gradients(engine: Engine, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
+def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield this tensor rank's part of the reduced gradients behind an update, without its clip factor.
 
     Args:
-        clipped: the factor, which depends on all gradients; the update has multiplied those in memory by it.
+        applied: what the update multiplied gradients in memory by; those that rest on disks are as they were.
+        clipped: the clip factor within it, which depends on all gradients.
     """
-    yield from with_whole_weights(engine.units, lambda unit: _reduced_of(unit, clipped))
+    yield from with_whole_weights(engine.units, lambda unit: _reduced_of(unit, applied, clipped))
 
 
-def _reduced_of(unit: Unit, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _reduced_of(unit: Unit, applied: Tensor, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
     if unit.offloaded_gradients is not None:
         unit.offloaded_gradients.wait()  # an update under way changes them
-    factor = 1.0 if unit.reduced_gradients.is_meta else clipped.to(unit.reduced_gradients.device)
+    factor = clipped / applied if unit.reduced_gradients.is_meta else clipped
     with unit.reduced_gradients_in_memory() as own:
         flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
         for interval in unit.layout.intervals:
-            yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor
+            yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor.to(flat.device)
