@@ -124,6 +124,7 @@ class Course:
     Attributes:
         config, history: the same.
         parts: from the first step to the last.
+        behind: the part of no steps with which the run would go on if it were longer, where that is not its last one.
     """
 
     def __init__(self, config: Config, history: Sequence[Mapping[str, Any]] = ()):
@@ -136,6 +137,8 @@ class Course:
         parts: list[Part] = []
         for first, each, end in zip(self._firsts, configs, [*steps, None], strict=True):
             _lay_out(parts, each, first, config.run.steps if end is None else end, last=end is None)
+        longer = len(parts) > 1 and parts[-1].first == parts[-1].end
+        self.behind = (parts.pop(),) if longer else ()
         self.parts = tuple(parts)
 
     def part(self, done: int) -> Part:
@@ -188,7 +191,7 @@ def _lay_out(parts: list[Part], config: Config, first: int, end: int, *, last: b
     """Add the parts of the steps from `first` to `end` in which a config holds.
 
     Args:
-        last: it holds to the end of the run, and beyond: what is read ahead there has a source too.
+        last: it holds to the end of the run, and beyond: that has a part too, of no steps.
     """
     tokens = parts[-1].tokens + (first - parts[-1].first) * parts[-1].tokens_per_step if parts else 0
     stages = list(config.stages or ())
@@ -209,7 +212,7 @@ def _add(parts: list[Part], name: str, first: int, end: int, config: Config) -> 
     if before is not None and _but_for_sources(before.config) == _but_for_sources(config):
         mixes = before.mixes if before.mixes[-1].sources == mix.sources else (*before.mixes, mix)
         parts[-1] = replace(before, end=end, mixes=mixes)
-    elif first < end or before is None:
+    else:
         steps = first - before.first if before else 0
         samples = before.samples + steps * before.config.batch.global_ if before else 0
         tokens = before.tokens + steps * before.tokens_per_step if before else 0
@@ -224,10 +227,10 @@ def _sources_of(stage: Stage) -> tuple[Source, ...] | None:
     return stage.data.sources if stage.data else None
 
 
-def _undone(config: Config, changes: Iterable[Mapping[str, Any]]) -> Config:
+def _undone(config: Config, changes: Sequence[Mapping[str, Any]]) -> Config:
     """Return a config as it was before some changes."""
     values = config.model_dump(by_alias=True)
-    for change in changes:
+    for change in reversed(changes):  # of two of an option the first one holds what was before both
         *sections, last = change["key"].split(".")
         place = values
         for section in sections:

@@ -48,7 +48,7 @@ from megazero.run.checkpointing import (
     checkpoints_of,
     holdings_to_load,
 )
-from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
+from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats, refuse_short
 from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
@@ -111,7 +111,7 @@ def build_trainer(
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     first = grid["world"].rank == 0
-    data = _opened(config, course, tokenizer, first=first)
+    data = _opened(part, course, tokenizer, first=first)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -171,15 +171,16 @@ def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunCo
     return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget, look=look)
 
 
-def _opened(config: Config, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
+def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
     """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
     with doing("opening the data"):
-        data = open_data(config, course)
+        data = open_data(part.config, course)
         refuse_repeats(data)
+        refuse_short(course, part)
         for source in data.mixture.sources:
             _origin_of(source.windows, tokenizer)
         if first:  # the others would read the same
-            refuse_overlap(config, data)
+            refuse_overlap(part.config, data)
     return data
 
 

@@ -32,6 +32,7 @@ from megazero.comm.grid import Grid
 from megazero.config.changes import in_json
 from megazero.config.file import flatten
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.data.tokenizer import Tokenizer
 from megazero.launcher.signals import Signals
 from megazero.model.parameter import whole_shapes
@@ -214,7 +215,8 @@ def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())
     one = elements * len(about.kinds) * about.dtype.itemsize
-    needed = one * (1 if config.checkpoint.every is None else 2)
+    several = config.checkpoint.every is not None or len(Course(config, about.history).parts) > 1
+    needed = one * (2 if several else 1)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:

@@ -8,7 +8,7 @@ import xxhash
 from megazero.base.errors import UserError
 from megazero.config.schema import Config
 from megazero.config.sections import Source
-from megazero.config.stages import Course
+from megazero.config.stages import Course, Part
 from megazero.config.weights import whole_weights
 from megazero.data import mixture
 from megazero.data.loader import epochs_of
@@ -22,7 +22,8 @@ class RunData(NamedTuple):
 
     Attributes:
         course: of the run.
-        mixtures: to train on, by the length of their windows, each over the sample ids of the whole run.
+        mixtures: to train on, by the length of their windows, each over the sample ids of the whole run, and of what
+            it would read if it were longer.
         length: of the windows that are read now.
         validation: windows of that length by the name of a set; "" is that of `data.valid`.
     """
@@ -43,8 +44,8 @@ class RunData(NamedTuple):
         return [each for length, each in self.mixtures.items() if length != self.length]
 
     def digest(self) -> str:
-        """Return a digest of what the run reads in which order."""
-        used = list(dict.fromkeys(part.seq_len for part in self.course.parts))
+        """Return a digest of what the run reads in which order, however long it is."""
+        used = _lengths(self.course)
         each = [self.mixtures[length].digest() for length in used]
         if len(each) == 1:
             return each[0]
@@ -69,20 +70,38 @@ def open_data(config: Config, course: Course | None = None) -> RunData:
     share = data.valid if isinstance(data.valid, float) else None
     validation: dict[str, WindowDataset] = {}
     mixtures: dict[int, Mixture] = {}
-    for each in dict.fromkeys([*(part.seq_len for part in course.parts), length]):
+    for each in dict.fromkeys([*_lengths(course), length]):
         phases, sources = list(_phases(course, each)), []
-        for given, weight in zip(_sources(course), phases[0].weights, strict=True):
+        for given, weight in zip(sources_of(course), phases[0].weights, strict=True):
             windows, held_out = _opened(config, given.path, share, each)
             sources.append(mixture.Source(given.name, windows, weight, _order(course, given.name, each)))
             if held_out is not None and each == length:
                 validation[given.name or ""] = held_out
         mixtures[each] = Mixture(sources, phases)
+    validation |= _validation_sets(config, length)
+    return RunData(course, mixtures, length, validation)
+
+
+def refuse_short(course: Course, part: Part) -> None:
+    """Refuse validation sets that are too short for the windows of a part behind this one. Raises UserError 207."""
+    for later in {each.seq_len: each for each in course.parts if each.first > part.first}.values():
+        _validation_sets(later.config, later.seq_len)
+
+
+def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
+    """Return the windows of the validation sets that have files of their own, by their names."""
+    data, found = config.data, dict[str, WindowDataset]()
     if isinstance(data.valid, str):
-        validation[""], _ = _opened(config, data.valid, None, length)
+        found[""], _ = _opened(config, data.valid, None, length)
     for other in data.validation or ():
         assert other.name is not None, "a resolved config"
-        validation[other.name], _ = _opened(config, other.path, None, length)
-    return RunData(course, mixtures, length, validation)
+        found[other.name], _ = _opened(config, other.path, None, length)
+    return found
+
+
+def _lengths(course: Course) -> list[int]:
+    """Return the lengths of windows in a run, in the order of its parts, and behind it."""
+    return list(dict.fromkeys(part.seq_len for part in (*course.parts, *course.behind)))
 
 
 def sources_text(data: RunData) -> str:
@@ -136,7 +155,7 @@ def refuse_overlap(config: Config, data: RunData) -> None:
                 raise UserError(220, what, do, where=stream.dataset.prefix)
 
 
-def _sources(course: Course) -> list[Source]:
+def sources_of(course: Course) -> list[Source]:
     """Return every source of a config and its stages; that of `data.train` has no name."""
     named = course.sources()
     if named is not None:
@@ -147,9 +166,9 @@ def _sources(course: Course) -> list[Source]:
 
 def _phases(course: Course, length: int) -> Iterator[Phase]:
     """Yield from which sample on which weights hold in the windows of a length; of none, where others are read."""
-    names = [source.name for source in _sources(course)]
+    names = [source.name for source in sources_of(course)]
     nothing, last = tuple(0 for _ in names), None
-    for part in course.parts:
+    for part in (*course.parts, *course.behind):
         for mix in part.mixes:
             first = part.samples + (mix.first - part.first) * part.config.batch.global_
             phase = Phase(first, nothing)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megazero.checkpoint.manifest import Manifest
     from megazero.run.resume import ResumePoint
 
+# What older checkpoints do not say.
+BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
 # Options of which other values have other samples, or the same ones in another order.
 _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len")
 
@@ -51,8 +53,9 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
     Args:
         allowed: options and sections; None: all.
     """
+    theirs = BEFORE | manifest.config
     for key, value in flatten(config).items():
-        before, after = in_json(manifest.config.get(key)), in_json(value)
+        before, after = in_json(theirs.get(key)), in_json(value)
         may = not row_of(key).on_resume if allowed is None else is_permitted(key, allowed)
         if key == "model.seq_len" and config.model.position == "learned":
             may = False

@@ -27,7 +27,7 @@ from megazero.config.changes import in_json, row_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
-from megazero.run.history import held_out
+from megazero.run.history import BEFORE, held_out
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 
@@ -45,8 +45,6 @@ _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
     *("zero.quantize.*", "zero.offload.delayed", "precision.kernels"),
 )
-# What older checkpoints do not say.
-_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
 
 
 def taken(manifest: Manifest, load: str) -> str:
@@ -66,7 +64,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if load != "weights" and manifest.kinds != list(about.kinds):
         what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
-    theirs, ours = _BEFORE | manifest.config, plain(about.config)
+    theirs, ours = BEFORE | manifest.config, plain(about.config)
     names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
     other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
     if load == "all":
@@ -160,7 +158,7 @@ def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str |
 
 def changes(manifest: Manifest, config: Config) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    theirs, ours = _BEFORE | manifest.config, plain(config)
+    theirs, ours = BEFORE | manifest.config, plain(config)
     unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
     said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key] and key not in unused]
     return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])

@@ -5,6 +5,7 @@ through the inverse of the permutation. Both read the run's config.yaml and the 
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from megazero.data.sampler import placement
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import WindowDataset
 from megazero.observe.jsonl import read_rows
-from megazero.run.data import RunData, open_data
+from megazero.run.data import RunData, open_data, sources_of
 from megazero.run.folder import RunFolder
 from megazero.run.history import changes_of
 from megazero.run.resume import manifest_of
@@ -78,7 +79,8 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     folder.require_run()
     config = load(str(folder.config))
     done, eras, found = _done(folder), _course(folder, config).eras(), list[dict[str, Any]]()
-    newest = open_data(config, eras[-1][1])
+    known = [course for _, course in eras if name in [source.name for source in sources_of(course)]]
+    newest = _all_data(known[-1] if name is not None and known else eras[-1][1])
     stream = newest.mixture.sources[_source(newest, name)].windows.stream
     if document >= stream.dataset.num_documents:
         what = f"--document {document}: {stream.dataset.prefix} has {stream.dataset.num_documents:,} documents"
@@ -88,13 +90,10 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
         raise UserError(122, what, where=stream.dataset.prefix)
     ends = [*(first for first, _ in eras[1:]), done]
     for (first, course), end in zip(eras, ends, strict=True):
-        if course is eras[-1][1]:
-            data = newest
-        elif first < end and str(stream.dataset.prefix) in _paths(course, name):
-            data = open_data(course.config, course)
-        else:  # the document is of other files
-            continue
-        found += _sights(data, document, _source(data, name), course.samples(first), course.samples(min(end, done)))
+        places = _places(course, name, stream.dataset.prefix) if first < end else []
+        data = newest if course is newest.course or not places else _all_data(course)
+        for place in places:
+            found += _sights(data, document, place, course.samples(first), course.samples(min(end, done)))
     return sorted(found, key=lambda each: (each["sample"], each["offset"]))
 
 
@@ -130,10 +129,15 @@ def _course(folder: RunFolder, config: Config) -> Course:
     return Course(config, [*manifest.history, *changes_of(manifest, config, None)])
 
 
-def _paths(course: Course, name: str | None) -> list[str]:
-    """Return the path of a source, by its name; that of the only one for None."""
-    sources = course.sources() or ()
-    return [source.path for source in sources if name in (None, source.name)] or [str(course.config.data.train)]
+def _all_data(course: Course) -> RunData:
+    return open_data(course.config, course)
+
+
+def _places(course: Course, name: str | None, files: Path) -> list[int]:
+    """Return the places of the sources that are these files: the one of that name, or all where that is not one."""
+    sources = sources_of(course)
+    same = [place for place, source in enumerate(sources) if Path(source.path).resolve() == files.resolve()]
+    return [place for place in same if sources[place].name == name] or same
 
 
 def as_text(found: list[dict[str, Any]]) -> str:
