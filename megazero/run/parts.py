@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.base.doing import doing
+from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.base.version import __version__
@@ -23,7 +23,7 @@ from megazero.checkpoint.manifest import Manifest
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
-from megazero.comm.status_board import BUILD, TRAIN
+from megazero.comm.status_board import TRAIN
 from megazero.config.file import dump
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
@@ -42,6 +42,8 @@ from megazero.run.resume import Undone, from_first, owed_row, resume
 from megazero.run.words import beginning, doubts, next_part, say
 from megazero.train.stopping import Reason
 from megazero.train.validation import Score
+
+_BETWEEN = "build of a stage"  # what ranks do between two parts
 
 
 class Outcome(NamedTuple):
@@ -192,7 +194,8 @@ def _train_on(rank: _Rank, part: Part, first: int, drop: Callable[[], None], beg
         job = rank.site.job.next(str(rank.site.folder.checkpoints), done, ready.about.history)
         part, rank.site = course.part(done), replace(rank.site, job=job)
         del ready, trainer
-        place.status_slot.now(done, BUILD)
+        place.status_slot.now(done, _BETWEEN)  # not before the first step: a signal is noted, and the step is saved
+        ACTIVITIES.now(f"step {done + 1}/{config.run.steps}", _BETWEEN)
         drop()
         ready = rank.build(part, time.monotonic() - began)
         found = _loaded(rank, ready)

@@ -117,6 +117,31 @@ def test_a_signal_before_the_first_step(
         )
 
 
+SLOW_PART = """
+built, calls = parts.build_trainer, []
+def slowly(*arguments, **options):
+    calls.append(1)
+    if len(calls) == 2:
+        here()
+        time.sleep(3)
+    return built(*arguments, **options)
+parts.build_trainer = slowly
+"""
+
+
+def test_a_signal_between_two_stages_is_not_before_the_first_step(tiny_data: TinyData, tmp_path: Path) -> None:
+    """What is done is saved: the ranks are not ended where they build, and the start is not counted."""
+    folder, log = RunFolder(tmp_path / "run"), tmp_path / "here"
+    driver = DRIVER.format(log=str(log), where="python", plant=SLOW_PART)
+    line = ["-c", driver, "--config", tiny_data.config, f"run.dir={folder.path}", "--nproc", "2", "batch.micro=1"]
+    with started([*line, "data.valid=null", "stages=[{until_step: 1, batch: {global: 2}}]"]) as process:
+        wait_for(log, 2, process)
+        os.kill(process.pid, signal.SIGTERM)
+        out, _ = process.communicate()
+    assert process.returncode == 75 and "\nstopped by SIGTERM after step 1 of 4, saved in " in out, out
+    assert not (folder.path / "early_stops").exists() and not folder.lock.exists()
+
+
 IMPORTING = """
 import sys
 class Finder:
