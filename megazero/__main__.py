@@ -28,15 +28,15 @@ from megazero.base.answers import answer, fail, flush_output, leave, tell
 from megazero.base.command_line import OVERRIDES
 from megazero.base.command_line import Parser as _Parser
 from megazero.base.command_line import at_least as _at_least
-from megazero.base.doing import ACTIVITIES, doing
+from megazero.base.doing import doing
 from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
 from megazero.base.picture import check_name
 from megazero.base.terminal import width
 from megazero.config import rules
-from megazero.launcher.interruption import Interrupted, Interruption, ended_at_once
-from megazero.tools import data_verb
+from megazero.launcher.interruption import Interrupted, ended_at_once
+from megazero.tools import certify_verb, data_verb
 
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from megazero.base.stop_signals import NOTED
-    from megazero.config.file import load, name_of
+    from megazero.config.changes import permitted
+    from megazero.config.file import load, name_of, option_keys
     from megazero.launcher.environment import set_for_gpus, world_from_environment
     from megazero.run.early_look import look
 
@@ -92,6 +93,10 @@ def _train(options: argparse.Namespace) -> int:
     if not first:
         HEART.end()
     config = load(options.config, options.overrides)
+    allowed = () if options.allow_change is None else permitted(options.allow_change, option_keys())
+    if allowed and config.checkpoint.resume == "none":
+        do = "give checkpoint.resume=auto or PATH, or leave it out"
+        raise UserError(100, "--allow-change is for a run that goes on", do, where="train")
     if not world.launcher:
         look(config, name_of(options.config), options.nproc)
     with ended_at_once(speaks=first), doing("loading torch"):
@@ -100,7 +105,8 @@ def _train(options: argparse.Namespace) -> int:
         # One that comes from here on waits until the run can note it.
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
     try:
-        return launch(config, name_of(options.config), options.nproc, shares_gpus=options.share_gpus)
+        name, shares = name_of(options.config), options.share_gpus
+        return launch(config, name, options.nproc, shares_gpus=shares, allowed=allowed)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
 
@@ -133,53 +139,6 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _certify(options: argparse.Namespace) -> int:
-    interruption = Interruption()
-    with interruption.watched():
-        return _certified(options, interruption)
-
-
-def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
-    from megazero.config.file import load
-
-    config = load(options.config, options.overrides)
-    with doing("loading torch"):
-        from megazero.tools.certify.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
-
-    interruption.check()
-    if options.plant or options.fault:
-        return _plant(config, options, interruption)
-    with doing("choosing layouts"):
-        layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
-    if not layouts:
-        what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
-        raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
-    if len(layouts) > options.layouts:
-        tell(f"{len(layouts)} layouts, not {options.layouts}: as many are needed to have every two values together")
-    ACTIVITIES.now("comparing layouts", "")
-    rows = []
-    for row in certify(config, layouts, options.steps, interruption):
-        rows.append(row)
-        tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
-    found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
-    answer(json.dumps(found, indent=1) if options.json else shape(rows, config, options.steps))
-    return 1 if any(row.fault for row in rows) else 0
-
-
-def _plant(config: Any, options: argparse.Namespace, interruption: Interruption) -> int:
-    from megazero.tools.certify.planting import as_json, names, plant, table
-
-    chosen, found = options.fault or names(), []
-    if unknown := set(chosen) - set(names()):
-        raise UserError(100, f"--fault {min(unknown)}: expected one of {', '.join(names())}", where="certify")
-    for each in plant(config, chosen, options.steps, interruption):
-        found.append(each)
-        verdict = "" if each.right else "WRONG, "
-        tell(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}")
-    answer(json.dumps(as_json(found, options.steps), indent=1) if options.json else table(found, options.steps))
-    return 0 if all(each.right for each in found) else 1
-
-
 def _schedule(options: argparse.Namespace) -> int:
     from megazero.build.job import job_of
     from megazero.build.pipeline import check_world
@@ -201,6 +160,7 @@ def _schedule(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from megazero.build.pipeline import check_world
     from megazero.config.file import flatten, load
+    from megazero.config.stages import Course
     from megazero.plan.machines import MACHINES
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
@@ -222,7 +182,8 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    check_world(config, options.gpus, f"--gpus {options.gpus}")
+    for part in Course(config).parts:
+        check_world(part.config, options.gpus, f"--gpus {options.gpus}{f' in {part.name}' if part.name else ''}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     _draw(lambda path: draw(planned, path), options)
@@ -304,21 +265,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--nproc", type=_at_least(1, int, _MOST_LOCAL), help="local ranks to start")
     share = "more ranks than GPUs: they take turns and talk through the host's memory; slow, to try layouts out"
     train.add_argument("--share-gpus", action="store_true", help=share)
+    allow = (
+        "options or sections that may be others than in the checkpoint that the run goes on from: data,optimizer.betas"
+    )
+    train.add_argument("--allow-change", metavar="KEYS", help=allow)
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
     explain.add_argument("--json", action="store_true")
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
-    certify = _with_config(verbs, _certify, "certify", "compare every layout with one process")
-    certify.add_argument("--max-ranks", type=_at_least(1, int, 32), default=8, help="of a layout (default: 8)")
-    layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
-    certify.add_argument("--layouts", type=_at_least(1, int), default=160, help=layouts)
-    steps = "training steps to compare (default: 4)"
-    certify.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
-    plant = "plant faults into layouts and say which of them a certificate finds, in every precision"
-    certify.add_argument("--plant", action="store_true", help=plant)
-    certify.add_argument("--fault", action="append", metavar="NAME", help="plant this one only; may be repeated")
-    certify.add_argument("--json", action="store_true")
+    certify_verb.add_options(_with_config(verbs, certify_verb.run, "certify", "compare every layout with one process"))
     _add_planning(verbs)
     _add_run_folders(verbs)
     for verb in (verb for verb, built in rules.VERBS.items() if not built):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from megazero.build.assemble import build_model
+from megazero.config.changes import CHANGEABLE, FREE
 from megazero.config.file import CONFIGS, load
 from megazero.config.rules import EXCLUSIONS, RELATIONS
 from tests.tiny_run import ROOT
@@ -42,7 +43,16 @@ def exclusions() -> Iterator[str]:
         yield f"| `{row.option}` {given} | `{row.other}` {allowed} | {row.reason} |"
 
 
-TABLES = (shipped, relations, exclusions)
+def changeable() -> Iterator[str]:
+    yield "| option | in a stage | when a run goes on |"
+    yield "|---|---|---|"
+    words = {"": "with `--allow-change`", FREE: "yes"}
+    for row in CHANGEABLE:
+        resumed = words.get(row.on_resume, f"no: {row.on_resume}")
+        yield f"| `{row.keys}` | {f'no: {row.in_stage}' if row.in_stage else 'yes'} | {resumed} |"
+
+
+TABLES = (shipped, relations, exclusions, changeable)
 
 
 def tables() -> str:

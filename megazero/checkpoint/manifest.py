@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.reading import MIB, UnexpectedFileError, parse_object, read_file
@@ -86,6 +86,8 @@ class Manifest(Part):
         random: the inputs of every random number: nothing else has to be kept.
         identity: digests of the data set and the tokenizer.
         config: flat, as it was resolved.
+        history: what of it was another before, oldest first: {step, key, from, to}; `to` holds behind that step. Left
+            out of the file where nothing was.
         software: versions that wrote it.
         digest: SHA-256 of the rest.
     """
@@ -104,6 +106,7 @@ class Manifest(Part):
     identity: dict[str, str | None]
     config: dict[str, Any]
     software: dict[str, str]
+    history: list[dict[str, Any]] = Field(default_factory=list)
     digest: str = ""
 
     @property
@@ -130,6 +133,8 @@ class Manifest(Part):
             for name, default in (("row", None), ("carried", 0)):
                 if getattr(self.progress, name) == default:
                     del content["progress"][name]
+        if not self.history:
+            del content["history"]
         for logical in content["tensors"].values():
             for name, default in (("dtype", None), ("trained", True)):
                 if logical[name] == default:
@@ -171,7 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(410, what, _DO, where=path)
     if raw != manifest.to_bytes():
         raise UserError(410, "was edited or damaged: it is not in canonical form", _DO, where=path)
-    if fault := _contradiction(manifest) or _wrong_progress(manifest, folder):
+    if fault := _contradiction(manifest) or _wrong_progress(manifest, folder) or _wrong_history(manifest):
         raise UserError(410, f"contradicts itself: {fault}", _DO, where=path)
     return manifest
 
@@ -196,8 +201,8 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
         return f"{progress.updates} updates and {progress.skipped} skipped steps make no {step} steps"
     if progress.overflows > progress.skipped or progress.good_steps > progress.updates:
         return f"{progress.overflows} of {progress.skipped} skipped, {progress.good_steps} of {progress.updates} good"
-    batch = manifest.config.get("batch.global")
-    if type(batch) is not int or progress.next_sample != step * batch:
+    batch, varies = manifest.config.get("batch.global"), manifest.history or manifest.config.get("stages")
+    if type(batch) is not int or (progress.next_sample != step * batch and not varies):
         return f"{step} steps of {batch} samples do not end at sample {progress.next_sample}"
     scale = progress.loss_scale
     if scale is not None and not (scale > 0 and math.log2(scale).is_integer()):
@@ -208,6 +213,19 @@ def _wrong_progress(manifest: Manifest, folder: Path) -> str | None:
     for found in () if row is None else (row, *(value for value in row.values() if isinstance(value, dict))):
         if len(found) > _MOST_METRICS or max(map(len, found), default=0) > _MOST_METRICS:
             return f"the row of metrics has {len(found)} keys, of up to {max(map(len, found))} characters"
+    return None
+
+
+def _wrong_history(manifest: Manifest) -> str | None:
+    """Return what is wrong with the history; None: nothing."""
+    before = 0
+    for change in manifest.history:
+        step, key = change.get("step"), change.get("key")
+        if {*change} != {"step", "key", "from", "to"} or type(step) is not int or not isinstance(key, str):
+            return f"a change {sorted(change)} of the history"
+        if not before <= step <= manifest.step:
+            return f"a change of the history behind step {step} after one behind {before}, in step {manifest.step}"
+        before = step
     return None
 
 

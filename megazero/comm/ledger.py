@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 HOST = "host"  # the way between a rank's device and its host's memory, told like an axis
 DISK = "disk"  # that between the memory of a rank and its disks
+_KEPT = ("staging", "host_bounce")  # buffers of transports
 
 
 @dataclass
@@ -68,6 +69,20 @@ class Ledger:
         held = self.bytes.setdefault(category, Held())
         held.now += size
         held.peak = max(held.peak, held.now)
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes that are held by category."""
+        return {category: held.now for category, held in self.bytes.items()}
+
+    def let_go(self, kept: Mapping[str, int]) -> None:
+        """Count what was held since as given back; peaks stay. What communication keeps to use again is held on.
+
+        Args:
+            kept: what `held` returned then.
+        """
+        for category, held in self.bytes.items():
+            if category not in _KEPT:
+                held.now = kept.get(category, 0)
 
     def time(self, unit: str, kind: str) -> "Timed":
         """Return a context that adds the time spent inside."""

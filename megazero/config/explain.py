@@ -14,8 +14,9 @@ from pydantic.fields import FieldInfo
 
 from megazero.base.errors import UserError
 from megazero.base.terminal import wrapped
-from megazero.config import rules
-from megazero.config.file import flatten, nearest, option_keys, spelt
+from megazero.config import changes, rules
+from megazero.config.file import flatten, option_keys, spelt
+from megazero.config.nearest import nearest
 from megazero.config.schema import Config
 
 
@@ -81,6 +82,11 @@ def _relations(key: str) -> Iterator[str]:
         if key in (row.option, row.other):
             given, allowed = (" or ".join(spelt(value) for value in side) for side in (row.values, row.allowed))
             yield f"{row.option} {given} needs {row.other} {allowed} ({row.reason})"
+    may = changes.row_of(key)
+    if not may.in_stage:
+        yield "a stage may change it"
+    if not may.on_resume:
+        yield "a run that goes on keeps it, or changes it with --allow-change"
 
 
 def _type(field: FieldInfo) -> str:

@@ -25,15 +25,17 @@ from megazero.base.errors import FaultList, UserError
 from megazero.base.files import replace_file
 from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
-from megazero.config import rules
+from megazero.config import changes, rules
+from megazero.config.nearest import nearest, sections_of
 from megazero.config.schema import Config, resolved
+from megazero.config.stages import SECTIONS, effective
 
 # What a library calls a type, and what its users do.
 _PLAINLY = {"a valid integer": "a whole number", "a valid tuple": "a list", "a valid string": "text"}
 _PLAINLY |= {"a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}"}
 _PLAINLY |= {"a valid dictionary or instance of ValidationSet": "{path: ..., name: ...}"}
-_PLAINLY |= {"a valid dictionary or instance of Stage": "{until_step: ..., data: ...}"}
-_PLAINLY |= {"a valid dictionary or instance of StageData": "{sources: [...]}"}
+_PLAINLY |= {f"a valid dictionary or instance of Stage{each.title()}": "a section" for each in SECTIONS}
+_PLAINLY |= {"a valid dictionary or instance of Stage": "{until_step: ..., data: ...}"}  # behind those that begin so
 _PLAINLY |= {"a valid boolean": "true or false", "a valid number": "a number"}
 _DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -239,7 +241,7 @@ def _override(text: str, source: _Source) -> None:
 
 def _unknown_keys(source: _Source) -> Iterator[UserError]:
     known = option_keys()
-    sections = _sections(known)
+    sections = sections_of(known)
     for parts, value in _leaves(source.values, ()):
         key = ".".join(parts)
         if any("." in part for part in parts[:-1]) or "." in parts[-1]:
@@ -249,23 +251,6 @@ def _unknown_keys(source: _Source) -> Iterator[UserError]:
             yield UserError(105, f"{key} is a section, got {spelt(value)}", where=source.locate(key))
         elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
             yield UserError(104, f"unknown key {key}", nearest(key, known), where=source.locate(key))
-
-
-def nearest(key: str, known: list[str]) -> str:
-    """Return a hint: the key of the same name in another section, else the one (or the section) spelt most alike.
-
-    Args:
-        known: all keys (`option_keys`).
-    """
-    sections = _sections(known)
-    same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]
-    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same else 0.5)
-    return f"did you mean {near[0]}?" if near else "see `megazero explain`"
-
-
-def _sections(known: list[str]) -> list[str]:
-    return sorted({key[:i] for key in known for i, char in enumerate(key) if char == "."})
 
 
 def _leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -291,9 +276,8 @@ def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
         if item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in lines):
             continue  # it has items, of which each is wrong
         where = source.locate(key)
-        if item["type"] == "extra_forbidden" and key == "stages" and len(parts) == 3 and parts[-1] in _sections(known):
-            do = "today a stage changes data.sources alone"
-            lines[place] = UserError(109, f"{place} is not built yet", do, where=where)
+        if item["type"] == "extra_forbidden" and key == "stages":
+            lines[place] = changes.refusal(place, ".".join(parts[2:]), known, where)
         elif item["type"] == "extra_forbidden":
             lines[place] = UserError(104, f"unknown key {place}", where=where)
         elif item["type"] == "missing":
@@ -315,14 +299,31 @@ def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
 
 def _violations(config: Config, source: _Source) -> Iterator[UserError]:
     values = flatten(config)
-    for relation in rules.broken_relations(values):
+    relations, exclusions = rules.broken_relations(values), rules.broken_exclusions(values)
+    for relation in relations:
         where = next((source.where[key] for key in relation.options if key in source.where), source.name)
-        yield UserError(106, f"{relation.equation} is broken: {relation.got(values)}", relation.do, where=where)
-    for row in rules.broken_exclusions(values):
-        got = f"{row.option} {spelt(values[row.option])} with {row.other} {spelt(values[row.other])}"
-        need = " or ".join(spelt(value) for value in row.allowed)
-        where = source.locate(row.option)
-        yield UserError(107, f"{got}: {row.reason}", f"{row.other} must be {need}", where=where)
+        yield UserError(106, _broken(relation, values), relation.do, where=where)
+    for row in exclusions:
+        yield UserError(107, *_excluded(row, values), where=source.locate(row.option))
+    if relations or exclusions:  # a stage would break them too
+        return
+    for number, stage in enumerate(config.stages or ()):
+        values, where = flatten(effective(config, stage)), source.locate("stages")
+        for relation in rules.broken_relations(values):
+            yield UserError(106, f"in stages[{number}] {_broken(relation, values)}", relation.do, where=where)
+        for row in rules.broken_exclusions(values):
+            got, do = _excluded(row, values)
+            yield UserError(107, f"in stages[{number}] {got}", do, where=where)
+
+
+def _broken(relation: rules.Relation, values: rules.Values) -> str:
+    return f"{relation.equation} is broken: {relation.got(values)}"
+
+
+def _excluded(row: rules.Exclusion, values: rules.Values) -> tuple[str, str]:
+    """Return what is wrong with two options together, and what to do."""
+    got = f"{row.option} {spelt(values[row.option])} with {row.other} {spelt(values[row.other])}"
+    return f"{got}: {row.reason}", f"{row.other} must be {' or '.join(spelt(value) for value in row.allowed)}"
 
 
 def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megazero.config.stages import stage_ends
+from megazero.config.stages import ends_of, values_of_stages
 from megazero.config.weights import MOST_PERIOD, whole_weights
 
 Values = Mapping[str, Any]
@@ -80,8 +80,7 @@ def _all_names(v: Values) -> list[str]:
 
 def _lists(v: Values) -> list[Sequence[Any]]:
     """Return every list of sources: that of the config, and those of its stages."""
-    own = [v["data.sources"]] if v["data.sources"] else []
-    return own + [stage["data"]["sources"] for stage in v["stages"] or () if stage["data"]]
+    return [sources for sources in (v["data.sources"], *values_of_stages(v, "data.sources")) if sources]
 
 
 def _doubled_sources(v: Values) -> list[str]:
@@ -94,12 +93,8 @@ def _moved(v: Values) -> list[str]:
     return sorted({*_doubled([name for name, _ in places])} - {*_doubled_sources(v)})
 
 
-def _ends(v: Values) -> list[int]:
-    return stage_ends(v["stages"] or (), v["batch.global"] * v["model.seq_len"])
-
-
 def _rising(v: Values) -> bool:
-    ends = [0, *_ends(v)]
+    ends = [0, *ends_of(v)]
     return all(before < after for before, after in pairwise(ends))
 
 
@@ -242,8 +237,8 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         ("stages", "data.sources"),
-        "data.sources given with stages",
-        lambda v: v["stages"] is None or v["data.sources"] is not None,
+        "data.sources given with sources of stages",
+        lambda v: not values_of_stages(v, "data.sources") or v["data.sources"] is not None,
         lambda v: "data.sources null",
         "give the sources of what no stage says otherwise",
     ),
@@ -265,8 +260,22 @@ RELATIONS: tuple[Relation, ...] = (
         ("stages", "batch.global", "model.seq_len"),
         "stages end one after the other",
         _rising,
-        lambda v: f"they end with steps {', '.join(map(str, _ends(v)))}",
+        lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}",
         "change until_step or until_tokens",
+    ),
+    Relation(
+        ("stages", "run.steps"),
+        "stages end by run.steps",
+        lambda v: max([0, *ends_of(v)]) <= v["run.steps"],
+        lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}, run.steps is {v['run.steps']}",
+        "raise run.steps, or change until_step or until_tokens",
+    ),
+    Relation(
+        ("stages", "model.position"),
+        "model.position rotary with another model.seq_len in stages",
+        lambda v: v["model.position"] == "rotary" or {*values_of_stages(v, "model.seq_len")} <= {v["model.seq_len"]},
+        lambda v: f"{values_of_stages(v, 'model.seq_len')[0]}, and learned positions are a weight of that length",
+        "take model.position=rotary, or one length",
     ),
     Relation(
         ("checkpoint.load", "checkpoint.resume"),

@@ -15,24 +15,23 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-Positive = Annotated[int, Field(ge=1, lt=2**31)]
-NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
-# Bounds of what is looped over or laid out in memory, far beyond what anybody trains: a slip of the keyboard is a line
-# at once, not a machine that is busy for hours.
-Layers = Annotated[int, Field(ge=1, le=4096)]
-Ranks = Annotated[int, Field(ge=1, le=16_384)]
-Sequences = Annotated[int, Field(ge=1, le=2**20)]
-Tokens = Annotated[int, Field(ge=1, le=2**24)]
-Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
-
-
-class Section(BaseModel):
-    """The base of all sections: frozen, strict, and closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+from megazero.config.sections import (
+    Layers,
+    NonNegative,
+    Positive,
+    Ranks,
+    Section,
+    Sequences,
+    Source,
+    Sources,
+    Text,
+    Tokens,
+    ValidationSet,
+)
+from megazero.config.stage_sections import Stage
 
 
 class Run(Section):
@@ -227,25 +226,6 @@ class Batch(Section):
     micro: Sequences = Field(default=1, description="Sequences in one forward pass of one data rank.")
 
 
-# A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9 _.,+=@:~-]+$")]
-_NOT_IN_NAMES = r"[^A-Za-z0-9 _.,+=@:~-]"
-
-
-class Source(Section):
-    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
-    weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
-    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
-
-
-class ValidationSet(Section):
-    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
-    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
-
-
-Sources = Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)]
-
-
 class Data(Section):
     train: Text | None = Field(
         default=None,
@@ -276,6 +256,7 @@ class Data(Section):
     pack: bool = Field(default=False, description="A sequence is whole documents, as many as fit, and padding.")
 
 
+_NOT_IN_NAMES = r"[^A-Za-z0-9 _.,+=@:~-]"
 QUICKSTART = "data/quickstart/train"  # what is trained on where nothing else is said
 NamedFiles = TypeVar("NamedFiles", Source, ValidationSet)
 
@@ -306,18 +287,6 @@ class Observe(Section):
     )
 
 
-class StageData(Section):
-    sources: Sources = Field(description="Instead of the config's data.sources.")
-
-
-class Stage(Section):
-    until_step: Positive | None = Field(default=None, description="The last step of the stage, from 1.")
-    until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = Field(
-        default=None, description="Instead: the tokens of the run, all stages together, with which it ends."
-    )
-    data: StageData | None = Field(default=None, description="What is trained on; null: as the config says.")
-
-
 class Config(Section):
     """All sections of a config; `name` is that of the file, not an option."""
 
@@ -336,8 +305,8 @@ class Config(Section):
     observe: Observe = Field(default_factory=Observe)
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=100)] | None = Field(
         default=None,
-        description="Parts of the run with other data.sources, one after the other: a list of {until_step or "
-        "until_tokens, data}. Behind the last one the config holds.",
+        description="Parts of the run in which some options are others, one after the other: a list of {until_step or "
+        "until_tokens, data, model, batch, optimizer, schedule}. Behind the last one the config holds.",
     )
 
     @property
@@ -379,9 +348,10 @@ def _named(given: NamedFiles) -> NamedFiles:
 
 
 def _stage_with_names(stage: Stage) -> Stage:
-    if stage.data is None:
+    if stage.data is None or stage.data.sources is None:
         return stage
-    return stage.model_copy(update={"data": StageData(sources=tuple(map(_named, stage.data.sources)))})
+    data = stage.data.model_copy(update={"sources": tuple(map(_named, stage.data.sources))})
+    return stage.model_copy(update={"data": data})
 
 
 def default_ffn(hidden: int, activation: str) -> int:

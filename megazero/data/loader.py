@@ -25,6 +25,9 @@ class BatchLoader:
         global_batch: sequences per step over all ranks; a multiple of micro_batch x num_data.
         micro_batch: sequences per micro-batch.
         data_rank, num_data: this rank on the data axis, and its size.
+        begins: (steps, samples) done and consumed before: with another batch, say.
+        ends: the last step, from 1, behind which nothing is read ahead; None: there is always another.
+        others: what sequences of other lengths are drawn from, before or later.
         pack: called with a step's micro-batches in the background thread; returns what `step` calls to get those of the
             device. None: they are used where they are made.
         stop: ends a `pack` that waits for a device, which may hang; called when the loader is closed.
@@ -38,11 +41,16 @@ class BatchLoader:
         micro_batch: int,
         data_rank: int = 0,
         num_data: int = 1,
+        begins: tuple[int, int] = (0, 0),
+        ends: int | None = None,
+        others: Sequence[Mixture] = (),
         pack: Callable[[Sequence[MicroBatch]], Callable[[], list[MicroBatch]]] | None = None,
         stop: Callable[[], object] = lambda: None,
     ):
         assert 0 <= data_rank < num_data and global_batch % (micro_batch * num_data) == 0, "held by the config"
-        self._mixture, self._global_batch = mixture, global_batch
+        self._mixture, self._global_batch, self._ends = mixture, global_batch, ends
+        self._mixtures = (mixture, *others)
+        self._steps, self._samples = begins
         self._indices = np.array(  # [micro-batches, rows]: which sequences of a step are this rank's
             [
                 [index_of(data_rank, m, row, num_data, micro_batch) for row in range(micro_batch)]
@@ -58,20 +66,21 @@ class BatchLoader:
         ahead, self._ahead = self._ahead, None
         ready = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._build, step)
         batches = ready.result()()
-        self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
+        if step + 1 != self._ends:
+            self._ahead = (step + 1, self._thread.submit(self._build, step + 1))
         return batches
 
     def samples(self, steps: int) -> int:
         """Return how many samples that many steps consume: the id of the next one."""
-        return sample_id(steps, 0, self._global_batch)
+        return self._samples + sample_id(steps - self._steps, 0, self._global_batch)
 
     def epoch(self, steps: int) -> float:
         """Return how often that many steps go through the data set."""
-        return self.samples(steps) / self._mixture.num_windows
+        return sum(mixture.passes(self.samples(steps)) for mixture in self._mixtures)
 
     def epochs(self, steps: int) -> dict[str, float] | None:
         """Return how often that many steps go through each source, by its name; None where sources have no names."""
-        return self._mixture.epochs(self.samples(steps))
+        return epochs_of(self._mixtures, self.samples(steps))
 
     def close(self) -> None:
         """End the background thread, and drop what it read, or failed to read, for a step that never came."""
@@ -80,9 +89,22 @@ class BatchLoader:
 
     def _build(self, step: int) -> Callable[[], list[MicroBatch]]:
         """Read a step; return what gives its micro-batches to the caller of `step`."""
-        ids = sample_id(step, self._indices, self._global_batch)
+        ids = self.samples(step) + self._indices
         batches = self._mixture.micro_batches(ids)
         return (lambda: batches) if self._pack is None else self._pack(batches)
+
+
+def epochs_of(mixtures: Sequence[Mixture], samples: int) -> dict[str, float] | None:
+    """Return how often so many samples go through each source, at all lengths together, by its name.
+
+    None: sources have no names.
+
+    Args:
+        mixtures: of the same sources, one for each length of a sequence.
+    """
+    each = [mixture.epochs(samples) for mixture in mixtures]
+    named = [found for found in each if found is not None]
+    return {name: sum(found[name] for found in named) for name in named[0]} if named else None
 
 
 def validation_batches(

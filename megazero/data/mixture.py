@@ -43,11 +43,14 @@ class Phase:
 
     Attributes:
         first: its first sample id.
-        weights: of all sources; 0 for one that gives nothing in it.
+        weights: of all sources; 0 for one that gives nothing in it. Of none: samples that another mixture gives,
+            because they are of another length.
+        gone: weights of sources that are not here any more; they have given their share.
     """
 
     first: int
     weights: tuple[int, ...]
+    gone: tuple[int, ...] = ()
 
 
 class _Part:
@@ -56,10 +59,12 @@ class _Part:
     def __init__(self, phase: Phase, before: np.ndarray):
         self.first, self.before = phase.first, before
         self.places = np.flatnonzero(phase.weights)  # of the sources that take part
-        self.order = Interleaving([phase.weights[place] for place in self.places])
+        weights = [*(phase.weights[place] for place in self.places), *phase.gone]
+        self.order = Interleaving(weights) if weights else None
 
     def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, number of the sample among that source's) of samples of this phase."""
+        assert self.order is not None, "samples of another length"
         sources, numbers = self.order.of(samples - self.first)
         places = self.places[sources]
         return places, numbers + self.before[places]
@@ -67,7 +72,8 @@ class _Part:
     def counts(self, samples: int) -> np.ndarray:
         """Return how many samples of each source came before this sample id, which is not before the phase."""
         counts = self.before.copy()
-        counts[self.places] += self.order.counts(samples - self.first)
+        if self.order is not None:
+            counts[self.places] += self.order.counts(samples - self.first)[: len(self.places)]
         return counts
 
 
@@ -123,6 +129,7 @@ class Mixture:
         if not part:
             return None
         last = part[-1]
+        assert last.order is not None, "the source takes part"
         place = int(np.searchsorted(last.places, source))
         sample = last.first + last.order.sample(place, number - int(last.before[source]))
         later = [first for first in self._firsts.tolist() if first > last.first]
@@ -154,9 +161,16 @@ class Mixture:
         if self.sources[0].name is None:
             return each[0]
         named = [f"{source.name}: {text}" for source, text in zip(self.sources, each, strict=True)]
-        named += [f"from sample {phase.first} weights {phase.weights}" for phase in self.phases]
+        named += [
+            f"from sample {phase.first} weights {phase.weights}{f' and {phase.gone}' * bool(phase.gone)}"
+            for phase in self.phases
+        ]
         digest = xxhash.xxh3_64_hexdigest("\n".join(named).encode())
         return f"{len(each)} source{'s' * (len(each) > 1)}, xxh3 {digest}"
+
+    def passes(self, samples: int) -> float:
+        """Return how often so many samples go through all windows together; those of other lengths do not count."""
+        return int(self._counts(samples).sum()) / self.num_windows
 
     def _counts(self, samples: int) -> np.ndarray:
         return self._parts[int(np.searchsorted(self._firsts, samples, side="right")) - 1].counts(samples)

@@ -28,6 +28,7 @@ class Work:
         peak_flops: of one device in the compute dtype; None where not known.
         device: where this rank runs.
         num_devices: of the whole run.
+        before: (steps, tokens) done and consumed before, with another batch or length.
     """
 
     tokens_per_step: int
@@ -35,6 +36,12 @@ class Work:
     peak_flops: float | None
     device: torch.device
     num_devices: int = 1
+    before: tuple[int, int] = (0, 0)
+
+    def tokens(self, steps: int) -> int:
+        """Return the tokens that so many steps of the run consume."""
+        done, tokens = self.before
+        return tokens + (steps - done) * self.tokens_per_step
 
 
 class Recorder:
@@ -103,7 +110,7 @@ class Recorder:
         row = Row(
             step=done,
             time=time.time(),
-            tokens=done * work.tokens_per_step,
+            tokens=work.tokens(done),
             **asdict(numbers),
             step_time=speed.step_time,
             tokens_per_second=speed.tokens_per_second,

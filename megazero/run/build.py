@@ -21,8 +21,8 @@ from megazero.comm.home import PagedHome
 from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
+from megazero.config.stages import Course, Part
 from megazero.data.loader import BatchLoader, validation_batches
-from megazero.data.mixture import Mixture
 from megazero.data.origin import Origin, require_counts, require_mask, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import MicroBatch, WindowDataset
@@ -48,7 +48,7 @@ from megazero.run.checkpointing import (
     checkpoints_of,
     holdings_to_load,
 )
-from megazero.run.data import RunData, open_data, refuse_overlap
+from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats, refuse_short
 from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
@@ -70,7 +70,7 @@ class Ready(NamedTuple):
     holdings: list[ShardState]
     ops: Operations
     disks: PagedHome | None
-    mixture: Mixture
+    data: RunData
     tokenizer: Tokenizer | None
 
     def close(self) -> None:
@@ -80,24 +80,38 @@ class Ready(NamedTuple):
             self.disks.close()
 
 
-def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunContext, here: int = 1) -> Ready:
-    """Build everything that one rank of a training run needs, in the order in which it depends on each other.
+def build_trainer(
+    whole: Config,
+    grid: Grid,
+    device: torch.device,
+    site: RunContext,
+    here: int = 1,
+    *,
+    part: Part | None = None,
+    spent: float = 0.0,
+) -> Ready:
+    """Build everything that one rank of a part of a run needs, in the order in which it depends on each other.
 
     Only the first rank of the world writes rows and profiles. It does not communicate, so each rank may fail on its
     own; the caller makes the ranks agree.
 
     Args:
+        whole: the run's config.
         here: ranks that share this host's memory.
+        part: of the run; None: its first.
+        spent: seconds that the job has trained before.
 
     Raises:
-        UserError: 2xx, the data is missing, damaged or too small; 112, a tokenizer that is not the model's;
-            114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
+        UserError: 2xx, the data is missing, damaged, too small or used too often; 112, a tokenizer that is not the
+            model's; 114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
     """
-    dtype = DTYPES[config.precision.dtype]
+    course = Course(whole, site.job.history)
+    part = part or course.parts[0]
+    config, dtype = part.config, DTYPES[whole.precision.dtype]
     name = config.data.tokenizer
     tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
     first = grid["world"].rank == 0
-    data = _opened(config, tokenizer, first=first)
+    data = _opened(part, course, tokenizer, first=first)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -108,10 +122,7 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     settle_attention(config, built.model, device, first=first)
     engine, pipeline = built.engine, built.pipeline
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
-    flops = model_shape(config).flops_per_token()
-    work = Work(engine.tokens_per_step, flops, _peak_flops(config, device), device, grid["world"].size)
-    comm, folder = grid.comm, site.folder
-    expected, phases = Expectation(config, grid, device, ops), PhaseSeconds()
+    comm, folder, phases = grid.comm, site.folder, PhaseSeconds()
 
     def now(step: int, phase: str) -> None:
         """Record what this rank does where the others can read it, and on the terminal if it takes long."""
@@ -122,62 +133,69 @@ def build_trainer(config: Config, grid: Grid, device: torch.device, site: RunCon
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
         return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
-    about = about_run(config, built, grid, site, Identity.of(data.mixture, tokenizer))
+    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer))
     trainer = Trainer(
         engine,
         pipeline,
         lambda batch, step: feed(batch, step, True),
-        loader_of(config, data.mixture, grid["data"], device),
+        loader_of(part, data, grid["data"], device),
         {
             name: _validation(config, windows, score_batches, tokenizer, grid, device)
             for name, windows in data.validation.items()
         },
         Recorder(
-            _sinks(config, site, first, engine, comm.ledger),
+            _sinks(whole, site, first, engine, comm.ledger),
             _profile(config, folder, first),
-            work,
+            _work(part, device, grid["world"].size),
             comm.ledger,
-            expected.compare,
+            Expectation(config, grid, device, ops).compare,
             phases,
         ),
-        TrainSchedule(config.run.steps, _learning_rate(config), config.observe.every, config.data.valid_every),
+        _pace(part),
         checkpoints_of(config, built, grid, device, about, site),
-        Stopping(
-            grid["world"],
-            device,
-            site.signals,
-            folder.stop,
-            config.run.time_limit,
-            first_step=folder.early_stops.forget,
-            look=FolderWatch(folder, warn).look,
-        ),
+        _stopping(None if config.run.time_limit is None else config.run.time_limit - spent, grid, device, site),
         lambda: write_ledger(folder, grid, device),
         now,
         lambda own, say: _blame(own, say, grid, device),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops, disks, data.mixture, tokenizer)
+    return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
 
 
-def _opened(config: Config, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
+def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunContext) -> Stopping:
+    """Return what ends a run before its last step.
+
+    Args:
+        limit: seconds from now on; None: none.
+    """
+    forget, look = site.folder.early_stops.forget, FolderWatch(site.folder, warn).look
+    return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget, look=look)
+
+
+def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
     """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
     with doing("opening the data"):
-        data = open_data(config)
+        data = open_data(part.config, course)
+        refuse_repeats(data)
+        refuse_short(course, part)
         for source in data.mixture.sources:
             _origin_of(source.windows, tokenizer)
         if first:  # the others would read the same
-            refuse_overlap(config, data)
+            refuse_overlap(part.config, data)
     return data
 
 
-def loader_of(config: Config, mixture: Mixture, data: Axis, device: torch.device) -> BatchLoader:
+def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> BatchLoader:
     """Return the loader of the micro-batches of each step on one rank of the data axis, for its device."""
-    upload = Upload(device)
+    upload, batch = Upload(device), part.config.batch
     return BatchLoader(
-        mixture,
-        global_batch=config.batch.global_,
-        micro_batch=config.batch.micro,
-        data_rank=data.rank,
-        num_data=data.size,
+        data.mixture,
+        global_batch=batch.global_,
+        micro_batch=batch.micro,
+        data_rank=axis.rank,
+        num_data=axis.size,
+        begins=(part.first, part.samples),
+        ends=part.end,
+        others=data.others,
         pack=None if device.type == "cpu" else upload.pack,
         stop=upload.stop,
     )
@@ -193,14 +211,19 @@ def _blame(
     return say(rank, own[1] if own else None) if rank == grid["world"].rank else FailedElsewhere(rank, 301)
 
 
-def _peak_flops(config: Config, device: torch.device) -> float | None:
-    return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype) if device.type == "cuda" else None
+def _work(part: Part, device: torch.device, ranks: int) -> Work:
+    """Return the work of a step of a part, on one of some ranks."""
+    dtype, flops = part.config.precision.dtype, model_shape(part.config).flops_per_token()
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    return Work(part.tokens_per_step, flops, peak, device, ranks, before=(part.first, part.tokens))
 
 
-def _learning_rate(config: Config) -> LearningRate:
-    s = config.schedule
+def _pace(part: Part) -> TrainSchedule:
+    config = part.config
+    s, steps = config.schedule, config.run.steps
     assert s.cooldown is not None, "a resolved config"
-    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, config.run.steps, s.decay, s.cooldown)
+    rate = LearningRate(config.optimizer.lr, s.min_lr, s.warmup, steps, s.decay, s.cooldown)
+    return TrainSchedule(steps, rate, config.observe.every, config.data.valid_every, part.end)
 
 
 def _validation(

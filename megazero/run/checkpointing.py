@@ -10,7 +10,7 @@ import math
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,16 @@ from megazero.checkpoint.save import Saver, ShardState, WrittenShard
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
+from megazero.config.changes import in_json
 from megazero.config.file import flatten
 from megazero.config.schema import Config
-from megazero.data.mixture import Mixture
+from megazero.config.stages import Course
 from megazero.data.tokenizer import Tokenizer
 from megazero.launcher.signals import Signals
 from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
+from megazero.run.history import other_data
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
 
@@ -72,9 +74,13 @@ class Identity:
     tokenizer: str | None
 
     @classmethod
-    def of(cls, mixture: Mixture, tokenizer: Tokenizer | None) -> "Identity":
-        """Return the identity of the windows' place in the files, not of every token, and of the tokenizer's file."""
-        return cls(mixture.digest(), tokenizer.fingerprint if tokenizer is not None else None)
+    def of(cls, data: str, tokenizer: Tokenizer | None) -> "Identity":
+        """Return the identity of the windows' place in the files, not of every token, and of the tokenizer's file.
+
+        Args:
+            data: the digest of the former.
+        """
+        return cls(data, tokenizer.fingerprint if tokenizer is not None else None)
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class CheckpointMetadata:
         shapes: the whole shape of every parameter.
         dtype: the type of the optimizer's parameters and state.
         kinds: of values: the weight, and the optimizer's state.
+        history: of the options that were changed when the run went on (`run/history.py`).
     """
 
     run: str
@@ -112,6 +119,7 @@ class CheckpointMetadata:
     dtype: torch.dtype
     kinds: tuple[str, ...]
     identity: Identity
+    history: list[dict[str, Any]] = field(default_factory=list)
 
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
         """Return the whole manifest of a step, of what all ranks have written."""
@@ -137,13 +145,15 @@ class CheckpointMetadata:
             identity={"data": self.identity.data, "tokenizer": self.identity.tokenizer},
             config=plain(config),
             software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            history=self.history,
         )
 
 
 def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity) -> CheckpointMetadata:
     """Return what every manifest of this run says alike."""
     dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
-    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity)
+    history = [*site.job.history, *other_data(site.job, identity.data)]
+    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history)
 
 
 def checkpoints_of(
@@ -205,7 +215,8 @@ def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())
     one = elements * len(about.kinds) * about.dtype.itemsize
-    needed = one * (1 if config.checkpoint.every is None else 2)
+    several = config.checkpoint.every is not None or len(Course(config, about.history).parts) > 1
+    needed = one * (2 if several else 1)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -223,4 +234,4 @@ def _by_start(piece: list[int]) -> int:
 
 def plain(config: Config) -> dict[str, Any]:
     """Return the config flat, in JSON's types."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in flatten(config).items()}
+    return {key: in_json(value) for key, value in flatten(config).items()}

@@ -3,11 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import xxhash
+
 from megazero.base.errors import UserError
-from megazero.config.schema import Config, Source
-from megazero.config.stages import stage_ends
+from megazero.config.schema import Config
+from megazero.config.sections import Source
+from megazero.config.stages import Course, Part
 from megazero.config.weights import whole_weights
 from megazero.data import mixture
+from megazero.data.loader import epochs_of
 from megazero.data.mixture import Mixture, Phase, seed_of
 from megazero.data.overlap import shared_document
 from megazero.data.windows import WindowDataset, open_datasets
@@ -17,63 +21,110 @@ class RunData(NamedTuple):
     """The data of a run.
 
     Attributes:
-        mixture: to train on.
-        validation: windows by the name of a set; "" is that of `data.valid`.
+        course: of the run.
+        mixtures: to train on, by the length of their windows, each over the sample ids of the whole run, and of what
+            it would read if it were longer.
+        length: of the windows that are read now.
+        validation: windows of that length by the name of a set; "" is that of `data.valid`.
     """
 
-    mixture: Mixture
+    course: Course
+    mixtures: dict[int, Mixture]
+    length: int
     validation: dict[str, WindowDataset]
 
+    @property
+    def mixture(self) -> Mixture:
+        """Return what is trained on now."""
+        return self.mixtures[self.length]
 
-def open_data(config: Config) -> RunData:
+    @property
+    def others(self) -> list[Mixture]:
+        """Return what is trained on at other lengths."""
+        return [each for length, each in self.mixtures.items() if length != self.length]
+
+    def digest(self) -> str:
+        """Return a digest of what the run reads in which order, however long it is."""
+        used = _lengths(self.course)
+        each = [self.mixtures[length].digest() for length in used]
+        if len(each) == 1:
+            return each[0]
+        told = "\n".join(f"{length}: {digest}" for length, digest in zip(used, each, strict=True))
+        return f"windows of {', '.join(map(str, used))} tokens, xxh3 {xxhash.xxh3_64_hexdigest(told.encode())}"
+
+
+def open_data(config: Config, course: Course | None = None) -> RunData:
     """Open all data of a run.
 
     A share in `data.valid` is held out of each source's documents; of sources with names each is a validation set of
     that name.
 
+    Args:
+        config: that holds now: of a part of the course, or of the whole run.
+        course: of the run; None: that of the config.
+
     Raises:
-        UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens, 219 sources
-            that would be gone through too often.
+        UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
     """
-    data, seed = config.data, config.run.seed
+    course, length, data = course or Course(config), config.model.seq_len, config.data
     share = data.valid if isinstance(data.valid, float) else None
     validation: dict[str, WindowDataset] = {}
-    sources = []
-    all_sources, phases = _plan(config)
-    for given, weight in zip(all_sources, phases[0].weights, strict=True):
-        windows, held_out = _opened(config, given.path, share)
-        order = seed if given.name is None else seed_of(seed, given.name)
-        sources.append(mixture.Source(given.name, windows, weight, order))
-        if held_out is not None:
-            validation[given.name or ""] = held_out
+    mixtures: dict[int, Mixture] = {}
+    for each in dict.fromkeys([*_lengths(course), length]):
+        phases, sources = list(_phases(course, each)), []
+        for given, weight in zip(sources_of(course), phases[0].weights, strict=True):
+            windows, held_out = _opened(config, given.path, share, each)
+            sources.append(mixture.Source(given.name, windows, weight, _order(course, given.name, each)))
+            if held_out is not None and each == length:
+                validation[given.name or ""] = held_out
+        mixtures[each] = Mixture(sources, phases)
+    validation |= _validation_sets(config, length)
+    return RunData(course, mixtures, length, validation)
+
+
+def refuse_short(course: Course, part: Part) -> None:
+    """Refuse validation sets that are too short for the windows of a part behind this one. Raises UserError 207."""
+    for later in {each.seq_len: each for each in course.parts if each.first > part.first}.values():
+        _validation_sets(later.config, later.seq_len)
+
+
+def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
+    """Return the windows of the validation sets that have files of their own, by their names."""
+    data, found = config.data, dict[str, WindowDataset]()
     if isinstance(data.valid, str):
-        validation[""], _ = _opened(config, data.valid, None)
+        found[""], _ = _opened(config, data.valid, None, length)
     for other in data.validation or ():
         assert other.name is not None, "a resolved config"
-        validation[other.name], _ = _opened(config, other.path, None)
-    found = Mixture(sources, phases)
-    _refuse_repeats(config, found)
-    return RunData(found, validation)
+        found[other.name], _ = _opened(config, other.path, None, length)
+    return found
 
 
-def sources_text(config: Config, found: Mixture) -> str:
+def _lengths(course: Course) -> list[int]:
+    """Return the lengths of windows in a run, in the order of its parts, and behind it."""
+    return list(dict.fromkeys(part.seq_len for part in (*course.parts, *course.behind)))
+
+
+def sources_text(data: RunData) -> str:
     """Return the words for what a run is trained on: the path, or of each source its share and how often it comes."""
-    if config.data.sources is None:
-        return str(config.data.train)
-    batch = config.batch.global_
-    epochs = found.epochs(config.run.steps * batch)
+    course = data.course
+    if course.config.data.sources is None:
+        return str(course.config.data.train)
+    epochs = epochs_of(list(data.mixtures.values()), course.samples(course.config.run.steps))
     assert epochs is not None, "sources of a config have names"
-    each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in found.sources)
-    shares = (
-        (f"from step {phase.first // batch + 1:,} " if phase.first else "") + _shares(found, phase.weights)
-        for phase in found.phases
-    )
-    return f"{'; '.join(shares)}; of {', '.join(each)}"
+    sources = data.mixture.sources
+    each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in sources)
+    shares: list[tuple[int, str]] = []
+    for mix in (mix for part in course.parts for mix in part.mixes):
+        text = _shares(mix.sources or ())
+        if mix.first < course.config.run.steps and (not shares or shares[-1][1] != text):
+            shares.append((mix.first, text))
+    told = (f"from step {first + 1:,} {text}" if first else text for first, text in shares)
+    return f"{'; '.join(told)}; of {', '.join(each)}"
 
 
-def packing_text(found: Mixture) -> Iterator[str]:
+def packing_text(data: RunData) -> Iterator[str]:
     """Yield for each source that is packed how, in words."""
-    for source in found.sources:
+    for source in data.mixture.sources:
         windows = source.windows
         if (packing := windows.packing) is not None:
             text = f"{windows.stream.num_documents:,} documents of {windows.stream.dataset.prefix} packed into "
@@ -82,9 +133,9 @@ def packing_text(found: Mixture) -> Iterator[str]:
             yield text + (cut if packing.num_cut else "")
 
 
-def _shares(found: Mixture, weights: Sequence[int]) -> str:
-    each = zip(found.sources, weights, strict=True)
-    return ", ".join(f"{source.name} {100 * weight / sum(weights):.4g} %" for source, weight in each if weight)
+def _shares(sources: Sequence[Source]) -> str:
+    whole = sum(source.weight for source in sources)
+    return ", ".join(f"{source.name} {100 * source.weight / whole:.4g} %" for source in sources)
 
 
 def refuse_overlap(config: Config, data: RunData) -> None:
@@ -104,39 +155,57 @@ def refuse_overlap(config: Config, data: RunData) -> None:
                 raise UserError(220, what, do, where=stream.dataset.prefix)
 
 
-def _plan(config: Config) -> tuple[list[Source], list[Phase]]:
-    """Return every source of a config and its stages, and from which sample on which weights hold.
-
-    That of `data.train` has no name.
-    """
-    if config.data.sources is None:
-        assert config.data.train is not None, "a resolved config"
-        return [Source(path=config.data.train)], [Phase(0, (1,))]
-    stages, batch = config.stages or (), config.batch.global_
-    ends = stage_ends([stage.model_dump() for stage in stages], batch * config.model.seq_len)
-    mixes = [stage.data.sources if stage.data else config.data.sources for stage in stages] + [config.data.sources]
-    named = {source.name: source for mix in (config.data.sources, *mixes) for source in mix}
-    phases: list[Phase] = []
-    for first, mix in zip([0, *ends], mixes, strict=True):
-        weights = whole_weights([source.weight for source in mix])
-        given = {source.name: weight for source, weight in zip(mix, weights, strict=True)}
-        phase = Phase(first * batch, tuple(given.get(name, 0) for name in named))
-        if not phases or phases[-1].weights != phase.weights:
-            phases.append(phase)
-    return list(named.values()), phases
+def sources_of(course: Course) -> list[Source]:
+    """Return every source of a config and its stages; that of `data.train` has no name."""
+    named = course.sources()
+    if named is not None:
+        return named
+    assert course.config.data.train is not None, "a resolved config"
+    return [Source(path=course.config.data.train)]
 
 
-def _opened(config: Config, path: str, share: float | None) -> tuple[WindowDataset, WindowDataset | None]:
-    data, model = config.data, config.model
-    return open_datasets(path, share, model.seq_len, model.vocab, data.mask_eod, data.pack)
+def _phases(course: Course, length: int) -> Iterator[Phase]:
+    """Yield from which sample on which weights hold in the windows of a length; of none, where others are read."""
+    names = [source.name for source in sources_of(course)]
+    nothing, last = tuple(0 for _ in names), None
+    for part in (*course.parts, *course.behind):
+        for mix in part.mixes:
+            first = part.samples + (mix.first - part.first) * part.config.batch.global_
+            phase = Phase(first, nothing)
+            if part.seq_len == length:
+                sources = mix.sources or (Source(path=""),)
+                weights = whole_weights([source.weight for source in sources])
+                given = {source.name: weight for source, weight in zip(sources, weights, strict=True)}
+                gone = tuple(weight for name, weight in given.items() if name not in names)
+                phase = Phase(first, tuple(given.get(name, 0) for name in names), gone)
+            if last is None or (last.weights, last.gone) != (phase.weights, phase.gone):
+                yield (last := phase)
+    if last is None:
+        yield Phase(0, nothing)
 
 
-def _refuse_repeats(config: Config, found: Mixture) -> None:
-    most, samples = config.data.max_epochs, config.run.steps * config.batch.global_
-    for source, count in zip(found.sources, found.counts(samples), strict=True):
-        epochs = count / source.windows.num_windows
+def _order(course: Course, name: str | None, length: int) -> int:
+    """Return the seed of the order of a source's windows: of another length than the run's first, one of its own."""
+    seed = course.config.run.seed
+    if length != course.parts[0].seq_len:
+        return seed_of(seed, f"{name or ''}, windows of {length} tokens")
+    return seed if name is None else seed_of(seed, name)
+
+
+def _opened(config: Config, path: str, share: float | None, length: int) -> tuple[WindowDataset, WindowDataset | None]:
+    data = config.data
+    return open_datasets(path, share, length, config.model.vocab, data.mask_eod, data.pack)
+
+
+def refuse_repeats(data: RunData) -> None:
+    """Refuse sources that would be gone through too often. Raises UserError 219."""
+    course, all_lengths = data.course, list(data.mixtures.values())
+    most, steps = course.config.data.max_epochs, course.config.run.steps
+    samples = course.samples(steps)
+    for place, source in enumerate(all_lengths[0].sources):
+        epochs = sum(each.counts(samples)[place] / each.sources[place].windows.num_windows for each in all_lengths)
         if most is not None and epochs > most:
-            what = f"{config.run.steps:,} steps go through {source.name or 'it'} {epochs:.4g} times, "
+            what = f"{steps:,} steps go through {source.name or 'it'} {epochs:.4g} times, "
             what += f"data.max_epochs is {most:g}"
             where = source.windows.stream.dataset.prefix
             raise UserError(219, what, "use more text, lower its weight or run.steps, or raise the cap", where=where)

@@ -9,6 +9,7 @@ from pathlib import Path
 from megazero.build.pipeline import check_world
 from megazero.config.file import run_dir
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.data.indexed_dataset import refuse_missing
 from megazero.data.loss_mask import mask_path
 from megazero.data.origin import require_mask, require_tokenizer
@@ -24,7 +25,8 @@ def look(config: Config, name: str, nproc: int | None) -> None:
         UserError: 106; 110, 420; 201; 162, 209, 210, 112; 203, 221, 225.
     """
     if nproc is not None:
-        check_world(config, nproc, f"--nproc {nproc}")
+        done = 0 if config.checkpoint.resume == "none" else None
+        check_parts(Course(config), nproc, f"--nproc {nproc}", done=done)
     folder, data = RunFolder(run_dir(config, name)), config.data
     if config.checkpoint.resume == "none":
         folder.refuse_if_taken(RunLock(folder.lock))
@@ -38,9 +40,22 @@ def look(config: Config, name: str, nproc: int | None) -> None:
             require_mask(origin, None, Path(path))
 
 
+def check_parts(course: Course, size: int, given: str = "", *, done: int | None = 0) -> None:
+    """Hold the parts that a run has left against the number of ranks, as `check_world` does.
+
+    Args:
+        done: steps; None: it is not known how many, so that only the last part is sure to be left.
+
+    Raises:
+        UserError: 106.
+    """
+    for part in course.parts[-1:] if done is None else course.parts[course.parts.index(course.part(done)) :]:
+        check_world(part.config, size, " in ".join(text for text in (given, part.name) if text))
+
+
 def _paths(config: Config) -> list[str]:
     """Return the path of every data set that a config names."""
     data = config.data
-    paths = [data.train, data.valid] + [each.path for each in (*(data.sources or ()), *(data.validation or ()))]
-    paths += [source.path for stage in config.stages or () if stage.data for source in stage.data.sources]
+    paths = [data.train, data.valid] + [each.path for each in data.validation or ()]
+    paths += [source.path for source in Course(config).sources() or ()]
     return [path for path in paths if isinstance(path, str)]

@@ -14,7 +14,7 @@ are carried over keep their n (`Progress.carried`): counted anew they would be t
 are. The learning rate counts the new run's updates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ import torch
 from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.shard import DTYPES, NAMES
+from megazero.config.changes import in_json, row_of
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
+from megazero.run.history import BEFORE, held_out
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 
@@ -42,8 +45,6 @@ _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
     *("zero.quantize.*", "zero.offload.delayed", "precision.kernels"),
 )
-# What older checkpoints do not say.
-_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
 
 
 def taken(manifest: Manifest, load: str) -> str:
@@ -63,21 +64,64 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if load != "weights" and manifest.kinds != list(about.kinds):
         what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
-    theirs, ours = _BEFORE | manifest.config, plain(about.config)
+    theirs, ours = BEFORE | manifest.config, plain(about.config)
     names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
-    odd = [f"{key} {theirs.get(key)} -> {ours[key]}" for key in ours if key in names and theirs.get(key) != ours[key]]
+    other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
     if load == "all":
+        other |= _other_stages(theirs.get("stages"), ours["stages"])
         mine, found = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}, manifest.identity
-        odd += [f"{key} {found.get(key)} -> {mine[key]}" for key in mine if found.get(key) != mine[key]]
+        other |= {key: (found.get(key), mine[key]) for key in mine if found.get(key) != mine[key]}
+    changed = {change["key"] for change in about.history[len(manifest.history) :]}
+    odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if option_of(key) not in changed]
     if not odd and (name := manifest.other_shape(about.shapes)):
         odd = [f"{name} {manifest.shapes.get(name)} -> {about.shapes.get(name)}"]
     if not odd and not _fits(manifest.dtype, about.dtype, load):
         odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
     if odd:
         what, do = "is not of this run", "resume with the config it was made with"
+        do += _permission({option_of(key) for key in other} - changed, theirs, about.config)
         if load != "all":
             what, do = "is not of this model", "load it with the model it was made with"
         raise UserError(412, f"{what} (its -> this): {_some(odd)}", do, where=where)
+    consumed = Course(about.config, about.history).samples(manifest.step)
+    if load == "all" and manifest.progress is not None and manifest.progress.next_sample != consumed:
+        what = f"has consumed {manifest.progress.next_sample:,} samples, with these options it would be {consumed:,}"
+        raise UserError(412, what, "resume with the config it was made with", where=where)
+
+
+def _other_stages(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
+    """Return what stages differ in, {stages[1].batch.global: (its, this)}, but for what is free in a config too.
+
+    What they train on is a matter of the data's digest.
+    """
+    theirs, ours = dict(_spread(in_json(theirs) or [])), dict(_spread(ours or []))
+    keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
+    return {key: (theirs.get(key), ours.get(key)) for key in keys}
+
+
+def _spread(stages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield what stages say, by place, but for what is free in a config too, and sources."""
+    for number, stage in enumerate(stages):
+        for section, given in stage.items():
+            for name, value in given.items() if isinstance(given, dict) else [("", given)]:
+                key = f"{section}.{name}".rstrip(".")
+                if key.startswith("until_") or (not row_of(key).on_resume and key != "data.sources"):
+                    yield f"stages[{number}].{key}", value
+
+
+def option_of(key: str) -> str:
+    """Return the option of a place: of one in stages, those."""
+    return "stages" if key.startswith("stages") else key
+
+
+def _permission(keys: set[str], theirs: Mapping[str, Any], config: Config) -> str:
+    """Return how these options may be others, in words; "" where one may not."""
+    fixed = {"tokenizer"} | ({"model.seq_len"} if config.model.position == "learned" else set())
+    fixed |= {"data"} if held_out(theirs.get("data.valid")) != held_out(config.data.valid) else set()
+    wanted = {key for key in keys if key != "data"} or keys  # other data may be of another option alone
+    if keys & fixed or any(key != "data" and row_of(key).on_resume for key in wanted):
+        return ""
+    return f", or take it by --allow-change {','.join(sorted(wanted))}"
 
 
 def begin(trainer: Trainer, found: Manifest, job: ResumePoint, owed: Mapping[str, Any] | None) -> None:
@@ -114,7 +158,7 @@ def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str |
 
 def changes(manifest: Manifest, config: Config) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    theirs, ours = _BEFORE | manifest.config, plain(config)
+    theirs, ours = BEFORE | manifest.config, plain(config)
     unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
     said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key] and key not in unused]
     return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])

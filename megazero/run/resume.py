@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ class ResumePoint:
         steps: the steps there, newest first; none: the run begins.
         own: they are this run's.
         load: what is taken of them (`checkpoint.load`); of steps that this run has trained itself, all.
+        history: of changed options, with what `--allow-change` lets change now (`run/history.py`).
+        allowed: what `--allow-change` names.
+        at: the newest step that can be read, which that history ends with; None: there is none.
+        data: the digest of its data, where other data are allowed; None: they are not.
     """
 
     word: str
@@ -50,10 +54,24 @@ class ResumePoint:
     steps: list[int]
     own: bool
     load: str = "all"
+    history: list[dict[str, Any]] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
+    at: int | None = None
+    data: str | None = None
 
     @property
     def store(self) -> Store:
         return Store(Path(self.source), self.word)
+
+    def next(self, checkpoints: str, step: int, history: list[dict[str, Any]]) -> "ResumePoint":
+        """Return the point at which the next part of the same run begins: a step that was saved just now.
+
+        Args:
+            checkpoints: the run's own.
+            history: of its changed options.
+        """
+        own = {"source": checkpoints, "steps": [step], "own": True, "load": "all"}
+        return replace(self, **own, history=history, allowed=[], at=step, data=None)
 
 
 def find_job(resume: str, load: str, folder: RunFolder, word: str) -> ResumePoint:
@@ -107,7 +125,7 @@ def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> st
     Raises:
         UserError: 413, it would begin this run anew, over its own steps.
     """
-    found = [manifest for step in steps if (manifest := _manifest(own.path(step)))]
+    found = [manifest for step in steps if (manifest := manifest_of(own.path(step)))]
     if all(manifest.progress is None for manifest in found):
         return load
     began = [(manifest.config.get("checkpoint.resume"), manifest.config.get("checkpoint.load")) for manifest in found]
@@ -117,7 +135,7 @@ def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> st
     raise UserError(413, what, "give another run.dir, or checkpoint.load=all to go on", where=own.folder)
 
 
-def _manifest(folder: Path) -> Manifest | None:
+def manifest_of(folder: Path) -> Manifest | None:
     """Return a step's manifest; None: it is damaged."""
     with contextlib.suppress(UserError):
         return read_manifest(folder)
@@ -125,13 +143,13 @@ def _manifest(folder: Path) -> Manifest | None:
 
 
 def _run_of(folder: Path) -> str | None:
-    manifest = _manifest(folder)
+    manifest = manifest_of(folder)
     return manifest.run if manifest else None
 
 
 def _asked_for(folder: Path) -> str | None:
     """Return the checkpoint.resume of the job that wrote a step."""
-    manifest = _manifest(folder)
+    manifest = manifest_of(folder)
     return manifest.config.get("checkpoint.resume") if manifest else None
 
 
@@ -144,6 +162,11 @@ def refuse_fewer(job: ResumePoint, steps: int) -> None:
     if job.load == "all" and job.steps and job.steps[0] > steps:
         what = f"step {job.steps[0]} is saved, run.steps is {steps}: fewer than are done"
         raise UserError(120, what, "raise run.steps; nothing was changed", where=job.source)
+
+
+def newest_manifest(job: ResumePoint) -> Manifest | None:
+    """Return the manifest of the newest step that can be read; None: there is none."""
+    return next((manifest for step in job.steps if (manifest := manifest_of(job.store.path(step)))), None)
 
 
 def share(job: ResumePoint | None, world: Axis, device: torch.device) -> ResumePoint:

@@ -7,10 +7,9 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -21,20 +20,17 @@ from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
 from megazero.base.version import __version__
 from megazero.build.assemble import bucket_of, grid_of
-from megazero.build.pipeline import check_world
-from megazero.checkpoint.manifest import Manifest
 from megazero.comm.agreement import agree
-from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
-from megazero.comm.status_board import BUILD, START, STOPPED, TRAIN, RankStatus
-from megazero.config.file import dump, flatten, run_dir
+from megazero.comm.status_board import BUILD, START, STOPPED, RankStatus
+from megazero.config.file import flatten, run_dir
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.launcher.environment import (
     RankContext,
     World,
     check_gpus,
     job_id,
-    job_output,
     local_size,
     world_from_environment,
 )
@@ -46,28 +42,28 @@ from megazero.launcher.spawn import run_local
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
-from megazero.run.build import Ready, build_trainer
-from megazero.run.checkpointing import RunContext, check_space
-from megazero.run.disks import ranks_here
+from megazero.run.checkpointing import RunContext
+from megazero.run.early_look import check_parts
 from megazero.run.folder import RunFolder, remove_empty
+from megazero.run.history import accounted
 from megazero.run.ledger_file import write_ledger
-from megazero.run.loading import begin, check_kernels, check_same
 from megazero.run.lock import RunLock, remove_dead
-from megazero.run.log import RunLog, settle_in
-from megazero.run.out_of_memory import explain_out_of_memory
-from megazero.run.plan_check import Expectation
-from megazero.run.resume import Undone, find_job, from_first, owed_row, refuse_fewer, resume, share
-from megazero.run.words import beginning, doubts, ending, sharing
-from megazero.train.trainer import Trainer
+from megazero.run.log import settle_in
+from megazero.run.parts import train_parts
+from megazero.run.resume import ResumePoint, find_job, from_first, newest_manifest, refuse_fewer, share
+from megazero.run.words import ending, say, sharing
 
 
-def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False) -> int:
+def launch(
+    config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False, allowed: Sequence[str] = ()
+) -> int:
     """Train `config` on all ranks of a run, or on this one where torchrun or srun started it; return the exit code.
 
     Args:
         name: the config's; the run's folder is `runs/<name>` unless run.dir says otherwise.
         nproc: local ranks to start; None for one per GPU, or on a CPU as many as the model is split over.
         shares_gpus: there may be more ranks than GPUs (see `World`).
+        allowed: options and sections that may be others than in the checkpoint that the run goes on from.
 
     Raises:
         UserError: what is wrong before any rank has met another, or in a run of one process.
@@ -79,7 +75,8 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
     split = config.parallel.tensor, config.parallel.pipeline
     size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:
-        check_world(config, size, f"--nproc {nproc}" if nproc else "")
+        done = None if _resumes(config) else 0
+        check_parts(Course(config), size, f"--nproc {nproc}" if nproc else "", done=done)
     except UserError as error:
         if world.rank == 0:
             raise
@@ -88,7 +85,7 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
         made = _folder(config, name).missing()
         return run_local(
             size,
-            lambda place: run_training(config, name, place),
+            lambda place: run_training(config, name, place, allowed),
             lambda *how: _after_failure(_folder(config, name), made, *how),
             stopped=lambda number, statuses: _stopped_early(config, name, number, statuses[0].phase),
             shares_gpus=shares_gpus,
@@ -97,7 +94,8 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
     place.signals.note()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
-        return run_training(config, name, place) if size == 1 else _one_of_many(config, name, place)
+        train = run_training if size == 1 else _one_of_many
+        return train(config, name, place, allowed)
     except StoppedEarly as stop:
         if place.world.rank:  # rank 0 counts it and says so, for all
             return REQUEUE
@@ -107,9 +105,9 @@ def launch(config: Config, name: str, nproc: int | None, *, shares_gpus: bool = 
         place.stacks.close()
 
 
-def _one_of_many(config: Config, name: str, place: RankContext) -> int:
+def _one_of_many(config: Config, name: str, place: RankContext, allowed: Sequence[str]) -> int:
     """Run a rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
-    code = outcome(lambda: run_training(config, name, place), place)
+    code = outcome(lambda: run_training(config, name, place, allowed), place)
     place.signals.only_note(HEART.say)  # what the others say now is not to be lost
     if place.status_slot.state == STOPPED:
         if place.world.rank == 0 and place.signals.first is not None:
@@ -120,7 +118,7 @@ def _one_of_many(config: Config, name: str, place: RankContext) -> int:
     return code
 
 
-def run_training(config: Config, name: str, place: RankContext) -> int:
+def run_training(config: Config, name: str, place: RankContext, allowed: Sequence[str] = ()) -> int:
     """Run one rank's part of a run, from meeting the others to the files; return the exit code.
 
     Raises:
@@ -136,12 +134,12 @@ def run_training(config: Config, name: str, place: RankContext) -> int:
             start_timeout=timedelta(seconds=config.parallel.start_timeout),
             bucket=bucket_of(config),
         )
-    code = _train(config, name, place, grid_of(config, comm, world))
+    code = _train(config, name, place, grid_of(config, comm, world), allowed)
     disconnect()
     return code
 
 
-def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
+def _train(config: Config, name: str, place: RankContext, grid: Grid, allowed: Sequence[str]) -> int:
     """Train with the folder and its lock held around all that is done there; a refused job leaves none behind."""
     folder, first = _folder(config, name), place.world.rank == 0
     lock, made = RunLock(folder.lock, job_id()), folder.missing() if first else []
@@ -158,7 +156,7 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
             dead = agree(grid["world"], place.world.device, create)
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
-        return _train_in(config, name, place, grid, folder, lock)
+        return _train_in(config, name, place, grid, folder, lock, allowed)
     except UserError as error:
         refused = first and lock.held and is_refusal(error.code, place.status_slot.step)
         if refused:
@@ -175,7 +173,15 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid) -> int:
             remove_empty(made)
 
 
-def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder: RunFolder, lock: RunLock) -> int:
+def _train_in(
+    config: Config,
+    name: str,
+    place: RankContext,
+    grid: Grid,
+    folder: RunFolder,
+    lock: RunLock,
+    allowed: Sequence[str],
+) -> int:
     first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
     with grid.comm.together("logs"):
         log_file = agree(grid["world"], device, lambda: settle_in(folder, place))
@@ -185,20 +191,26 @@ def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder:
     if place.world.shares_gpus:
         log.info(line := sharing(place.world, grid))
         if first:
-            _say(line)
+            say(line)
     try:
         where, load = config.checkpoint.resume, config.checkpoint.load
-        own = agree(grid["world"], device, lambda: find_job(where, load, folder, lock.word) if first else None)
-        job = share(own, grid["world"], device)
+
+        def found() -> ResumePoint | None:
+            job = find_job(where, load, folder, lock.word) if first else None
+            return accounted(job, newest_manifest(job), config, allowed) if job else None
+
+        job = share(agree(grid["world"], device, found), grid["world"], device)
         if job.stopped:
             if first:
                 folder.release()
-                _say(f"nothing done: {folder.stop} is there; remove it to train")
+                say(f"nothing done: {folder.stop} is there; remove it to train")
             return 0
         agree(grid["world"], device, lambda: folder.early_stops.refuse() if first else None)
         agree(grid["world"], device, lambda: refuse_fewer(job, config.run.steps) if first else None)
+        left = Course(config, job.history)
+        agree(grid["world"], device, lambda: check_parts(left, grid["world"].size, done=job.at or 0) if first else None)
         site = RunContext(folder, lock, job, place.signals)
-        ran = _trained(config, grid, place, site, name, log_file)
+        ran = train_parts(config, grid, place, site, name, log_file)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
         if first:
@@ -207,120 +219,27 @@ def _train_in(config: Config, name: str, place: RankContext, grid: Grid, folder:
     if ran is None:
         log_file.forget()
         if first:
-            _say(f"nothing to do: {folder.checkpoints} has step {config.run.steps}, run.steps is {config.run.steps}")
+            say(f"nothing to do: {folder.checkpoints} has step {config.run.steps}, run.steps is {config.run.steps}")
         return 0
-    trainer, done = ran
-    trained = trainer.first < done
+    done, trained = ran.done, ran.first < ran.done
     # A job that was killed behind its last save has left some of this undone.
     if trained or from_first(first and not folder.ledger.exists(), grid["world"], device):
         write_ledger(folder, grid, device)
-    stopped = trainer.reason if done < config.run.steps or trainer.owes else None
-    if stopped is not None and stopped.exit_code == REQUEUE and done == trainer.first:
+    stopped = ran.reason if done < config.run.steps or ran.owes else None
+    if stopped is not None and stopped.exit_code == REQUEUE and not trained:
         agree(grid["world"], device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
         if trained or (stopped is None and folder.picture_is_old()):
             _draw(folder)
         if not trained and done >= config.run.steps and stopped is None:
-            _say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")
+            say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")
         if stopped is None:
-            _say(ending(trainer, folder, time.monotonic() - began))
+            say(ending(ran.scores, folder, time.monotonic() - began))
         else:
             kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if done else "nothing to save"
             kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
-            _say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}")
+            say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}")
     return stopped.exit_code if stopped else 0
-
-
-def _trained(
-    config: Config, grid: Grid, place: RankContext, site: RunContext, name: str, log_file: RunLog
-) -> tuple[Trainer, int] | None:
-    """Build the trainer, run it to the end, and close what it holds, whatever happens.
-
-    Returns:
-        the trainer and how many steps are done; None where there was nothing to do: the folder is as it was.
-    """
-    device = place.world.device
-    here = ranks_here(config, grid, device)
-
-    def built() -> Ready:
-        with explain_out_of_memory(config, grid, device), doing("building the model"):
-            return build_trainer(config, grid, device, site, here)
-
-    ready = agree(grid["world"], device, built)
-    try:
-        found = _loaded(grid, device, site, ready)
-        undone = _begin_files(config, grid, device, site, ready, found)
-        if not undone.anything:
-            return None
-        log_file.begin()
-        _announce(config, grid, site, ready, name, found)
-        if found is not None:
-            begin(ready.trainer, found, site.job, undone.row)
-        site.signals.only_note(HEART.say)
-        place.status_slot.now(0, TRAIN)
-        with explain_out_of_memory(config, grid, device):
-            return ready.trainer, ready.trainer.run()
-    finally:
-        site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
-        HEART.say("")
-        ready.close()
-
-
-def _loaded(grid: Grid, device: torch.device, site: RunContext, ready: Ready) -> Manifest | None:
-    """Load what the run begins with on all ranks; None: it begins with nothing."""
-    about, ops = ready.about, ready.ops
-    kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
-    names = gather_bytes(kernels.encode(), grid["world"], "agree", device)
-    agree(grid["world"], device, lambda: check_kernels(names))
-    return resume(
-        site.job,
-        ready.holdings,
-        lambda manifest, where: check_same(manifest, about, where, site.job.load),
-        world=grid["world"],
-        device=device,
-        warn=warn,
-    )
-
-
-def _begin_files(
-    config: Config, grid: Grid, device: torch.device, site: RunContext, ready: Ready, found: Manifest | None
-) -> Undone:
-    """Find what is left to do; where that is training, write to the folder what is trained now."""
-    first, folder, trainer = grid["world"].rank == 0, site.folder, ready.trainer
-    trains = not (site.job.own and found is not None and found.step >= config.run.steps)
-    due = found is not None and trainer.validates(found.step)
-
-    def begun() -> dict[str, Any]:
-        if trains:
-            check_space(config, ready.about, folder.checkpoints)
-        row = owed_row(folder.metrics, found, own=site.job.own, validates=due, warn=warn)
-        if trains:
-            dump(config, folder.config)
-            _keep_output(folder)
-            Expectation(config, grid, device, ready.ops).write(folder.plan)
-        return asdict(Undone(trains, row, not folder.ledger.exists(), folder.picture_is_old()))
-
-    return Undone(**from_first(agree(grid["world"], device, lambda: begun() if first else None), grid["world"], device))
-
-
-def _announce(config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None) -> None:
-    start, *more = beginning(config, grid, site, ready, name, found)
-    logging.getLogger("megazero").info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
-    if grid["world"].rank == 0:
-        _say("\n".join([start, *more]))
-        for text in doubts(config, site, ready, found):
-            warn(text)
-
-
-def _keep_output(folder: RunFolder) -> None:
-    """Give a batch job's output a name in the run's folder; warn where the disk cannot."""
-    output = job_output()
-    if output is not None:
-        try:
-            if output.is_file():
-                folder.keep_output(output, job_id())
-        except OSError as error:
-            warn(f"the job's output stays in {output} alone: {error.strerror}")
 
 
 def _draw(folder: RunFolder) -> None:
@@ -351,7 +270,7 @@ def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
         if not folder.lock.exists():  # no other job has come in between
             folder.release()
         folder.early_stops.add(text)
-    _say(f"{text} before the first step, nothing to save")
+    say(f"{text} before the first step, nothing to save")
     return REQUEUE
 
 
@@ -386,9 +305,3 @@ def _fingerprint(config: Config, world: World) -> str:
     digest = xxhash.xxh64_hexdigest(json.dumps(flatten(config), sort_keys=True, default=str).encode())
     shared = ", GPUs shared" if world.shares_gpus else ""
     return f"megazero {__version__}, torch {torch.__version__}, config {digest[:8]}{shared}"
-
-
-def _say(text: str) -> None:
-    """Print to whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
-    with HEART.paused(), contextlib.suppress(OSError, ValueError):
-        print(text, flush=True)

@@ -1,14 +1,18 @@
 """Say what a run is when it begins, and what it has done at its end."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 
+from megazero.base.heartbeat import HEART
 from megazero.build.job import job_of
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
+from megazero.config.file import flatten, spelt
 from megazero.config.schema import Config
+from megazero.config.stages import Course, Part
 from megazero.launcher.environment import World, gpu_settings
 from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
@@ -16,8 +20,10 @@ from megazero.run.build import Ready
 from megazero.run.checkpointing import RunContext
 from megazero.run.data import packing_text, sources_text
 from megazero.run.folder import RunFolder
+from megazero.run.history import in_words
 from megazero.run.loading import described, doubt
 from megazero.train.trainer import Trainer
+from megazero.train.validation import Score
 from megazero.zero.resting_table import resting_table
 
 
@@ -30,17 +36,44 @@ def beginning(
         found: the manifest of what it begins with; None: with nothing.
     """
     parameters, device = model_shape(config).parameters(), ready.trainer.engine.units[0].device
+    each = ", then ".join(f"{size:,}" for size in _sizes(ready.data.course))
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
-    start += f"{config.batch.global_ * config.model.seq_len:,} tokens on {_devices(grid, device)}, "
-    start += f"into {site.folder.path}"
+    start += f"{each} tokens on {_devices(grid, device)}, into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
-    yield f"data {sources_text(config, ready.mixture)}, tokenizer {_tokenizer(config, ready)}"
-    yield from packing_text(ready.mixture)
+    if found is not None and (changed := ready.about.history[len(found.history) :]):
+        yield f"changed behind step {found.step}, as --allow-change lets it: {', '.join(map(in_words, changed))}"
+    yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
+    yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)
     if device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"
     if config.parallel.pipeline > 1:
         yield summary(report(job_of(config, grid["world"].size))[0])
+
+
+def next_part(before: Part, part: Part, of: int) -> str:
+    """Return the line with which a part of a run begins.
+
+    Args:
+        before: the part that has ended.
+        of: the steps of the run.
+    """
+    old, new = flatten(before.config), flatten(part.config)
+    other = [f"{key} {spelt(old[key])} -> {spelt(new[key])}" for key in new if old[key] != new[key]]
+    other = [text for text in other if not text.startswith("data.sources ")]
+    return f"step {part.first + 1} of {of}: {part.name or 'behind the last stage'}: {', '.join(other)}"
+
+
+def say(text: str) -> None:
+    """Print to whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
+    with HEART.paused(), contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
+def _sizes(course: Course) -> list[int]:
+    """Return the tokens of a step, over the parts of a run."""
+    sizes = [part.tokens_per_step for part in course.parts]
+    return [size for place, size in enumerate(sizes) if not place or sizes[place - 1] != size]
 
 
 def _tokenizer(config: Config, ready: Ready) -> str:
@@ -61,10 +94,14 @@ def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | Non
         yield f"schedule.warmup {warmup} is longer than run.steps {steps}: {reached}"
 
 
-def ending(trainer: Trainer, folder: RunFolder, seconds: float) -> str:
-    """Return the last lines of a run that has come to its end."""
+def ending(scores: Mapping[str, Score], folder: RunFolder, seconds: float) -> str:
+    """Return the last lines of a run that has come to its end.
+
+    Args:
+        scores: of the last validation, by the name of a set.
+    """
     lines = [f"done in {clock_text(seconds)}"]
-    for name, score in trainer.scores.items():
+    for name, score in scores.items():
         lines.append(f"validation loss {f'of {name} ' if name else ''}{score.loss:.4f} nats per token")
         if score.bits_per_byte is not None:
             lines[-1] += f", {score.bits_per_byte:.4f} bits per byte"

@@ -4,6 +4,8 @@ Nothing of it is recorded while a run trains. A step's samples name windows, and
 through the inverse of the permutation. Both read the run's config.yaml and the token files that it names.
 """
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,15 @@ from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.data.sampler import placement
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
+from megazero.data.windows import WindowDataset
 from megazero.observe.jsonl import read_rows
-from megazero.run.data import RunData, open_data
+from megazero.run.data import RunData, open_data, sources_of
 from megazero.run.folder import RunFolder
+from megazero.run.history import changes_of
+from megazero.run.resume import manifest_of
 
 _SHOWN = 48  # characters of a text in a table
 
@@ -40,19 +46,21 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     config = load(str(folder.config))
     if step > config.run.steps:
         raise UserError(100, f"--step {step}: the run has {config.run.steps:,} steps", where="data")
-    samples = (step - 1) * config.batch.global_ + np.arange(config.batch.global_)
+    course = [course for first, course in _course(folder, config).eras() if first < step][-1]
+    part = course.part(step - 1)
+    samples = course.samples(step - 1) + np.arange(part.config.batch.global_)
     if rank is not None:
-        samples = samples[_of_rank(folder, config, rank)]
-    data = open_data(config)
+        samples = samples[_of_rank(folder, part.config, rank)]
+    data = open_data(part.config, course)
     tokenizer = _tokenizer(config)
     found = []
     for sample, source, window in zip(
         *(each.tolist() for each in (samples, *data.mixture.locate(samples))), strict=True
     ):
         chosen = data.mixture.sources[source]
-        for part in _parts(data, source, window):
-            text = {} if tokenizer is None else {"text": _text(data, source, part, tokenizer)}
-            found.append({"sample": sample, "source": chosen.name} | part | text)
+        for piece in _pieces(chosen.windows, window):
+            text = {} if tokenizer is None else {"text": _text(chosen.windows, piece, tokenizer)}
+            found.append({"sample": sample, "source": chosen.name} | piece | text)
     return found
 
 
@@ -70,26 +78,66 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     """
     folder.require_run()
     config = load(str(folder.config))
-    data, done = open_data(config), _done(folder)
-    source = _source(data, name)
-    windows = data.mixture.sources[source].windows
-    stream, samples = windows.stream, done * config.batch.global_
+    done, eras, found = _done(folder), _course(folder, config).eras(), list[dict[str, Any]]()
+    known = [course for _, course in eras if name in [source.name for source in sources_of(course)]]
+    newest = _all_data(known[-1] if name is not None and known else eras[-1][1])
+    stream = newest.mixture.sources[_source(newest, name)].windows.stream
     if document >= stream.dataset.num_documents:
         what = f"--document {document}: {stream.dataset.prefix} has {stream.dataset.num_documents:,} documents"
         raise UserError(100, what, where="data")
-    if (span := stream.span(document)) is None:
+    if stream.span(document) is None:
         what = f"document {document} is not trained on: it is empty, or held out by data.valid"
         raise UserError(122, what, where=stream.dataset.prefix)
-    count = data.mixture.counts(samples)[source]
-    found = []
-    for window in windows.windows_of(*span):
-        part = next(part for part in _parts(data, source, window) if part["document"] == document)
-        for epoch in range(-(-count // windows.num_windows)):
-            sample = data.mixture.sample_of(source, window, epoch)
-            if sample is not None and sample < samples:
-                step = sample // config.batch.global_ + 1
-                found.append({"step": step, "sample": sample, "source": data.mixture.sources[source].name} | part)
+    ends = [*(first for first, _ in eras[1:]), done]
+    for (first, course), end in zip(eras, ends, strict=True):
+        places = _places(course, name, stream.dataset.prefix) if first < end else []
+        data = newest if course is newest.course or not places else _all_data(course)
+        for place in places:
+            found += _sights(data, document, place, course.samples(first), course.samples(min(end, done)))
     return sorted(found, key=lambda each: (each["sample"], each["offset"]))
+
+
+def _sights(data: RunData, document: int, source: int, first: int, end: int) -> Iterator[dict[str, Any]]:
+    """Yield each part of a document that samples `first` to `end` have read.
+
+    Args:
+        source: its place.
+    """
+    for mixture in data.mixtures.values():
+        chosen = mixture.sources[source]
+        windows, span = chosen.windows, chosen.windows.stream.span(document)
+        assert span is not None, "the document is trained on"
+        passes = -(-mixture.counts(end)[source] // windows.num_windows)
+        for window in windows.windows_of(*span):
+            piece = next(piece for piece in _pieces(windows, window) if piece["document"] == document)
+            for epoch in range(passes):
+                sample = mixture.sample_of(source, window, epoch)
+                if sample is not None and first <= sample < end:
+                    step = data.course.step_of(sample)
+                    yield {"step": step, "sample": sample, "source": chosen.name} | piece
+
+
+def _course(folder: RunFolder, config: Config) -> Course:
+    """Return the course of a run: its config's, with the history that its newest checkpoint knows.
+
+    Where the run has gone on from there with other options, and saved nothing yet, they have changed behind it.
+    """
+    store = Store(folder.checkpoints)
+    manifest = next((found for step in store.steps() if (found := manifest_of(store.path(step)))), None)
+    if manifest is None or manifest.progress is None:
+        return Course(config)
+    return Course(config, [*manifest.history, *changes_of(manifest, config, None)])
+
+
+def _all_data(course: Course) -> RunData:
+    return open_data(course.config, course)
+
+
+def _places(course: Course, name: str | None, files: Path) -> list[int]:
+    """Return the places of the sources that are these files: the one of that name, or all where that is not one."""
+    sources = sources_of(course)
+    same = [place for place, source in enumerate(sources) if Path(source.path).resolve() == files.resolve()]
+    return [place for place in same if sources[place].name == name] or same
 
 
 def as_text(found: list[dict[str, Any]]) -> str:
@@ -109,15 +157,14 @@ def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _parts(data: RunData, source: int, window: int) -> list[dict[str, Any]]:
+def _pieces(windows: WindowDataset, window: int) -> list[dict[str, Any]]:
     """Return the documents of a window's input, {document, offset, tokens}."""
-    windows = data.mixture.sources[source].windows
     parts = (part for span in windows.spans(window) for part in windows.stream.parts(*span))
     return [{"document": document, "offset": offset, "tokens": tokens} for document, offset, tokens in parts]
 
 
-def _text(data: RunData, source: int, part: dict[str, Any], tokenizer: Tokenizer) -> str:
-    dataset = data.mixture.sources[source].windows.stream.dataset
+def _text(windows: WindowDataset, part: dict[str, Any], tokenizer: Tokenizer) -> str:
+    dataset = windows.stream.dataset
     first = int(dataset.document_offsets[part["document"]]) + part["offset"]
     return tokenizer.decode(dataset.read(first, first + part["tokens"]).tolist())
 

@@ -52,12 +52,19 @@ class TrainSchedule:
         learning_rate: by updates done.
         log_every: steps between rows.
         valid_every: steps between validations; None: only after the last step.
+        until: the step, from 1, with which this trainer ends: it is saved, and another goes on; None: the run's last.
     """
 
     steps: int
     learning_rate: LearningRate
     log_every: int
     valid_every: int | None
+    until: int | None = None
+
+    @property
+    def last(self) -> int:
+        """Return the last step, from 1, of this trainer."""
+        return self.steps if self.until is None else self.until
 
     def validates(self, step: int) -> bool:
         done = step + 1
@@ -87,7 +94,7 @@ class _Pending:
 
 
 class Trainer:
-    """The training loop of one rank, for `schedule.steps` steps.
+    """The training loop of one rank, up to the step `schedule.last`.
 
     Args:
         engine: update.
@@ -166,18 +173,18 @@ class Trainer:
                 could not be written.
         """
         self.reason, done = self.stopping.check(), self.first
-        if self._owed is not None or done < self.schedule.steps:
+        if self._owed is not None or done < self.schedule.last:
             self.recorder.start()
         if self._owed is not None and self.reason is not None:
             self.owes = True  # whoever goes on from here writes it
         elif self._owed is not None:
             self._write(self._owed, done, validates=self.validates(done))
         with GarbageCollection() as garbage:
-            while self.reason is None and done < self.schedule.steps:
+            while self.reason is None and done < self.schedule.last:
                 with self.recorder.step(done + 1):
                     self.train_step(done)
                 done += 1
-                rests = self.schedule.validates(done - 1) or self.checkpoints.due(done)
+                rests = self.schedule.validates(done - 1) or self.checkpoints.due(done) or done == self.schedule.last
                 if self.reason or rests or self.schedule.logs(done - 1):
                     self._settle(complete=True)
                 garbage.after(done, rests=rests)
@@ -242,7 +249,7 @@ class Trainer:
         self.reason = self.reason or self.stopping.counted(numbers.votes)
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
-        last = complete and (done == self.schedule.steps or self.reason is not None)
+        last = complete and (done == self.schedule.last or self.reason is not None)
         row = self._row(pending, numbers) if last or self.validates(done) or self.schedule.logs(pending.step) else None
         if last or (complete and self.checkpoints.due(done)):
             if last:

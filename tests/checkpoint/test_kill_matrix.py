@@ -37,7 +37,7 @@ OPTIONS += ("data.valid_samples=4", "parallel.timeout=20", "model.layers=4", "ba
 
 # What is called there, and the how many-th call in the run's life is the last. Only rank 0 commits and deletes.
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "build": ("megazero.run.session", "build_trainer", 1),
+    "build": ("megazero.run.parts", "build_trainer", 1),
     "read a batch": (BatchLoader, "step", 4),
     "forward": (Stage, "forward", 15),
     "backward": (Stage, "backward", 9),

@@ -76,7 +76,8 @@ def losses(batches: list[MicroBatch], logits: Callable[[Tensor], Tensor]) -> flo
 
 
 def first_batch(config: Config) -> list[MicroBatch]:
-    loader = loader_of(config, open_data(config).mixture, Axis("data"), torch.device("cpu"))
+    data = open_data(config)
+    loader = loader_of(data.course.parts[0], data, Axis("data"), torch.device("cpu"))
     try:
         return loader.step(0)
     finally:

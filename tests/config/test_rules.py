@@ -65,7 +65,15 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["data.sources=[{path: a, weight: 1000000}, {path: b}]"],
         "data.sources=[{path: a, weight: 999999}, {path: b}]",
     ),
-    "data.sources given with stages": (["stages=[{until_step: 5}]"], "data.sources=[{path: a}]"),
+    "data.sources given with sources of stages": (
+        ["stages=[{until_step: 5, data: {sources: [{path: a}]}}]"],
+        "data.sources=[{path: a}]",
+    ),
+    "stages end by run.steps": (["stages=[{until_step: 5}]", "run.steps=4"], "run.steps=5"),
+    "model.position rotary with another model.seq_len in stages": (
+        ["stages=[{until_step: 5, model: {seq_len: 512}}]"],
+        "model.position=rotary",
+    ),
     "a source of stages has one path": (
         ["data.sources=[{path: a}]", "stages=[{until_step: 5, data: {sources: [{path: b/a}]}}]"],
         "data.sources=[{path: b/a}]",

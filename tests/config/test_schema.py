@@ -189,8 +189,32 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
             "MZ-106 c.yaml:1: names of validation sets differ ",
         ),
         ("stges: []", "MZ-104 c.yaml:1: unknown key stges; did you mean stages?"),
-        ("stages: [{until_step: 3, batch: {global: 4}}]", "MZ-109 c.yaml:1: stages[0].batch is not built yet; today a"),
-        ("stages: [{until_stp: 3}]", "MZ-104 c.yaml:1: unknown key stages[0].until_stp"),
+        ("stages: [{until_step: 3, zero: {stage: 3}}]", "MZ-109 c.yaml:1: stages[0].zero: state keeps its place as "),
+        (
+            "stages: [{until_step: 3, model: {layers: 4}}]",
+            "MZ-109 c.yaml:1: stages[0].model.layers: the weights have its shape, or have learned with it; a stage ",
+        ),
+        (
+            "stages: [{until_step: 3, optimizer: {lrr: 4}}]",
+            "MZ-104 c.yaml:1: unknown key stages[0].optimizer.lrr; did you mean optimizer.lr?",
+        ),
+        (
+            "stages: [{until_stp: 3}]",
+            "MZ-104 c.yaml:1: unknown key stages[0].until_stp; did you mean until_step?",
+        ),
+        (
+            "stages: [{until_step: 3, batch: {global: 0}}]",
+            "MZ-105 c.yaml:1: stages[0].batch.global: expected greater than or equal to 1, got 0",
+        ),
+        ("stages: [{until_step: 3, batch: 4}]", "MZ-105 c.yaml:1: stages[0].batch: expected a section, got 4"),
+        (
+            "stages: [{until_step: 3, batch: {micro: 3}}]",
+            "MZ-106 c.yaml:1: in stages[0] batch.global % batch.micro == 0 is broken: 8 % 3 = 2; change ",
+        ),
+        (
+            "stages: [{until_step: 3000}]",
+            "MZ-106 c.yaml:1: stages end by run.steps is broken: they end with steps 3000, run.steps is 1000; raise ",
+        ),
         (
             "stages: [{until_step: 0}]",
             "MZ-105 c.yaml:1: stages[0].until_step: expected greater than or equal",
@@ -200,7 +224,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
             STAGE.format("{sources: [{path: a, weight: x}]}"),
             "MZ-105 c.yaml:1: stages[0].data.sources[0].weight: e",
         ),
-        (STAGE.format("{sources: [{path: a}], train: a}"), "MZ-104 c.yaml:1: unknown key stages[0].data.train"),
+        (STAGE.format("{sources: [{path: a}], train: a}"), "MZ-109 c.yaml:1: stages[0].data.train: sources of a stage"),
         ("run: {steps: 3\n", "MZ-102 c.yaml:2: not YAML: "),
         ("- a", "MZ-102 c.yaml: expected sections, got "),
         ("data: {train: 2020-13-45}", "MZ-102 c.yaml: cannot be read: month must be in 1..12"),

@@ -115,6 +115,55 @@ def _(site: Site) -> list[str]:
     return site.train("run.dir=" + str(site.folder / "new"), *options)
 
 
+@fault(
+    "a source that is gone through too often",
+    "MZ-219 DATA: 4 steps go through it 1.067 times, data.max_epochs is 1; use more text, lower its weight or …",
+)
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 500)
+    new = "run.dir=" + str(site.folder / "new")
+    return site.train(new, f"data.train={data}", "data.valid=null", "data.max_epochs=1")
+
+
+@fault(
+    "a validation set with a document that is trained on",
+    "MZ-220 DATA: document 0 of validation set data is trained on: it is document 0 of DATA; take it out of one of …",
+)
+def _(site: Site) -> list[str]:
+    data = site.dataset([1] * 500)
+    sets = f'data.validation=[{{"path": "{data}"}}]'
+    return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null", sets)
+
+
+usage(
+    "a stage behind the end of its run",
+    "MZ-106 command line: stages end by run.steps is broken: they end with steps 9, run.steps is 4; raise run.steps, …",
+    "stages=[{until_step: 9}]",
+)
+usage(
+    "a stage without a batch",
+    "MZ-105 command line: stages[0].batch.global: expected greater than or equal to 1, got 0",
+    "stages=[{until_step: 2, batch: {global: 0}}]",
+)
+usage(
+    "a stage with another model",
+    "MZ-109 command line: stages[0].model.layers: the weights have its shape, or have learned with it; a stage may "
+    "change model.seq_len, optimizer, schedule, batch, data.sources, data.mask_eod",
+    "stages=[{until_step: 2, model: {layers: 3}}]",
+)
+usage(
+    "an option of a stage misspelt",
+    "MZ-104 command line: unknown key stages[0].optimizer.lrr; did you mean optimizer.lr?",
+    "stages=[{until_step: 2, optimizer: {lrr: 3}}]",
+)
+usage(
+    "a stage of longer windows than learned positions",
+    "MZ-106 command line: model.position rotary with another model.seq_len in stages is broken: 64, and learned "
+    "positions are a weight of that length; take model.position=rotary, or one length",
+    "stages=[{until_step: 2, model: {seq_len: 64}}]",
+)
+
+
 @fault("a file where the run's folder should be", "MZ-401 …: cannot be written: …; choose another run.dir")
 def _(site: Site) -> list[str]:
     (site.folder / "file").touch()

@@ -175,13 +175,33 @@ def other(what: str, line: str, *overrides: str) -> None:
     fault(what, OTHER + line + "; resume with the config it was made with")(lambda site: site.resume(*overrides))
 
 
+def permitted(what: str, line: str, key: str, *overrides: str) -> None:
+    mend = f"; resume with the config it was made with, or take it by --allow-change {key}"
+    fault(what, OTHER + line + mend)(lambda site: site.resume(*overrides))
+
+
 other("resumed with another model", "model.layers 2 -> 3", "model.layers=3")
 other("resumed with another vocabulary", "model.vocab 400 -> 416", "model.vocab=416")
 other("resumed in another precision", "precision.dtype fp32 -> bf16", "precision.dtype=bf16")
-other("resumed with another optimizer", "optimizer.eps 1e-08 -> 1e-06", "optimizer.eps=1e-6")
+permitted("resumed with another optimizer", "optimizer.eps 1e-08 -> 1e-06", "optimizer.eps", "optimizer.eps=1e-6")
+permitted(
+    "resumed with other stages",
+    "stages[0].until_step None -> 5, stages[0].batch.global None -> 2",
+    "stages",
+    "stages=[{until_step: 5, batch: {global: 2}}]",
+)
 other("resumed with another seed", "run.seed 0 -> 1", "run.seed=1")
 other("resumed without the tokenizer", "tokenizer … -> None", "data.tokenizer=null")
 other("resumed with other data", "data … -> …", "data.valid=0.4")
+
+
+@fault(
+    "a change that no run goes on with",
+    "MZ-123 --allow-change: model.layers cannot change: the weights have its shape, or have learned with it",
+    code=2,
+)
+def _(site: Site) -> list[str]:
+    return site.resume("model.layers=3", "--allow-change", "model.layers")
 
 
 @fault(

@@ -60,18 +60,18 @@ def test_neither_links_nor_pipes_are_read(tmp_path: Path):
 
 START = """
 import os, signal, sys
-from megazero.run import session as run
+from megazero.run import parts
 from megazero.__main__ import main
 
-honest = run.build_trainer
+honest = parts.build_trainer
 
-def signalled(config, grid, device, site, here):
-    built = honest(config, grid, device, site, here)
+def signalled(config, grid, *rest, **options):
+    built = honest(config, grid, *rest, **options)
     if grid["world"].rank == grid["world"].size - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return built
 
-run.build_trainer = signalled
+parts.build_trainer = signalled
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -50,8 +50,8 @@ def whole(tiny_data: TinyData, staged, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_a_stage_ends_with_its_step_or_tokens() -> None:
-    ends = [{"until_step": 3, "until_tokens": None}, *({"until_step": None, "until_tokens": n} for n in (512, 513))]
-    assert stage_ends(ends, 128) == [3, 4, 5]
+    assert list(stage_ends([(3, None, 128), (None, 512, 128), (None, 513, 128)])) == [3, 4, 5]
+    assert list(stage_ends([(None, 129, 128), (None, 400, 64), (7, None, 1)])) == [2, 5, 7], "each with its own batch"
 
 
 def test_sources_of_each_step(tiny_data: TinyData, staged, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ AT_ONCE = 10.0
 DRIVER = """
 import ctypes, fcntl, os, sys, time
 from megazero.run import build as build_run
+from megazero.run import parts
 from megazero.run import session as run
 from megazero.launcher import rendezvous
 from megazero.__main__ import main
@@ -52,7 +53,7 @@ PLANTS = {
     "rendezvous": "rendezvous.call_roll = stay",
     "folder": "run.find_job = stay",
     "building": "build_run.build = stay",
-    "loading": "run.resume = stay",
+    "loading": "parts.resume = stay",
 }
 
 
@@ -114,6 +115,31 @@ def test_a_signal_before_the_first_step(
         assert (
             counted.read_text() == "1 start in a row stopped before the first step, the last one stopped by SIGTERM\n"
         )
+
+
+SLOW_PART = """
+built, calls = parts.build_trainer, []
+def slowly(*arguments, **options):
+    calls.append(1)
+    if len(calls) == 2:
+        here()
+        time.sleep(3)
+    return built(*arguments, **options)
+parts.build_trainer = slowly
+"""
+
+
+def test_a_signal_between_two_stages_is_not_before_the_first_step(tiny_data: TinyData, tmp_path: Path) -> None:
+    """What is done is saved: the ranks are not ended where they build, and the start is not counted."""
+    folder, log = RunFolder(tmp_path / "run"), tmp_path / "here"
+    driver = DRIVER.format(log=str(log), where="python", plant=SLOW_PART)
+    line = ["-c", driver, "--config", tiny_data.config, f"run.dir={folder.path}", "--nproc", "2", "batch.micro=1"]
+    with started([*line, "data.valid=null", "stages=[{until_step: 1, batch: {global: 2}}]"]) as process:
+        wait_for(log, 2, process)
+        os.kill(process.pid, signal.SIGTERM)
+        out, _ = process.communicate()
+    assert process.returncode == 75 and "\nstopped by SIGTERM after step 1 of 4, saved in " in out, out
+    assert not (folder.path / "early_stops").exists() and not folder.lock.exists()
 
 
 IMPORTING = """

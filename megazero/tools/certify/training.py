@@ -25,6 +25,7 @@ from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose
 from megazero.launcher.environment import RankContext
@@ -84,7 +85,8 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(config, device, comm.ledger)
     built = build(config, grid, device, ops, host, disks=disks)
-    loader = loader_of(config, open_data(config).mixture, grid["data"], device)
+    course = Course(config.model_copy(update={"stages": None}))  # a certificate is of one set of options
+    loader = loader_of(course.parts[0], open_data(config, course), grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
     plant(rig)

@@ -13,6 +13,7 @@ from megazero.build.job import job_of, options_of
 from megazero.config.file import flatten
 from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.plan.activations import logits
 from megazero.plan.communicators import Communicator, communicators
 from megazero.plan.job import Job
@@ -40,6 +41,7 @@ class Plan:
         by_node: the same by axis, in the node and across.
         tokens: the budget.
         system: the software that trains.
+        stage: the stage that is planned, in words; "": there are none.
     """
 
     job: Job
@@ -52,6 +54,7 @@ class Plan:
     time: StepTime
     tokens: float
     system: System = OURS
+    stage: str = ""
 
     @property
     def fullest(self) -> RankMemory:
@@ -94,7 +97,7 @@ def system_of(name: str) -> System:
 
 
 def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None, system: System = OURS) -> Plan:
-    """Plan a config's job.
+    """Plan a config's job; of one with stages, the steps that need most memory.
 
     Args:
         tokens: how many to train on; None: as many as the config's steps take.
@@ -104,10 +107,12 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         UserError: 118, the machine has no peak for the config's precision, or no disks that it asks for.
     """
     _check_peak(config, machine)
-    job = job_of(config, ranks)
-    found = list(_ranks(job, machine, system))
+    course = Course(config)
+    planned = [(part, job := job_of(part.config, ranks), list(_ranks(job, machine, system))) for part in course.parts]
+    part, job, found = max(planned, key=lambda each: max(rank.peak for rank in each[2]))
+    words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(planned) > 1 else ""
     sent = max((system.sent(job, traffic(job, rank)) for rank in range(job.pipeline)), key=_total)
-    whole = config.run.steps * config.batch.global_ * config.model.seq_len
+    whole = course.tokens(config.run.steps)
     return Plan(
         job,
         machine,
@@ -119,6 +124,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         step_time(job, machine, system),
         float(whole if tokens is None else tokens),
         system,
+        words,
     )
 
 
@@ -162,6 +168,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "parameters": found.parameters,
         "machine": found.machine.name,
         "system": found.system.name,
+        **({"stage": found.stage} if found.stage else {}),
         "gpus": found.job.ranks,
         "memory": _memory(found.fullest)
         | {

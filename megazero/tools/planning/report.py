@@ -148,6 +148,8 @@ def _head(plan: Plan) -> Iterator[str]:
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
         f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
+    if plan.stage:
+        yield f"planned is {plan.stage}"
     room, need = usable(plan.machine), plan.fullest.peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     yield (

@@ -1,0 +1,131 @@
+"""Which options may change while a run lives: planned, in a stage, or unplanned, by `--allow-change` when it goes on.
+
+One table, used when a config and a checkpoint are read, by `explain` and by the documents. An option has the first row
+that fits it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.base.errors import UserError
+from megazero.config.nearest import nearest
+
+FREE = "free"
+
+
+@dataclass(frozen=True)
+class Changeable:
+    """A row of the table.
+
+    Attributes:
+        keys: an option, or all below `section.*`.
+        in_stage: why a stage may not change it; "": it may.
+        on_resume: why a run that goes on may not change it; "": it may, with `--allow-change`; `FREE`: it may anyway.
+    """
+
+    keys: str
+    in_stage: str
+    on_resume: str
+
+    def fits(self, key: str) -> bool:
+        return key == self.keys or (self.keys.endswith(".*") and key.startswith(self.keys[:-1]))
+
+
+_SHAPE = "the weights have its shape, or have learned with it"
+_WHOLE = "it is of the whole run"
+CHANGEABLE: tuple[Changeable, ...] = (
+    Changeable("data.sources", "", ""),
+    Changeable("data.mask_eod", "", ""),
+    Changeable("data.pack", _WHOLE, ""),
+    Changeable("data.train", "sources of a stage have names: give data.sources", ""),
+    Changeable("data.valid", _WHOLE, "documents that were held out would be trained on"),
+    Changeable("data.tokenizer", _WHOLE, "the same ids would mean other text"),
+    Changeable("data.*", _WHOLE, FREE),
+    Changeable("batch.global", "", ""),
+    Changeable("batch.micro", "", FREE),
+    Changeable("model.seq_len", "", ""),
+    Changeable("model.*", _SHAPE, _SHAPE),
+    Changeable("optimizer.lr", "", FREE),
+    Changeable("optimizer.clip", "", FREE),
+    Changeable("optimizer.*", "", ""),
+    Changeable("schedule.*", "", FREE),
+    Changeable("stages", "it is a list of stages itself", ""),
+    Changeable("run.seed", _WHOLE, "every random number of the run is a function of it"),
+    Changeable("precision.dtype", _WHOLE, "weights and moments have it"),
+    Changeable("run.*", _WHOLE, FREE),
+    Changeable("parallel.*", "ranks keep their places as long as they run", FREE),
+    Changeable("pipeline.*", "ranks keep their places as long as they run", FREE),
+    Changeable("zero.*", "state keeps its place as long as ranks run", FREE),
+    Changeable("memory.*", "it decides where activations are, not what is learned", FREE),
+    Changeable("precision.*", "it decides how numbers are computed, not what is learned", FREE),
+    Changeable("checkpoint.*", _WHOLE, FREE),
+    Changeable("observe.*", _WHOLE, FREE),
+)
+
+
+def row_of(key: str) -> Changeable:
+    """Return the row of an option."""
+    return next(row for row in CHANGEABLE if row.fits(key))
+
+
+def of_stages(known: Iterable[str]) -> list[str]:
+    """Return the options that a stage may change, of all that there are."""
+    return [key for key in known if not row_of(key).in_stage]
+
+
+def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError:
+    """Return what is wrong with an option, or a section, in a stage that may not change it.
+
+    Args:
+        place: as the user gave it: `stages[0].zero.stage`.
+        known: all options.
+    """
+    inside = [each for each in known if each == key or each.startswith(f"{key}.")]
+    if not inside:
+        mine = [*of_stages(known), "until_step", "until_tokens"]
+        return UserError(104, f"unknown key {place}", nearest(key, mine), where=where)
+    do = f"a stage may change {', '.join(_short(of_stages(known), known))}"
+    return UserError(109, f"{place}: {row_of(inside[0]).in_stage}", do, where=where)
+
+
+def permitted(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Return the options and sections of `--allow-change`, separated by commas.
+
+    Raises:
+        UserError: 104, there is no such option or section; 123, one that a run cannot change and go on.
+    """
+    given = tuple(part.strip() for part in text.split(","))
+    for key in given:
+        inside = [each for each in known if each == key or each.startswith(f"{key}.")]
+        if not inside:
+            raise UserError(104, f"unknown key {key!r}", nearest(key, list(known)), where="--allow-change")
+        if all(row_of(each).on_resume not in ("", FREE) for each in inside):
+            raise UserError(123, f"{key} cannot change: {row_of(inside[0]).on_resume}", where="--allow-change")
+    return given
+
+
+def is_permitted(key: str, given: Sequence[str]) -> bool:
+    """Return whether an option that a run may change with permission has it."""
+    return not row_of(key).on_resume and any(key == each or key.startswith(f"{each}.") for each in given)
+
+
+def _short(keys: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+    """Yield options, and a section for all of its options."""
+    done: set[str] = set()
+    for key in keys:
+        section = key.partition(".")[0]
+        whole = {each for each in known if each.startswith(f"{section}.")}
+        if whole <= set(keys):
+            if section not in done:
+                yield section
+            done.add(section)
+        else:
+            yield key
+
+
+def in_json(value: Any) -> Any:
+    """Return a value of a config in JSON's types, without what is null inside."""
+    if isinstance(value, dict):
+        return {key: in_json(inner) for key, inner in value.items() if inner is not None}
+    return [in_json(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,39 @@
+"""What the sections of a config are made of: their base, kinds of numbers and text, and lists of token files."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
+# Bounds of what is looped over or laid out in memory, far beyond what anybody trains: a slip of the keyboard is a line
+# at once, not a machine that is busy for hours.
+Layers = Annotated[int, Field(ge=1, le=4096)]
+Ranks = Annotated[int, Field(ge=1, le=16_384)]
+Sequences = Annotated[int, Field(ge=1, le=2**20)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
+
+
+class Section(BaseModel):
+    """The base of all sections: frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+# A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9 _.,+=@:~-]+$")]
+
+
+class Source(Section):
+    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
+    weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
+    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
+
+
+class ValidationSet(Section):
+    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
+    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
+
+
+Sources = Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)]

@@ -1,0 +1,85 @@
+"""Keep account of the options that were changed when a run went on: `--allow-change`, and the history in manifests.
+
+A run goes on with the options it was made with; `--allow-change` names those that may be others from the step on with
+which it goes on (`config/changes.py` says which can). The manifests of later steps have each change as {step, key,
+from, to}: `to` holds behind that step. With them the course of the run (`config/stages.py`) is what it was: which
+samples were consumed, and how many tokens. A change of key `data` is one of what is read, by its digests.
+
+A source is its name. Under the same name it goes on where it was, whatever its files are; one that is not named any
+more has given its share, and its files are not opened again.
+"""
+
+from __future__ import annotations  # of a point to resume from, only the values are needed
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megazero.config.changes import in_json, is_permitted, row_of
+from megazero.config.file import flatten
+from megazero.config.schema import Config
+
+if TYPE_CHECKING:
+    from megazero.checkpoint.manifest import Manifest
+    from megazero.run.resume import ResumePoint
+
+# What older checkpoints do not say.
+BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
+# Options of which other values have other samples, or the same ones in another order.
+_ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len")
+
+
+def accounted(job: ResumePoint, manifest: Manifest | None, config: Config, allowed: Sequence[str]) -> ResumePoint:
+    """Return where a run goes on from, with the history that its config has then.
+
+    Args:
+        manifest: of the newest step there that can be read; None: there is none.
+        allowed: what `--allow-change` names.
+    """
+    if manifest is None or manifest.progress is None or job.load != "all":
+        return job
+    new = list(changes_of(manifest, config, allowed))
+    data = manifest.identity.get("data")
+    explained = "data" in allowed or any(change["key"] in _ORDER for change in new)
+    if not explained or held_out(manifest.config.get("data.valid")) != held_out(config.data.valid):
+        data = None
+    history = [*manifest.history, *new]
+    return replace(job, history=history, allowed=list(allowed), at=manifest.step, data=data)
+
+
+def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Yield what is another in a config than when a step was saved, and may be.
+
+    Args:
+        allowed: options and sections; None: all.
+    """
+    theirs = BEFORE | manifest.config
+    for key, value in flatten(config).items():
+        before, after = in_json(theirs.get(key)), in_json(value)
+        may = not row_of(key).on_resume if allowed is None else is_permitted(key, allowed)
+        if key == "model.seq_len" and config.model.position == "learned":
+            may = False
+        if may and before != after:
+            yield {"step": manifest.step, "key": key, "from": before, "to": after}
+
+
+def other_data(job: ResumePoint, digest: str) -> Iterator[dict[str, Any]]:
+    """Yield the change of what is read, where it is one, and one that is allowed."""
+    if job.data is not None and job.data != digest:
+        yield {"step": job.at, "key": "data", "from": job.data, "to": digest}
+
+
+def in_words(change: dict[str, Any]) -> str:
+    """Return a change as one says it."""
+    return f"{change['key']} {shown(change['from'])} -> {shown(change['to'])}"
+
+
+def shown(value: Any) -> str:
+    """Return a value, and of a long one its beginning."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def held_out(valid: Any) -> Any:
+    """Return the share of documents that is held out of training."""
+    return valid if isinstance(valid, float) else None

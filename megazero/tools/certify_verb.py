@@ -1,0 +1,73 @@
+"""`megazero certify`: the command line of `tools/certify/`. Imports torch only when it runs."""
+
+import argparse
+import json
+from typing import Any
+
+from megazero.base.answers import answer, tell
+from megazero.base.command_line import at_least
+from megazero.base.doing import ACTIVITIES, doing
+from megazero.base.errors import UserError
+from megazero.base.terminal import width
+from megazero.launcher.interruption import Interruption
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options to its parser, which has those of a config."""
+    parser.add_argument("--max-ranks", type=at_least(1, int, 32), default=8, help="of a layout (default: 8)")
+    layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
+    parser.add_argument("--layouts", type=at_least(1, int), default=160, help=layouts)
+    steps = "training steps to compare (default: 4)"
+    parser.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
+    plant = "plant faults into layouts and say which of them a certificate finds, in every precision"
+    parser.add_argument("--plant", action="store_true", help=plant)
+    parser.add_argument("--fault", action="append", metavar="NAME", help="plant this one only; may be repeated")
+    parser.add_argument("--json", action="store_true")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare layouts with one process, or plant faults into them; return the exit code."""
+    interruption = Interruption()
+    with interruption.watched():
+        return _certified(options, interruption)
+
+
+def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
+    from megazero.config.file import load
+
+    config = load(options.config, options.overrides)
+    with doing("loading torch"):
+        from megazero.tools.certify.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
+
+    interruption.check()
+    if options.plant or options.fault:
+        return _plant(config, options, interruption)
+    with doing("choosing layouts"):
+        layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
+    if not layouts:
+        what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
+        raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
+    if len(layouts) > options.layouts:
+        tell(f"{len(layouts)} layouts, not {options.layouts}: as many are needed to have every two values together")
+    ACTIVITIES.now("comparing layouts", "")
+    rows = []
+    for row in certify(config, layouts, options.steps, interruption):
+        rows.append(row)
+        tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
+    found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
+    answer(json.dumps(found, indent=1) if options.json else shape(rows, config, options.steps))
+    return 1 if any(row.fault for row in rows) else 0
+
+
+def _plant(config: Any, options: argparse.Namespace, interruption: Interruption) -> int:
+    from megazero.tools.certify.planting import as_json, names, plant, table
+
+    chosen, found = options.fault or names(), []
+    if unknown := set(chosen) - set(names()):
+        raise UserError(100, f"--fault {min(unknown)}: expected one of {', '.join(names())}", where="certify")
+    for each in plant(config, chosen, options.steps, interruption):
+        found.append(each)
+        verdict = "" if each.right else "WRONG, "
+        tell(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}")
+    answer(json.dumps(as_json(found, options.steps), indent=1) if options.json else table(found, options.steps))
+    return 0 if all(each.right for each in found) else 1

@@ -1,0 +1,55 @@
+"""The table of what may change while a run lives has every option, and the sections of a stage are what it says."""
+
+import pytest
+
+from megazero.base.errors import UserError
+from megazero.config.changes import CHANGEABLE, FREE, is_permitted, of_stages, permitted, row_of
+from megazero.config.file import option_keys
+from megazero.config.stage_sections import Stage
+from megazero.config.stages import SECTIONS
+from megazero.run.loading import _SAME, _matching
+
+
+def test_a_stage_has_the_options_that_the_table_gives_it() -> None:
+    stage = Stage.model_fields
+    assert {*stage} == {"until_step", "until_tokens", *SECTIONS}
+    found = []
+    for section in SECTIONS:
+        inner = next(each for each in stage[section].annotation.__args__ if each is not type(None))  # type: ignore[union-attr]
+        found += [f"{section}.{field.alias or name}" for name, field in inner.model_fields.items()]
+    assert sorted(found) == sorted(of_stages(option_keys()))
+
+
+def test_every_row_is_of_an_option_and_every_option_has_a_row() -> None:
+    rows = {row_of(key) for key in option_keys()}
+    assert rows == set(CHANGEABLE)
+
+
+def test_what_needs_permission_is_what_a_run_that_goes_on_keeps() -> None:
+    """Data is compared by its digest, stages by what they say: they are not options that are compared as they are."""
+    kept = set(_matching(dict.fromkeys(option_keys()), _SAME["all"]))
+    needed = {key for key in option_keys() if row_of(key).on_resume != FREE}
+    by_digest = {"data.sources", "data.train", "data.valid", "data.tokenizer", "stages"}
+    assert kept == needed - by_digest
+
+
+def test_keys_of_the_command_line() -> None:
+    keys = permitted("data, optimizer.betas,batch", option_keys())
+    assert keys == ("data", "optimizer.betas", "batch")
+    assert is_permitted("data.sources", keys) and is_permitted("batch.global", keys)
+    assert not is_permitted("data.tokenizer", keys) and not is_permitted("optimizer.eps", keys)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("model.layers", "MZ-123 --allow-change: model.layers cannot change: the weights have its shape, or have le"),
+        ("run.seed", "MZ-123 --allow-change: run.seed cannot change: every random number of the run is a functio"),
+        ("optimizer.beta", "MZ-104 --allow-change: unknown key 'optimizer.beta'; did you mean optimizer.betas?"),
+        ("", "MZ-104 --allow-change: unknown key ''; "),
+    ],
+)
+def test_keys_that_cannot_change(given: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        permitted(given, option_keys())
+    assert str(caught.value).startswith(line)

@@ -1,0 +1,143 @@
+"""What a run of stages, or of changed options, meets at its edges: its end moved, a short validation set, old files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megazero.__main__ import main
+from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.observe.jsonl import read_rows
+from megazero.run.session import launch
+from tests.sources import cut
+from tests.tiny_run import TinyData, repeating
+
+LINE = ("checkpoint.every=1", "data.valid=null", "model.position=rotary", "observe.every=1", "schedule.decay=constant")
+
+
+@pytest.fixture(scope="module")
+def paths(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return cut(tiny_data, tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def made(tiny_data: TinyData, paths, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps on the first source."""
+    folder = tmp_path_factory.mktemp("made") / "run"
+    assert launch(tiny_data.load(folder, *LINE, f"data.train={paths['first']}", "run.steps=3"), "small", 1) == 0
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def go_on(tiny_data: TinyData, run: Path, *overrides: str, allow: str | None = None) -> int:
+    line = ["train", "--config", str(tiny_data.config), f"run.dir={run}", *LINE, "checkpoint.resume=auto", *overrides]
+    return main(line + (["--allow-change", allow] if allow else []))
+
+
+def named(paths: dict[str, Path], *names: str) -> tuple[str, ...]:
+    return "data.train=null", f"data.sources={json.dumps([{'path': str(paths[n]), 'name': n} for n in names])}"
+
+
+def sights(run: Path, capsys: Any, *asked: str) -> list[dict[str, Any]]:
+    """What `megazero data` finds."""
+    capsys.readouterr()
+    assert main(["data", "--run", str(run), *asked, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def edit(folder: Path, change: Callable[[Manifest], dict[str, Any]]) -> None:
+    manifest = read_manifest(folder)
+    (folder / FILE_NAME).write_bytes(manifest.model_copy(update=change(manifest)).to_bytes())
+
+
+@pytest.mark.parametrize("last", ["batch: {global: 2}", "model: {seq_len: 16}", "optimizer: {lr: 5e-4}"])
+def test_a_run_whose_last_stage_ended_with_it_gets_longer(
+    tiny_data: TinyData, paths, tmp_path: Path, last: str
+) -> None:
+    """`run.steps` may change: behind the stage the config holds, as in a run that was as long from the beginning."""
+    stages = f'stages=[{{until_step: 3, {last}, data: {{sources: [{{path: "{paths["second"]}", name: second}}]}}}}]'
+    options = (*LINE, *named(paths, "first", "second"), stages, "schedule.cooldown=0")
+    for steps in (3, 5):
+        more = (f"run.steps={steps}", f"checkpoint.resume={'auto' if steps > 3 else 'none'}")
+        assert launch(tiny_data.load(tmp_path / "run", *options, *more), "small", 1) == 0
+    assert launch(tiny_data.load(tmp_path / "whole", *options, "run.steps=5"), "small", 1) == 0
+    rows = [[repeating(row) for row in read_rows(tmp_path / each / "metrics.jsonl")] for each in ("run", "whole")]
+    assert rows[0] == rows[1] and len(rows[0]) == 5
+
+
+def test_a_validation_set_too_short_for_a_later_stage(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    """It is refused before the first step, not in the step with which the stage begins."""
+    with IndexedDatasetWriter(tmp_path / "short", np.dtype(np.uint16)) as writer:
+        writer.append(np.arange(40))
+        writer.end_document()
+    line = ["train", "--config", str(tiny_data.config), f"run.dir={tmp_path / 'run'}", *LINE]
+    stages = "stages=[{until_step: 2, model: {seq_len: 64}}]"
+    sets = ([f"data.valid={tmp_path / 'short'}"], [f'data.validation=[{{path: "{tmp_path / "short"}"}}]'])
+    for given in sets:
+        for options in ([stages], [stages.replace("64", "32"), "model.seq_len=64"]):
+            assert main([*line, *options, *given]) == 1
+            err = capsys.readouterr().err
+            assert err.startswith("MZ-207 ") and "short" in err and err.count("\n") == 1, err
+            assert not (tmp_path / "run").exists()
+
+
+def test_options_that_change_twice_behind_one_step(tiny_data: TinyData, paths, run: Path, tmp_path: Path) -> None:
+    """A run that began at another's step has saved that step with its first change."""
+    new, data = tmp_path / "new", f"data.train={paths['first']}"
+    began = (data, f"checkpoint.resume={run}", "run.steps=3", "batch.global=8")
+    assert go_on(tiny_data, new, *began, allow="batch.global") == 0
+    assert go_on(tiny_data, new, data, "run.steps=4", "batch.global=2", allow="batch") == 0
+    steps = [(change["from"], change["to"]) for change in read_manifest(new / "checkpoints/step_00000004").history]
+    assert steps == [(4, 8), (8, 2)]
+    assert read_rows(new / "metrics.jsonl")[-1]["samples"] == 3 * 4 + 2
+
+
+def test_checkpoints_older_than_an_option(tiny_data: TinyData, paths, run: Path, capsys) -> None:
+    """They had its default: no change to keep account of."""
+    for step in (1, 2, 3):
+        folder = run / f"checkpoints/step_{step:08d}"
+        edit(folder, lambda m: {"config": {k: v for k, v in m.config.items() if k not in ("data.pack", "stages")}})
+    piece = sights(run, capsys, "--step", "2")[0]
+    assert 2 in {each["step"] for each in sights(run, capsys, "--document", str(piece["document"]))}
+    assert go_on(tiny_data, run, f"data.train={paths['first']}", "run.steps=4", allow="data,optimizer") == 0
+    assert read_manifest(run / "checkpoints/step_00000004").history == []
+
+
+@pytest.mark.parametrize("names", [("first",), ("first", "second")])
+def test_a_document_of_a_time_when_sources_had_no_names(tiny_data: TinyData, paths, run: Path, names, capsys) -> None:
+    """Sought by a name it did not have in the first steps, or by none, which it had in them."""
+    assert go_on(tiny_data, run, *named(paths, *names), "run.steps=5", allow="data") == 0
+    assert go_on(tiny_data, run, f"data.train={paths['first']}", "run.steps=6", allow="data") == 0
+    for step in (2, 4, 6):
+        piece = next(p for p in sights(run, capsys, "--step", str(step)) if p["source"] in (None, "first"))
+        found = sights(run, capsys, "--document", str(piece["document"]))
+        assert {"step": step} | {key: piece[key] for key in piece if key != "text"} in found
+
+
+def test_paths_spelt_in_two_ways(tiny_data: TinyData, paths, run: Path, capsys) -> None:
+    odd = str(paths["first"].parent) + "//./first"
+    new = ("data.train=null", f'data.sources=[{{path: "{odd}", name: one}}]', "run.steps=5")
+    assert go_on(tiny_data, run, *new, allow="data") == 0
+    assert go_on(tiny_data, run, *named(paths, "first"), "run.steps=6", allow="data") == 0
+    piece = sights(run, capsys, "--step", "4")[0]
+    found = sights(run, capsys, "--document", str(piece["document"]))
+    assert 4 in {each["step"] for each in found}
+
+
+def test_a_document_of_a_source_that_is_gone(tiny_data: TinyData, paths, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    options = (*LINE, *named(paths, "first", "second"), "run.steps=3")
+    assert launch(tiny_data.load(run, *options), "small", 1) == 0
+    assert go_on(tiny_data, run, *named(paths, "second"), "run.steps=4", allow="data") == 0
+    piece = next(p for p in sights(run, capsys, "--step", "1") if p["source"] == "first")
+    found = sights(run, capsys, "--document", str(piece["document"]), "--source", "first")
+    assert {"step": 1} | {key: piece[key] for key in piece if key != "text"} in found
