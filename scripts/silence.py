@@ -154,20 +154,25 @@ def _end_of(output: bytes) -> str:
 def _family(root: int) -> Iterator[int]:
     """Yield a process and those that it has started, and so on."""
     yield root
-    try:
-        children = [int(word) for path in Path(f"/proc/{root}/task").glob("*/children") for word in _read(path).split()]
-    except OSError:
-        return
-    for child in children:
-        yield from _family(child)
+    for path in _of_threads(root, "children"):
+        for child in _read(path).split():
+            yield from _family(int(child))
 
 
 def _waits(pid: int) -> Iterator[tuple[str, bool, float]]:
     """Yield (thread, whether it runs or could, seconds in the queue for a processor), where the kernel says so."""
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+    for path in _of_threads(pid, "schedstat"):
         words, stat = _read(path).split(), _read(path.with_name("stat"))
         if len(words) == 3:
             yield path.parent.name, stat.rpartition(")")[2].split()[:1] == ["R"], int(words[1]) * 1e-9
+
+
+def _of_threads(pid: int, name: str) -> list[Path]:
+    """Return a file of each thread of a process; none of one that has ended."""
+    try:
+        return list(Path(f"/proc/{pid}/task").glob(f"*/{name}"))
+    except OSError:
+        return []
 
 
 def _read(path: Path) -> str:

