@@ -158,10 +158,10 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megazero.build.pipeline import check_world
     from megazero.config.file import flatten, load
     from megazero.config.stages import Course
     from megazero.plan.machines import MACHINES
+    from megazero.run.early_look import check_parts
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.report import as_text, draw, search_as_text
@@ -182,8 +182,7 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    for part in Course(config).parts:
-        check_world(part.config, options.gpus, f"--gpus {options.gpus}{f' in {part.name}' if part.name else ''}")
+    check_parts(Course(config), options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     _draw(lambda path: draw(planned, path), options)

@@ -21,9 +21,9 @@ def cut(tiny_data: TinyData, folder: Path) -> dict[str, Path]:
     return paths
 
 
-def options(paths: dict[str, Path]) -> tuple[str, ...]:
-    """The options that mix them by weight."""
-    each = zip(NAMES, WEIGHTS, strict=True)
+def options(paths: dict[str, Path], number: int = len(NAMES)) -> tuple[str, ...]:
+    """The options that mix the first few of them by weight."""
+    each = list(zip(NAMES, WEIGHTS, strict=True))[:number]
     sources = [{"path": str(paths[name]), "weight": weight, "name": name} for name, weight in each]
     return "data.train=null", f"data.sources={json.dumps(sources)}"
 

@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from megazero.config.sections import (
+    IN_NAMES,
     Layers,
     NonNegative,
     Positive,
@@ -256,7 +257,6 @@ class Data(Section):
     pack: bool = Field(default=False, description="A sequence is whole documents, as many as fit, and padding.")
 
 
-_NOT_IN_NAMES = r"[^A-Za-z0-9 _.,+=@:~-]"
 QUICKSTART = "data/quickstart/train"  # what is trained on where nothing else is said
 NamedFiles = TypeVar("NamedFiles", Source, ValidationSet)
 
@@ -343,7 +343,7 @@ def resolved(config: Config) -> Config:
 
 def _named(given: NamedFiles) -> NamedFiles:
     """Return token files with a name: the end of their path, where none is given."""
-    name = re.sub(_NOT_IN_NAMES, "_", PurePath(given.path).name or given.path)[-64:]
+    name = re.sub(f"[^{IN_NAMES}]", "_", PurePath(given.path).name or given.path)[-64:]
     return given.model_copy(update={"name": given.name or name})
 
 

@@ -1,4 +1,4 @@
-"""What the sections of a config are made of: their base, kinds of numbers and text, and lists of token files."""
+"""Define what the sections of a config share: their base, kinds of numbers and text, and lists of token files."""
 
 from typing import Annotated
 
@@ -22,7 +22,8 @@ class Section(BaseModel):
 
 
 # A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9 _.,+=@:~-]+$")]
+IN_NAMES = "A-Za-z0-9 _.,+=@:~-"  # characters, as a regular expression's set has them
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=f"^[{IN_NAMES}]+$")]
 
 
 class Source(Section):

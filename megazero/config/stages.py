@@ -73,7 +73,7 @@ def effective(config: Config, stage: Stage | None) -> Config:
 
 @dataclass(frozen=True)
 class Mix:
-    """What is trained on from a step on.
+    """The sources that are trained on from a step on.
 
     Attributes:
         first: steps done before.

@@ -84,8 +84,9 @@ def open_data(config: Config, course: Course | None = None) -> RunData:
 
 def refuse_short(course: Course, part: Part) -> None:
     """Refuse validation sets that are too short for the windows of a part behind this one. Raises UserError 207."""
-    for later in {each.seq_len: each for each in course.parts if each.first > part.first}.values():
-        _validation_sets(later.config, later.seq_len)
+    later = {each.seq_len: each for each in course.parts if each.first > part.first and each.seq_len != part.seq_len}
+    for each in later.values():
+        _validation_sets(each.config, each.seq_len)
 
 
 def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:

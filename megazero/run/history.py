@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megazero.run.resume import ResumePoint
 
 # What older checkpoints do not say.
-BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
+_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
 # Options of which other values have other samples, or the same ones in another order.
 _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len")
 
@@ -53,7 +53,7 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
     Args:
         allowed: options and sections; None: all.
     """
-    theirs = BEFORE | manifest.config
+    theirs = saved_options(manifest)
     for key, value in flatten(config).items():
         before, after = in_json(theirs.get(key)), in_json(value)
         may = not row_of(key).on_resume if allowed is None else is_permitted(key, allowed)
@@ -61,6 +61,16 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
             may = False
         if may and before != after:
             yield {"step": manifest.step, "key": key, "from": before, "to": after}
+
+
+def saved_options(manifest: Manifest) -> dict[str, Any]:
+    """Return the flat config with which a step was saved, with what older ones do not say."""
+    return _BEFORE | manifest.config
+
+
+def changed_since(found: Manifest | None, history: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the changes of a history that a checkpoint does not have; none where a run begins with no checkpoint."""
+    return [] if found is None else history[len(found.history) :]
 
 
 def other_data(job: ResumePoint, digest: str) -> Iterator[dict[str, Any]]:

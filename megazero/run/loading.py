@@ -27,7 +27,7 @@ from megazero.config.changes import in_json, row_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
-from megazero.run.history import BEFORE, held_out
+from megazero.run.history import changed_since, held_out, saved_options
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 
@@ -64,14 +64,14 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if load != "weights" and manifest.kinds != list(about.kinds):
         what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
-    theirs, ours = BEFORE | manifest.config, plain(about.config)
+    theirs, ours = saved_options(manifest), plain(about.config)
     names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
     other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
     if load == "all":
         other |= _other_stages(theirs.get("stages"), ours["stages"])
         mine, found = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}, manifest.identity
         other |= {key: (found.get(key), mine[key]) for key in mine if found.get(key) != mine[key]}
-    changed = {change["key"] for change in about.history[len(manifest.history) :]}
+    changed = {change["key"] for change in changed_since(manifest, about.history)}
     odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if option_of(key) not in changed]
     if not odd and (name := manifest.other_shape(about.shapes)):
         odd = [f"{name} {manifest.shapes.get(name)} -> {about.shapes.get(name)}"]
@@ -158,7 +158,7 @@ def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str |
 
 def changes(manifest: Manifest, config: Config) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    theirs, ours = BEFORE | manifest.config, plain(config)
+    theirs, ours = saved_options(manifest), plain(config)
     unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
     said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key] and key not in unused]
     return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])

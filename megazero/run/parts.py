@@ -8,7 +8,7 @@ stopped in a part is the run that was not.
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from megazero.run.build import Ready, build_trainer
 from megazero.run.checkpointing import RunContext, check_space
 from megazero.run.disks import ranks_here
 from megazero.run.folder import RunFolder
-from megazero.run.history import accounted
+from megazero.run.history import accounted, changed_since
 from megazero.run.loading import begin, check_kernels, check_same
 from megazero.run.log import RunLog
 from megazero.run.out_of_memory import explain_out_of_memory
@@ -47,7 +47,7 @@ _BETWEEN = "build of a stage"  # what ranks do between two parts
 
 
 class Outcome(NamedTuple):
-    """What a job has done of a run.
+    """The outcome of a job: which steps of a run it has done, and why it ends.
 
     Attributes:
         first, done: steps done before it, and behind it.
@@ -65,14 +65,25 @@ class Outcome(NamedTuple):
 
 @dataclass
 class _Rank:
-    """One rank of a job, and what it has built now."""
+    """One rank of a job, and what it has built now.
+
+    Attributes:
+        here: ranks that share this host's memory.
+        held: bytes by category before anything was built.
+    """
 
     config: Config
     grid: Grid
     place: RankContext
     site: RunContext
     here: int
-    ready: Ready | None = None
+    held: Mapping[str, int]
+    _ready: Ready | None = None
+
+    @property
+    def ready(self) -> Ready:
+        assert self._ready is not None, "a part is built"
+        return self._ready
 
     @property
     def device(self) -> torch.device:
@@ -90,23 +101,19 @@ class _Rank:
             with explain_out_of_memory(part.config, grid, device), doing("building the model"):
                 return build_trainer(self.config, grid, device, self.site, self.here, part=part, spent=spent)
 
-        self.ready = agree(grid["world"], device, built)
-        return self.ready
+        self._ready = agree(grid["world"], device, built)
+        return self._ready
 
-    def drop(self, held: Mapping[str, int]) -> None:
-        """Close what was built, and give its memory back.
-
-        Args:
-            held: bytes by category before it was built.
-        """
+    def drop(self) -> None:
+        """Close what was built, and give its memory back; the caller has no reference to it left."""
         self.close()
         gc.collect()  # layers, units and their hooks know each other
-        self.grid.comm.ledger.let_go(held)
+        self.grid.comm.ledger.let_go(self.held)
 
     def close(self) -> None:
         """End the background work of what was built."""
-        if self.ready is not None:
-            ready, self.ready = self.ready, None
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
             ready.close()
 
 
@@ -118,13 +125,12 @@ def train_parts(
     Returns:
         what was done; None where there was nothing to do: the folder is as it was.
     """
-    rank = _Rank(config, grid, place, site, ranks_here(config, grid, place.world.device))
-    held, began = grid.comm.ledger.held(), time.monotonic()
+    rank = _Rank(config, grid, place, site, ranks_here(config, grid, place.world.device), grid.comm.ledger.held())
+    began = time.monotonic()
     try:
-        part, found = _first_part(rank, held)
+        part, found = _first_part(rank)
         ready = rank.ready
-        assert ready is not None, "the part is built"
-        undone = _begin_files(config, part, rank, ready, found)
+        undone = _begin_files(rank, part, found)
         if not undone.anything:
             return None
         log_file.begin()
@@ -134,14 +140,14 @@ def train_parts(
         site.signals.only_note(HEART.say)
         first = ready.trainer.first
         del ready  # what was built is to be freed before more is
-        return _train_on(rank, part, first, lambda: rank.drop(held), began)
+        return _train_on(rank, part, first, began)
     finally:
         site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
         HEART.say("")
         rank.close()
 
 
-def _first_part(rank: _Rank, held: Mapping[str, int]) -> tuple[Part, Manifest | None]:
+def _first_part(rank: _Rank) -> tuple[Part, Manifest | None]:
     """Build the part of the step to go on from, and load that.
 
     The newest step may be damaged, and an older one be of another part, or of the time before some options changed.
@@ -149,10 +155,11 @@ def _first_part(rank: _Rank, held: Mapping[str, int]) -> tuple[Part, Manifest | 
     at = 0 if rank.site.job.load != "all" else rank.site.job.at or 0
     while True:
         part = _part_behind(Course(rank.config, rank.site.job.history), at, rank.grid["world"].size)
-        found = _loaded(rank, rank.build(part))
+        rank.build(part)
+        found = _loaded(rank)
         if found is None or rank.site.job.load != "all" or found.progress is None or found.step == at:
             return part, found
-        rank.drop(held)
+        rank.drop()
         job = accounted(rank.site.job, found, rank.config, rank.site.job.allowed)
         at, rank.site = found.step, replace(rank.site, job=replace(job, steps=[found.step]))
 
@@ -172,19 +179,17 @@ def _part_behind(course: Course, step: int, ranks: int) -> Part:
     return part
 
 
-def _train_on(rank: _Rank, part: Part, first: int, drop: Callable[[], None], began: float) -> Outcome:
+def _train_on(rank: _Rank, part: Part, first: int, began: float) -> Outcome:
     """Train to the end of a part, and then the parts behind it, until the run is done or told to end.
 
     Args:
         part: what is built.
         first: steps done before the job.
-        drop: gives back what was built.
         began: by the clock, when the job began to build.
     """
     config, grid, place, done = rank.config, rank.grid, rank.place, 0
     while True:
         ready = rank.ready
-        assert ready is not None, "the part is built"
         place.status_slot.now(done, TRAIN)
         with explain_out_of_memory(part.config, grid, rank.device):
             done = ready.trainer.run()
@@ -196,18 +201,18 @@ def _train_on(rank: _Rank, part: Part, first: int, drop: Callable[[], None], beg
         del ready, trainer
         place.status_slot.now(done, _BETWEEN)  # not before the first step: a signal is noted, and the step is saved
         ACTIVITIES.now(f"step {done + 1}/{config.run.steps}", _BETWEEN)
-        drop()
+        rank.drop()
         ready = rank.build(part, time.monotonic() - began)
-        found = _loaded(rank, ready)
+        found = _loaded(rank)
         assert found is not None, "there is a step"
         begin(ready.trainer, found, job, None)
         _announce_part(rank, before, part, ready)
         del ready
 
 
-def _loaded(rank: _Rank, ready: Ready) -> Manifest | None:
-    """Load what a part begins with on all ranks; None: it begins with nothing."""
-    grid, device, job = rank.grid, rank.device, rank.site.job
+def _loaded(rank: _Rank) -> Manifest | None:
+    """Load what the part that is built begins with on all ranks; None: it begins with nothing."""
+    grid, device, job, ready = rank.grid, rank.device, rank.site.job, rank.ready
     about, ops = ready.about, ready.ops
     kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
     names = gather_bytes(kernels.encode(), grid["world"], "agree", device)
@@ -222,9 +227,9 @@ def _loaded(rank: _Rank, ready: Ready) -> Manifest | None:
     )
 
 
-def _begin_files(config: Config, part: Part, rank: _Rank, ready: Ready, found: Manifest | None) -> Undone:
+def _begin_files(rank: _Rank, part: Part, found: Manifest | None) -> Undone:
     """Find what is left to do; where that is training, write to the folder what is trained now."""
-    grid, device, site = rank.grid, rank.device, rank.site
+    config, grid, device, site, ready = rank.config, rank.grid, rank.device, rank.site, rank.ready
     first, folder, trainer = grid["world"].rank == 0, site.folder, ready.trainer
     trains = not (site.job.own and found is not None and found.step >= config.run.steps)
     due = found is not None and trainer.validates(found.step)
@@ -246,7 +251,7 @@ def _announce(config: Config, grid: Grid, site: RunContext, ready: Ready, name: 
     start, *more = beginning(config, grid, site, ready, name, found)
     log = logging.getLogger("megazero")
     log.info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
-    if changed := ready.about.history[len(found.history) :] if found is not None else []:
+    if changed := changed_since(found, ready.about.history):
         log.info("changed: %s", changed)
     if grid["world"].rank == 0:
         say("\n".join([start, *more]))

@@ -164,9 +164,9 @@ def refuse_fewer(job: ResumePoint, steps: int) -> None:
         raise UserError(120, what, "raise run.steps; nothing was changed", where=job.source)
 
 
-def newest_manifest(job: ResumePoint) -> Manifest | None:
-    """Return the manifest of the newest step that can be read; None: there is none."""
-    return next((manifest for step in job.steps if (manifest := manifest_of(job.store.path(step)))), None)
+def newest_manifest(store: Store, steps: Sequence[int]) -> Manifest | None:
+    """Return the manifest of the first of some steps, newest first, that can be read; None: there is none."""
+    return next((manifest for step in steps if (manifest := manifest_of(store.path(step)))), None)
 
 
 def share(job: ResumePoint | None, world: Axis, device: torch.device) -> ResumePoint:

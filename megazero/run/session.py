@@ -197,7 +197,7 @@ def _train_in(
 
         def found() -> ResumePoint | None:
             job = find_job(where, load, folder, lock.word) if first else None
-            return accounted(job, newest_manifest(job), config, allowed) if job else None
+            return accounted(job, newest_manifest(job.store, job.steps), config, allowed) if job else None
 
         job = share(agree(grid["world"], device, found), grid["world"], device)
         if job.stopped:

@@ -20,7 +20,7 @@ from megazero.run.build import Ready
 from megazero.run.checkpointing import RunContext
 from megazero.run.data import packing_text, sources_text
 from megazero.run.folder import RunFolder
-from megazero.run.history import in_words
+from megazero.run.history import changed_since, in_words
 from megazero.run.loading import described, doubt
 from megazero.train.trainer import Trainer
 from megazero.train.validation import Score
@@ -40,8 +40,9 @@ def beginning(
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{each} tokens on {_devices(grid, device)}, into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
-    if found is not None and (changed := ready.about.history[len(found.history) :]):
-        yield f"changed behind step {found.step}, as --allow-change lets it: {', '.join(map(in_words, changed))}"
+    if changed := changed_since(found, ready.about.history):
+        told = ", ".join(map(in_words, changed))
+        yield f"changed behind step {changed[0]['step']}, as --allow-change lets it: {told}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)

@@ -1,7 +1,6 @@
 """Options that change unplanned, when a run goes on: with permission, said, and kept in the manifests' history."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,17 @@ from megazero.data.indexed_dataset import IndexedDataset
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
 from megazero.run.session import launch
-from tests.sources import NAMES, WEIGHTS, cut
+from tests.run.going_on import LINE, go_on
+from tests.sources import options
 from tests.tiny_run import TinyData, repeating
-
-LINE = ("checkpoint.every=1", "data.valid=null", "model.position=rotary", "observe.every=1", "schedule.decay=constant")
-
-
-@pytest.fixture(scope="module")
-def paths(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return cut(tiny_data, tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
 def made(tiny_data: TinyData, paths, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps on the first two sources."""
     folder = tmp_path_factory.mktemp("made") / "run"
-    assert launch(tiny_data.load(folder, *LINE, *mixed(paths, 2), "run.steps=3"), "small", 1) == 0
+    assert launch(tiny_data.load(folder, *LINE, *options(paths, 2), "run.steps=3"), "small", 1) == 0
     return folder
-
-
-@pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
-
-
-def mixed(paths: dict[str, Path], number: int) -> tuple[str, ...]:
-    """The options that mix the first few by weight."""
-    each = zip(NAMES, WEIGHTS, strict=True)
-    sources = [{"path": str(paths[name]), "weight": weight, "name": name} for name, weight in list(each)[:number]]
-    return "data.train=null", f"data.sources={json.dumps(sources)}"
-
-
-def go_on(tiny_data: TinyData, run: Path, *overrides: str, allow: str | None = None, nproc: int | None = None) -> int:
-    line = ["train", "--config", str(tiny_data.config), f"run.dir={run}", *LINE, "checkpoint.resume=auto", *overrides]
-    line += ["--allow-change", allow] if allow else []
-    return main(line + (["--nproc", str(nproc)] if nproc else []))
 
 
 def history(run: Path, step: int) -> list[dict[str, Any]]:
@@ -59,7 +34,7 @@ def history(run: Path, step: int) -> list[dict[str, Any]]:
 
 def test_an_optimizer_that_changes_is_a_stage(tiny_data: TinyData, paths, run: Path, tmp_path: Path, capsys) -> None:
     """The same bits as a run in which it was planned, also when it goes on once more without asking."""
-    new = ("optimizer.betas=[0.8,0.9]", "run.steps=6", *mixed(paths, 2))
+    new = ("optimizer.betas=[0.8,0.9]", "run.steps=6", *options(paths, 2))
     assert go_on(tiny_data, run, *new, "run.steps=5", allow="optimizer.betas") == 0
     out = capsys.readouterr().out
     assert "changed behind step 3, as --allow-change lets it: optimizer.betas [0.9, 0.95] -> [0.8, 0.9]\n" in out
@@ -78,9 +53,9 @@ def test_an_optimizer_that_changes_is_a_stage(tiny_data: TinyData, paths, run: P
 
 def test_sources_and_batch_that_change(tiny_data: TinyData, paths, run: Path, capsys) -> None:
     """No window comes twice, and what earlier steps had is still known."""
-    first, second = tiny_data.load(run, *LINE, *mixed(paths, 2)), tiny_data.load(run, *LINE, *mixed(paths, 3))
+    first, second = tiny_data.load(run, *LINE, *options(paths, 2)), tiny_data.load(run, *LINE, *options(paths, 3))
     new = ("batch.global=8", "run.steps=6")
-    assert go_on(tiny_data, run, *mixed(paths, 3), *new, allow="data,batch.global") == 0
+    assert go_on(tiny_data, run, *options(paths, 3), *new, allow="data,batch.global") == 0
     keys = [change["key"] for change in history(run, 6)]
     assert keys == ["batch.global", "data.sources", "data"]
     rows = read_rows(run / "metrics.jsonl")
@@ -108,7 +83,7 @@ def test_sources_and_batch_that_change(tiny_data: TinyData, paths, run: Path, ca
 
 def test_a_source_whose_files_are_gone(tiny_data: TinyData, paths, run: Path, tmp_path: Path) -> None:
     only = (f'data.sources=[{{"path": "{paths["second"]}", "name": "second"}}]', "data.train=null", "run.steps=5")
-    gone = json.loads(mixed(paths, 2)[1].partition("=")[2])[0]["path"]
+    gone = json.loads(options(paths, 2)[1].partition("=")[2])[0]["path"]
     moved = [Path(f"{gone}{end}").rename(tmp_path / f"away{end}") for end in (".bin", ".idx")]
     try:
         assert go_on(tiny_data, run, *only, allow="data.sources") == 0
@@ -119,7 +94,7 @@ def test_a_source_whose_files_are_gone(tiny_data: TinyData, paths, run: Path, tm
 
 
 def test_longer_windows_on_two_ranks(tiny_data: TinyData, paths, run: Path) -> None:
-    new = (*mixed(paths, 2), "model.seq_len=64", "run.steps=5", "batch.micro=1")
+    new = (*options(paths, 2), "model.seq_len=64", "run.steps=5", "batch.micro=1")
     assert go_on(tiny_data, run, *new, allow="model.seq_len", nproc=2) == 0
     assert [row["tokens"] for row in read_rows(run / "metrics.jsonl")] == [128, 256, 384, 640, 896]
     assert [change["key"] for change in history(run, 5)] == ["model.seq_len", "data"]
@@ -128,7 +103,7 @@ def test_longer_windows_on_two_ranks(tiny_data: TinyData, paths, run: Path) -> N
 def test_files_that_changed_in_place(tiny_data: TinyData, paths, run: Path, tmp_path: Path, capsys) -> None:
     other = IndexedDataset(paths["third"])
     assert other.num_documents
-    sources = json.loads(mixed(paths, 2)[1].partition("=")[2])
+    sources = json.loads(options(paths, 2)[1].partition("=")[2])
     sources[0]["path"] = str(paths["third"])
     new = ("data.train=null", f"data.sources={json.dumps(sources)}", "run.steps=4")
     assert go_on(tiny_data, run, *new) == 1
@@ -152,7 +127,7 @@ def test_files_that_changed_in_place(tiny_data: TinyData, paths, run: Path, tmp_
     ],
 )
 def test_refusals(tiny_data: TinyData, paths, run: Path, overrides, allow, code: int, line: str, capsys) -> None:
-    assert go_on(tiny_data, run, *mixed(paths, 2), "run.steps=5", *overrides, allow=allow) == code
+    assert go_on(tiny_data, run, *options(paths, 2), "run.steps=5", *overrides, allow=allow) == code
     err = capsys.readouterr().err
     assert line in err and err.count("\n") == 1 and len(err) <= 301, err
 
@@ -169,6 +144,6 @@ def test_positions_that_were_learned_stay(tiny_data: TinyData, tmp_path: Path, c
 def test_stages_that_change_behind_the_step(tiny_data: TinyData, paths, run: Path) -> None:
     """What is over keeps its samples: the new stages hold from the step on with which the run goes on."""
     stages = "stages=[{until_step: 4, batch: {global: 2}}, {until_step: 5, batch: {global: 6}}]"
-    assert go_on(tiny_data, run, *mixed(paths, 2), "run.steps=6", stages, allow="stages") == 0
+    assert go_on(tiny_data, run, *options(paths, 2), "run.steps=6", stages, allow="stages") == 0
     assert [row["samples"] for row in read_rows(run / "metrics.jsonl")] == [4, 8, 12, 14, 20, 24]
     assert [change["key"] for change in history(run, 6)] == ["stages"]

@@ -1,7 +1,6 @@
 """What a run of stages, or of changed options, meets at its edges: its end moved, a short validation set, old files."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,8 @@ from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows
 from megazero.run.session import launch
-from tests.sources import cut
+from tests.run.going_on import LINE, go_on
 from tests.tiny_run import TinyData, repeating
-
-LINE = ("checkpoint.every=1", "data.valid=null", "model.position=rotary", "observe.every=1", "schedule.decay=constant")
-
-
-@pytest.fixture(scope="module")
-def paths(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return cut(tiny_data, tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +23,6 @@ def made(tiny_data: TinyData, paths, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("made") / "run"
     assert launch(tiny_data.load(folder, *LINE, f"data.train={paths['first']}", "run.steps=3"), "small", 1) == 0
     return folder
-
-
-@pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
-
-
-def go_on(tiny_data: TinyData, run: Path, *overrides: str, allow: str | None = None) -> int:
-    line = ["train", "--config", str(tiny_data.config), f"run.dir={run}", *LINE, "checkpoint.resume=auto", *overrides]
-    return main(line + (["--allow-change", allow] if allow else []))
 
 
 def named(paths: dict[str, Path], *names: str) -> tuple[str, ...]:

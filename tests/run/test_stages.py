@@ -16,15 +16,10 @@ from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
 from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
-from tests.sources import cut, options
+from tests.sources import options
 from tests.tiny_run import TinyData, command, repeating
 
 STEPS = ("run.steps=9", "checkpoint.every=1", "data.valid=null", "model.dropout=0.1")
-
-
-@pytest.fixture(scope="module")
-def paths(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return cut(tiny_data, tmp_path_factory.mktemp("sources"))
 
 
 @pytest.fixture(scope="module")
