@@ -38,6 +38,7 @@ import os
 
 import torch
 
+from megazero.base.machine import return_freed_memory
 from megazero.build.assemble import build
 from megazero.build.job import job_of
 from megazero.comm.grid import single
@@ -206,6 +207,8 @@ def bytes_of_a_step(folder: Path, depth: int, blocks: int) -> Call:
 
 def step(folder: Path, depth: int, blocks: int, on_disks: bool) -> Call:
     """Return a step of training."""
+    if on_disks:
+        return_freed_memory()  # as a run does
     config, grid = config_of(blocks, "nvme" if on_disks else "none"), single()
     ledger = grid.comm.ledger
     disk = Disk([folder], ledger, STAGING, DiskQueue(depth=depth)) if on_disks else None
