@@ -13,10 +13,10 @@ from tests.house.source import Source, project
 # units that are gathered for other ranks alone, ranks that are told at once what another one called; units that tell
 # what happens to them; events of CUDA that are used again, splits for channels that are shown; state on disks: homes of
 # what is not in memory, updates in windows, checkpoints that read and write it in parts, kept inputs; values that are
-# quantised on their way, with their specification and formulas, sums in two hops, second shards of parameters, what
-# rounding has lost added to what is sent next; weights in tiles: their products, units, sizes and formulas; a gather
-# for the next forward beside the end of a backward; validation sets with names; parts of a run, which end with a saved
-# step and give their memory back.
+# quantised on their way, with their specification and formulas, blocks of each parameter alone, sums in two hops,
+# second shards of parameters, what rounding has lost added to what is sent next; weights in tiles: their products,
+# units, sizes and formulas; a gather for the next forward beside the end of a backward; validation sets with names;
+# parts of a run, which end with a saved step and give their memory back.
 LINES = 12_000
 
 
