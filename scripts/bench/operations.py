@@ -9,7 +9,7 @@ operation that reads more than it writes can be faster than its limit. Each row 
 """
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -31,12 +31,22 @@ LIMIT, SPECIFIED, TORCH = "limit of ", "specification of ", "torch's "
 
 Work = Callable[[], object]
 Case = tuple[str, float, Work, Work, Work | None]  # name, minimum bytes, ours, the specification, torch's
+Kind = Callable[[torch.dtype, int], Iterator[Case]]
 
 
 def group_of(dtype: str, mebibytes: int) -> Group:
     """Return the operations in one dtype, on tensors of one size, in one process."""
-    title = f"operations, {dtype}, {mebibytes} MiB"
-    system = System(title, calls_of, (dtype, mebibytes), has_loss=False)
+    return _group(f"operations, {dtype}, {mebibytes} MiB", dtype, mebibytes, (_rows_of, _rotary_and_loss))
+
+
+def quantised_group(dtype: str, mebibytes: int, threads: int) -> Group:
+    """Return what quantises values of one dtype, and brings them back, in one process."""
+    title = f"quantised values, {dtype}, {mebibytes} MiB, {threads} threads"
+    return _group(title, dtype, mebibytes, (_quantised,), threads)
+
+
+def _group(title: str, dtype: str, mebibytes: int, kinds: Sequence[Kind], threads: int = 1) -> Group:
+    system = System(title, calls_of, (dtype, mebibytes, kinds), threads, has_loss=False)
     return Group(title, [system], pairs=partial(pairs_of, dtype), again=False)
 
 
@@ -57,13 +67,13 @@ def _whose(operation: object) -> str:
     return "ours" if isinstance(operation, torch._ops.OpOverloadPacket) else "torch's"
 
 
-def calls_of(dtype: str, mebibytes: int) -> dict[str, Call]:
+def calls_of(dtype: str, mebibytes: int, kinds: Sequence[Kind]) -> dict[str, Call]:
     """Return what is timed, by name."""
     cpu.load()
     _keep_freed_memory()
     calls: dict[str, Call] = {}
     sizes = DTYPES[dtype], mebibytes << 20
-    for name, size, ours, specified, eager in (*_rows_of(*sizes), *_rotary_and_loss(*sizes)):
+    for name, size, ours, specified, eager in (case for kind in kinds for case in kind(*sizes)):
         x, y = torch.ones(int(size) // 8), torch.ones(int(size) // 8)
         calls[LIMIT + name] = _silent(lambda x=x, y=y: torch.add(x, 1.0, out=y))
         calls[name], calls[SPECIFIED + name] = _silent(ours), _silent(specified)
@@ -126,12 +136,18 @@ def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
     yield _case("accumulate_", one + 8 * n * d, wide, flat)
     converted = torch.empty_like(flat, dtype=torch.bfloat16 if item == 4 else torch.float32)
     yield _case("cast_", 6 * n * d, converted, flat)
+
+
+def _quantised(dtype: torch.dtype, size: int) -> Iterator[Case]:
+    """Yield the cases of values as they are sent between ranks (`zero.quantize`)."""
+    flat = _draw(dtype, size // dtype.itemsize, seed=0)
+    into = torch.zeros_like(flat)
     for bits in (8, 4):
-        flat = flat[: len(flat) // 16 * 16]
         codes = torch.zeros(quantized_bytes(len(flat), bits), dtype=torch.uint8)
-        moved = flat.nbytes + len(codes)
-        yield _case("quantize_", moved, codes, flat, bits, form=f" to {bits} bits")
-        yield _case("dequantize_", moved, torch.empty_like(flat), codes, bits, False, form=f" of {bits} bits")
+        moved, form = flat.nbytes + len(codes), f" {bits} bits"
+        yield _case("quantize_", moved, codes, flat, bits, form=f" to{form}")
+        yield _case("dequantize_", moved, into, codes, bits, False, form=f" of{form}")
+        yield _case("dequantize_", moved + into.nbytes, into, codes, bits, True, form=f" of{form}, added")
 
 
 def _rotary_and_loss(dtype: torch.dtype, size: int) -> Iterator[Case]:

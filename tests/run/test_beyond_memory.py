@@ -55,24 +55,25 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", SIZES)
-def test_states_of_four_times_the_memory(ranks: int, tiny_data: TinyData, tmp_path: Path, disk: Path) -> None:
+def test_states_of_four_times_the_memory(ranks: int, tiny_data: TinyData, disk: Path) -> None:
     """What a tiny model takes anyway, and a quarter of a rank's states: too little for a run in memory."""
     layers, hidden = SIZES[ranks]
     states, free = STATES * layers * 12 * hidden**2 // ranks, resource.RLIM_INFINITY
     spread = (f"--nproc={ranks}", "batch.micro=1", "zero.stage=3")
     wide = (*spread, *SHORT, f"model.layers={layers}", f"model.hidden={hidden}", "model.heads=8")
-    code, base = limited(tiny_data, tmp_path / "tiny", free, *spread, *SHORT)
+    code, base = limited(tiny_data, disk / "tiny", free, *spread, *SHORT)
     assert code == 0
     most = 2 * base + states // 4  # data that is never touched counts too: as much again as is resident
-    nvme = (*wide, *NVME, f"zero.offload.path={disk}")
-    code, resident = limited(tiny_data, tmp_path / "there", most, *nvme)
+    nvme = (*wide, *NVME, f"zero.offload.path={disk / 'state'}")
+    code, resident = limited(tiny_data, disk / "there", most, *nvme)
     assert code == 0
     assert resident <= base + states // 4
-    assert limited(tiny_data, tmp_path / "refused", most, *wide)[0] != 0
-    code, whole = limited(tiny_data, tmp_path / "here", free, *wide)
+    assert limited(tiny_data, disk / "refused", most, *wide)[0] != 0
+    code, whole = limited(tiny_data, disk / "here", free, *wide)
     assert code == 0 and whole > base + states // 2
-    assert rows(tmp_path / "there") == rows(tmp_path / "here")
+    assert rows(disk / "there") == rows(disk / "here")
 
 
 @pytest.mark.full
