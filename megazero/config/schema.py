@@ -230,7 +230,7 @@ class Batch(Section):
 class Data(Section):
     train: Text | None = Field(
         default=None,
-        description="Token files to train on: a path without .bin/.idx, from the current folder; null: data.sources, "
+        description="Token files to train on: a path without .bin/.idx, or X.ds, X.npy, X.bin; null: data.sources, "
         "else data/quickstart/train.",
     )
     sources: Sources | None = Field(

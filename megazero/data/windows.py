@@ -21,9 +21,11 @@ import numpy as np
 import torch
 
 from megazero.base.errors import UserError
-from megazero.data.documents import TokenStream, document_lengths, split_documents
-from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.choice import Everything
+from megazero.data.dialects import no_tokenizer, open_dataset
+from megazero.data.documents import TokenStream, document_lengths, split_streams
 from megazero.data.packing import SHORTEST, Packing
+from megazero.data.token_dataset import GetTokenIds
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class WindowDataset:
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
             do = "set model.vocab and data.tokenizer to what the data was made with"
             raise UserError(205, what, do, where=self.stream.dataset.bin_path)
-        return WindowTokens(tokens, ordinals, self.stream.scored(start, ordinals))
+        return WindowTokens(tokens, ordinals, self.stream.scored(start, stop))
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
         """Return the windows [B] as one micro-batch that carries `sample_ids` [B]."""
@@ -166,28 +168,33 @@ def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_e
 
 
 def open_datasets(
-    train: str | Path, valid: str | Path | float | None, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False
+    train: str | Path,
+    valid: str | Path | float | None,
+    seq_len: int,
+    vocab: int,
+    mask_eod: bool,
+    pack: bool = False,
+    ids: GetTokenIds = no_tokenizer,
 ) -> tuple[WindowDataset, WindowDataset | None]:
     """Open the training windows and, if any, the validation windows of a run.
 
     Args:
-        train: prefix of the training data set.
-        valid: prefix of another one, or the fraction of the training documents to hold out, or None.
+        train: path of the training data set.
+        valid: path of another one, or the fraction of the training documents to hold out, or None.
         seq_len, vocab, mask_eod, pack: see WindowDataset.
+        ids: what the tokenizer says, for files without an index.
 
     Raises:
-        UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
+        UserError: 201 to 204, 222, 223 files missing, damaged or of an unknown kind, 206 a split with an empty side,
+            207 too few tokens.
     """
 
-    def windows(dataset: IndexedDataset, documents: np.ndarray) -> WindowDataset:
-        return WindowDataset(TokenStream(dataset, documents), seq_len, vocab, mask_eod, pack)
+    def windows(stream: TokenStream) -> WindowDataset:
+        return WindowDataset(stream, seq_len, vocab, mask_eod, pack)
 
-    dataset = IndexedDataset(train)
-    everything = np.arange(dataset.num_documents)
-    if valid is None:
-        return windows(dataset, everything), None
+    dataset = open_dataset(train, ids)
     if isinstance(valid, int | float):
-        train_documents, valid_documents = split_documents(dataset.num_documents, valid)
-        return windows(dataset, train_documents), windows(dataset, valid_documents)
-    other = IndexedDataset(valid)
-    return windows(dataset, everything), windows(other, np.arange(other.num_documents))
+        trained, held_out = split_streams(dataset, valid)
+        return windows(trained), windows(held_out)
+    other = None if valid is None else windows(TokenStream(open_dataset(valid, ids), Everything()))
+    return windows(TokenStream(dataset, Everything())), other

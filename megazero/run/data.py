@@ -1,6 +1,7 @@
 """Open the data that a config names: what a run trains on, and what it is validated on."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import xxhash
@@ -14,6 +15,8 @@ from megazero.data import mixture
 from megazero.data.loader import epochs_of
 from megazero.data.mixture import Mixture, Phase, seed_of
 from megazero.data.overlap import shared_document
+from megazero.data.token_dataset import GetTokenIds, TokenIds
+from megazero.data.tokenizer import open_tokenizer
 from megazero.data.windows import WindowDataset, open_datasets
 
 
@@ -64,7 +67,8 @@ def open_data(config: Config, course: Course | None = None) -> RunData:
         course: of the run; None: that of the config.
 
     Raises:
-        UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
+        UserError: 201 to 204, 222, 223 files missing, damaged or without a tokenizer, 206 a split with an empty
+            side, 207 too few tokens.
     """
     course, length, data = course or Course(config), config.model.seq_len, config.data
     share = data.valid if isinstance(data.valid, float) else None
@@ -195,7 +199,20 @@ def _order(course: Course, name: str | None, length: int) -> int:
 
 def _opened(config: Config, path: str, share: float | None, length: int) -> tuple[WindowDataset, WindowDataset | None]:
     data = config.data
-    return open_datasets(path, share, length, config.model.vocab, data.mask_eod, data.pack)
+    return open_datasets(path, share, length, config.model.vocab, data.mask_eod, data.pack, token_ids_of(config))
+
+
+def token_ids_of(config: Config) -> GetTokenIds:
+    """Return what opens the config's tokenizer, once, where token files do not tell their ids; it may have none."""
+
+    @cache
+    def ids() -> TokenIds | None:
+        if config.data.tokenizer is None:
+            return None
+        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
+        return TokenIds(tokenizer.vocab_size, tokenizer.eod)
+
+    return ids
 
 
 def refuse_repeats(data: RunData) -> None:

@@ -165,7 +165,7 @@ def _pieces(windows: WindowDataset, window: int) -> list[dict[str, Any]]:
 
 def _text(windows: WindowDataset, part: dict[str, Any], tokenizer: Tokenizer) -> str:
     dataset = windows.stream.dataset
-    first = int(dataset.document_offsets[part["document"]]) + part["offset"]
+    first = dataset.document_offsets[part["document"]] + part["offset"]
     return tokenizer.decode(dataset.read(first, first + part["tokens"]).tolist())
 
 
