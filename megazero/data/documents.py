@@ -19,7 +19,7 @@ import xxhash
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.data.choice import Choice, Side
+from megazero.data.choice import Choice, Everything, Side
 from megazero.data.token_dataset import TokenDataset
 
 BLOCK = 1 << 14  # documents
@@ -34,12 +34,12 @@ def split_streams(dataset: TokenDataset, fraction: float) -> tuple["TokenStream"
     Raises:
         UserError: 206 when one side would be empty, or the fraction is not between 0 and 1.
     """
-    sides = [TokenStream(dataset, Side(fraction, valid=valid)) for valid in (False, True)]
-    num_valid = sides[1].num_documents
+    held_out = TokenStream(dataset, Side(fraction, valid=True))
+    num_valid = held_out.num_documents
     if num_valid in (0, dataset.num_documents):
         what = f"a fraction of {fraction} puts {num_valid} of {dataset.num_documents} documents into validation"
         raise UserError(206, what, "both sides need one: change data.valid or name a validation data set there")
-    return sides[0], sides[1]
+    return TokenStream(dataset, Side(fraction, valid=False), rest_of=held_out), held_out
 
 
 def document_lengths(starts: np.ndarray) -> tuple[int, ...]:
@@ -70,19 +70,17 @@ class TokenStream:
     Args:
         dataset: the data set that holds them.
         choice: which documents.
+        rest_of: the stream of all others, which saves counting; None: they are counted.
     """
 
-    def __init__(self, dataset: TokenDataset, choice: Choice):
+    def __init__(self, dataset: TokenDataset, choice: Choice, rest_of: "TokenStream | None" = None):
         self.dataset, self.choice = dataset, choice
         self._blocks: OrderedDict[int, Block] = OrderedDict()  # those used last
-        if dataset.memory is None:
-            counts = self._count()
+        if rest_of is not None:
+            found = _before_blocks(dataset, Everything()) - (rest_of._ordinals, rest_of._starts)
         else:
-            kept = dataset.memory.once(f"blocks-{choice.name}", lambda: self._count().tobytes())
-            counts = np.frombuffer(kept, np.int64).reshape(2, -1)
-        self._ordinals, self._starts = np.zeros((2, counts.shape[1] + 1), np.int64)  # chosen before each block
-        np.cumsum(counts[0], out=self._ordinals[1:])
-        np.cumsum(counts[1], out=self._starts[1:])
+            found = _before_blocks(dataset, choice)
+        self._ordinals, self._starts = found  # documents and tokens chosen before each block, and before the end
         self.num_documents, self.num_tokens = int(self._ordinals[-1]), int(self._starts[-1])
 
     def digest(self) -> str:
@@ -174,26 +172,8 @@ class TokenStream:
         block = self._block(document // BLOCK)
         return int(block.starts[np.searchsorted(block.numbers, document)])
 
-    def _count(self) -> np.ndarray:
-        """Return how many documents and tokens of each block are chosen, int64 [2, blocks]."""
-        total = self.dataset.num_documents
-        found = np.zeros((2, -(-total // BLOCK)), np.int64)
-        with doing(f"counting the documents of {self.dataset.prefix}", total) as progress:
-            for number in range(found.shape[1]):
-                numbers, first_tokens, ends = self._chosen(number)
-                found[:, number] = len(numbers), (ends - first_tokens).sum()
-                progress.advance(BLOCK)
-        return found
-
-    def _chosen(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (numbers, first tokens, ends in the file) of the chosen documents of a block."""
-        first = number * BLOCK
-        stop = min(first + BLOCK, self.dataset.num_documents)
-        numbers, offsets = self.choice.numbers(first, stop), self.dataset.document_offsets[first : stop + 1]
-        return numbers, offsets[numbers - first], offsets[numbers - first + 1]
-
     def _make(self, number: int) -> Block:
-        numbers, first_tokens, ends = self._chosen(number)
+        numbers, first_tokens, ends = _chosen(self.dataset, self.choice, number)
         starts = np.empty(len(numbers) + 1, np.int64)
         starts[0] = self._starts[number]
         starts[1:] = starts[0] + np.cumsum(ends - first_tokens)
@@ -239,6 +219,36 @@ class TokenStream:
         for part in (np.array([self.num_tokens]).tobytes(), tokens.tobytes(), mask.encode()):
             digest.update(part)
         return digest.hexdigest()
+
+
+def _chosen(dataset: TokenDataset, choice: Choice, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (numbers, first tokens, ends in the file) of the chosen documents of a block."""
+    first = number * BLOCK
+    stop = min(first + BLOCK, dataset.num_documents)
+    numbers, offsets = choice.numbers(first, stop), dataset.document_offsets[first : stop + 1]
+    return numbers, offsets[numbers - first], offsets[numbers - first + 1]
+
+
+def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
+    """Return how many documents and tokens are chosen before each block, and in all: int64 [2, blocks + 1]."""
+
+    def count() -> np.ndarray:
+        total = dataset.num_documents
+        bounds = np.minimum(np.arange(0, total + BLOCK, BLOCK), total)
+        if isinstance(choice, Everything):
+            return np.stack([bounds, dataset.document_offsets[bounds]])
+        found = np.zeros((2, len(bounds)), np.int64)
+        with doing(f"counting the documents of {dataset.prefix}", total) as progress:
+            for number in range(len(bounds) - 1):
+                numbers, first_tokens, ends = _chosen(dataset, choice, number)
+                found[:, number + 1] = len(numbers), (ends - first_tokens).sum()
+                progress.advance(BLOCK)
+        return found.cumsum(axis=1)
+
+    if dataset.memory is None:
+        return count()
+    kept = dataset.memory.once(f"blocks-{choice.name}", lambda: count().tobytes())
+    return np.frombuffer(kept, np.int64).reshape(2, -1)
 
 
 def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray, dtype: np.dtype) -> np.ndarray:

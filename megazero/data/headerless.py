@@ -14,7 +14,7 @@ documents are found by reading the file once; of a large file they are remembere
 
 import io
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.data.data_file import DataFile, Descriptors
-from megazero.data.document_offsets import DocumentOffsets, HeldOffsets
+from megazero.data.document_offsets import DocumentOffsets, EndOffsets, HeldOffsets
 from megazero.data.remembered import Memory, identity_of
 from megazero.data.token_dataset import TokenDataset, TokenIds
 
@@ -70,13 +70,16 @@ def open_headerless(path: Path, ids: TokenIds, descriptors: Descriptors | None =
     num_tokens = size // dtype.itemsize
     _refuse_wider(file, layout, num_tokens)
 
-    def find() -> bytes:
-        with doing(f"looking for the ends of documents in {path}", num_tokens) as progress:
-            return b"".join(_ends(file, layout, num_tokens, ids.eod, progress.advance))
+    def find() -> Iterator[bytes]:
+        return _ends(file, layout, num_tokens, ids.eod)
 
     memory = Memory(path, identity_of(file)) if num_tokens >= _LARGE else None
-    found = find() if memory is None else memory.once(f"ends-{ids.eod}-{dtype.name}", find)
-    offsets = _offsets(np.frombuffer(found, np.int64), num_tokens)
+    kept = None if memory is None else memory.file_once(f"ends-{ids.eod}-{dtype.name}", find)
+    if kept is None:
+        ends = np.frombuffer(b"".join(find()), np.int64)
+        offsets: DocumentOffsets = HeldOffsets(np.concatenate([[0], ends]).astype(np.int64))
+    else:
+        offsets = EndOffsets(kept, 0, kept.size // 8)
     return TokenDataset(path, file, dtype, offsets, at=at, memory=memory)
 
 
@@ -121,15 +124,14 @@ def _refuse_wider(file: DataFile, layout: Layout, num_tokens: int) -> None:
         raise UserError(223, what, "give data.tokenizer that it was made with", where=file.path)
 
 
-def _ends(file: DataFile, layout: Layout, num_tokens: int, eod: int, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield the tokens behind which a document ends, int64, in pieces."""
-    for first in range(0, num_tokens, _BLOCK):
-        block = file.array(layout.dtype, layout.at, first, min(first + _BLOCK, num_tokens))
-        yield (np.flatnonzero(block == eod) + (first + 1)).tobytes()
-        advance(len(block))
-
-
-def _offsets(ends: np.ndarray, num_tokens: int) -> DocumentOffsets:
-    """Return the offsets of documents that end there; what is behind the last end is one too."""
-    rest = [num_tokens] if num_tokens > (int(ends[-1]) if len(ends) else 0) else []
-    return HeldOffsets(np.concatenate([[0], ends, rest]).astype(np.int64))
+def _ends(file: DataFile, layout: Layout, num_tokens: int, eod: int) -> Iterator[bytes]:
+    """Yield the tokens behind which a document ends, int64, in pieces; what is behind the last end is one too."""
+    last = eod
+    with doing(f"looking for the ends of documents in {file.path}", num_tokens) as progress:
+        for first in range(0, num_tokens, _BLOCK):
+            block = file.array(layout.dtype, layout.at, first, min(first + _BLOCK, num_tokens))
+            yield (np.flatnonzero(block == eod) + (first + 1)).tobytes()
+            progress.advance(len(block))
+            last = int(block[-1])
+    if last != eod:
+        yield np.array([num_tokens]).tobytes()

@@ -7,7 +7,8 @@
               bits behind the last token are 0                                                        [ceil(T / 8)]
 
 Little endian. Of token files without such a file every token counts. It is read where it is needed, like the tokens,
-but once as a whole when it is opened: a mask that is cut off or has a flipped bit would train on the questions.
+but once as a whole when it is opened (a large one: the first time, remembered.py): a mask that is cut off or has a
+flipped bit would train on the questions.
 """
 
 import struct
@@ -18,13 +19,16 @@ import numpy as np
 import xxhash
 
 from megazero.base.atomic import write_error
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush
 from megazero.data.data_file import DataFile, Descriptors
+from megazero.data.remembered import Memory, identity_of
 
 MAGIC = b"MZMASK\x00\x01"
 HEADER = struct.Struct("<8sQQ")
 _BLOCK = 1 << 24  # bytes that are hashed at a time
+_LARGE = 1 << 27  # bytes of a mask from which on its hash is remembered
 _DO = "copy it again, or preprocess again"
 
 
@@ -55,7 +59,8 @@ class LossMask:
         if tokens != num_tokens or size != HEADER.size + -(-num_tokens // 8):
             what = f"expected {HEADER.size + -(-num_tokens // 8):,} bytes for {num_tokens:,} tokens, "
             raise UserError(225, f"{what}got {size:,} bytes for {tokens:,}", _DO, where=path)
-        if (found := self._hash(size)) != expected:
+        found = self._hash(size)
+        if found != expected:
             raise UserError(225, f"expected xxh3 {expected:016x}, got {found:016x}", _DO, where=path)
         self.digest = f"{expected:016x}"
 
@@ -66,10 +71,16 @@ class LossMask:
         return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first].astype(bool)
 
     def _hash(self, size: int) -> int:
-        digest = xxhash.xxh3_64()
-        for at in range(HEADER.size, size, _BLOCK):
-            digest.update(self._file.read(at, min(_BLOCK, size - at)).data)
-        return digest.intdigest()
+        def find() -> bytes:
+            digest = xxhash.xxh3_64()
+            with doing(f"checking {self.path}", size) as progress:
+                for at in range(HEADER.size, size, _BLOCK):
+                    digest.update(self._file.read(at, min(_BLOCK, size - at)).data)
+                    progress.advance(_BLOCK)
+            return digest.digest()
+
+        kept = find() if size < _LARGE else Memory(self.path, identity_of(self._file)).once("mask", find)
+        return int.from_bytes(kept, "big")
 
 
 def open_mask(prefix: str | Path, num_tokens: int, descriptors: Descriptors | None = None) -> LossMask | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import xxhash
 
+from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 from megazero.base.private_folder import cache_folder, is_private, make_private_folder
 from megazero.base.reading import parse_object, read_file
@@ -74,15 +75,27 @@ class Memory:
         assert self._base is not None
         return self._base / name
 
-    @property
-    def usable(self) -> bool:
-        """Return whether something can be kept at all."""
+    def file_once(self, name: str, find: Callable[[], Iterator[bytes]]) -> DataFile | None:
+        """Return a file of what was found under a name earlier, or is found now; None: no file can be kept.
+
+        It is for what is too large to be read and hashed at each opening: the record is the file's own identity.
+        """
         if self._base is None:
-            return False
-        with suppress(OSError):
-            make_private_folder(self._base)
-            return os.access(self._base, os.W_OK)
-        return False
+            return None
+        path = self.path_of(f"{name}.data")
+
+        def made() -> bytes:
+            replace_file(path, find())
+            return identity_of(DataFile(path, "offsets", 203)).encode()
+
+        for _ in range(2):  # the record may be there without its file, or with another one
+            with suppress(OSError, UserError):
+                kept, file = self.once(name, made), DataFile(path, "offsets", 203)
+                if is_private(path) and identity_of(file).encode() == kept:
+                    return file
+            with suppress(OSError):
+                self.path_of(name).unlink(missing_ok=True)
+        return None
 
     def _keep(self, name: str, content: bytes) -> None:
         if self._base is None:
