@@ -27,8 +27,8 @@ import numpy as np
 from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.choice import Everything
-from megazero.data.dialects import open_dataset
 from megazero.data.documents import TokenStream
+from megazero.data.joined import open_files
 from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.token_dataset import Mask, TokenDataset, TokenIds
 from megazero.data.tokenizer import open_tokenizer
@@ -43,7 +43,7 @@ def inspect(options: argparse.Namespace) -> None:
             190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
         )
     ids = None if tokenizer is None else TokenIds(tokenizer.vocab_size, tokenizer.eod)
-    dataset = open_dataset(options.prefix, lambda: ids)
+    dataset = open_files(options.prefix, lambda: ids)
     require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high = _scan(dataset, vocab)

@@ -28,9 +28,9 @@ from data_tools.command import Parser, add_output, prefix, run
 from megazero.base.errors import UserError
 from megazero.base.files import temporary_name
 from megazero.data.choice import Everything
-from megazero.data.dialects import open_dataset
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.data.joined import open_files
 from megazero.data.loss_mask import LossMaskWriter, mask_path
 from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_mask
 from megazero.data.token_dataset import TokenDataset, TokenIds
@@ -43,7 +43,7 @@ _SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what a
 def merge(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     ids = None if tokenizer is None else TokenIds(tokenizer.vocab_size, tokenizer.eod)
-    datasets = [open_dataset(prefix, lambda: ids) for prefix in options.prefix]
+    datasets = [open_files(prefix, lambda: ids) for prefix in options.prefix]
     stored = _SIGNED.get(datasets[0].dtype.name, datasets[0].dtype)
     for dataset in datasets:
         if _SIGNED.get(dataset.dtype.name, dataset.dtype) != stored:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megazero.data.data_file import DataFile
+from megazero.data.data_file import DataFile, FileIdentity
 from megazero.data.document_offsets import DocumentOffsets
 from megazero.data.remembered import Memory
 
@@ -84,6 +84,15 @@ class TokenDataset:
         """
         assert 0 <= start <= stop <= self.num_tokens
         return self._file.array(self.dtype, self._at, start, stop)
+
+    @property
+    def identity(self) -> FileIdentity:
+        """Return the numbers by which the file of the ids is told from another one."""
+        return self._file.identity
+
+    def place_of(self, document: int) -> tuple[Path, int]:
+        """Return (file of the tokens, document in it) of a document."""
+        return self.bin_path, document
 
     def locate(self, token: int) -> tuple[int, int]:
         """Return (document, position in it) of the token at this index of the file."""

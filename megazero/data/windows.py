@@ -22,10 +22,11 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.data.choice import Everything
-from megazero.data.dialects import no_tokenizer, open_dataset
+from megazero.data.dialects import no_tokenizer
 from megazero.data.documents import TokenStream, document_lengths, split_streams
+from megazero.data.joined import open_files
 from megazero.data.packing import SHORTEST, Packing
-from megazero.data.token_dataset import GetTokenIds
+from megazero.data.token_dataset import GetTokenIds, TokenDataset
 
 
 @dataclass(frozen=True)
@@ -127,9 +128,10 @@ class WindowDataset:
         if outside.any():
             first = int(np.argmax(outside))
             document, position = self.stream.locate(start + first)
+            where, document = self.stream.dataset.place_of(document)
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
             do = "set model.vocab and data.tokenizer to what the data was made with"
-            raise UserError(205, what, do, where=self.stream.dataset.bin_path)
+            raise UserError(205, what, do, where=where)
         return WindowTokens(tokens, ordinals, self.stream.scored(start, stop))
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
@@ -189,12 +191,30 @@ def open_datasets(
             207 too few tokens.
     """
 
-    def windows(stream: TokenStream) -> WindowDataset:
-        return WindowDataset(stream, seq_len, vocab, mask_eod, pack)
-
-    dataset = open_dataset(train, ids)
+    dataset = open_files(train, ids)
     if isinstance(valid, int | float):
-        trained, held_out = split_streams(dataset, valid)
-        return windows(trained), windows(held_out)
-    other = None if valid is None else windows(TokenStream(open_dataset(valid, ids), Everything()))
-    return windows(TokenStream(dataset, Everything())), other
+        return cut_windows(dataset, valid, seq_len, vocab, mask_eod, pack)
+    windows, _ = cut_windows(dataset, None, seq_len, vocab, mask_eod, pack)
+    if valid is None:
+        return windows, None
+    return windows, cut_windows(open_files(valid, ids), None, seq_len, vocab, mask_eod, pack)[0]
+
+
+def cut_windows(
+    dataset: TokenDataset, share: float | None, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False
+) -> tuple[WindowDataset, WindowDataset | None]:
+    """Return the windows of the documents of a data set, and those of the documents held out.
+
+    Args:
+        share: of the documents that is held out; None: nothing is.
+        seq_len, vocab, mask_eod, pack: see WindowDataset.
+
+    Raises:
+        UserError: 206 a split with an empty side, 207 too few tokens.
+    """
+    if share is None:
+        return WindowDataset(TokenStream(dataset, Everything()), seq_len, vocab, mask_eod, pack), None
+    trained, held_out = (
+        WindowDataset(stream, seq_len, vocab, mask_eod, pack) for stream in split_streams(dataset, share)
+    )
+    return trained, held_out

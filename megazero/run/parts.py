@@ -38,7 +38,8 @@ from megazero.run.loading import begin, check_kernels, check_same
 from megazero.run.log import RunLog
 from megazero.run.out_of_memory import explain_out_of_memory
 from megazero.run.plan_check import Expectation
-from megazero.run.resume import Undone, from_first, owed_row, resume
+from megazero.run.resume import Undone, from_first, newest_manifest, owed_row, resume
+from megazero.run.shards import Lists, fix_lists, from_json, to_json
 from megazero.run.words import beginning, doubts, next_part, say
 from megazero.train.stopping import Reason
 from megazero.train.validation import Score
@@ -95,14 +96,32 @@ class _Rank:
         Args:
             spent: seconds that the job has trained before.
         """
-        grid, device = self.grid, self.device
+        grid, device, shards = self.grid, self.device, self._shards(part)
 
         def built() -> Ready:
             with explain_out_of_memory(part.config, grid, device), doing("building the model"):
-                return build_trainer(self.config, grid, device, self.site, self.here, part=part, spent=spent)
+                return build_trainer(
+                    self.config, grid, device, self.site, self.here, part=part, spent=spent, shards=shards
+                )
 
         self._ready = agree(grid["world"], device, built)
         return self._ready
+
+    def _shards(self, part: Part) -> Lists | None:
+        """Return the shards of sources that grow, as rank 0 fixes them for a part; None: none grows."""
+        site, world, device = self.site, self.grid["world"], self.device
+        course = Course(self.config, site.job.history)
+        if not course.grows():
+            return None
+
+        def fixed() -> dict[str, Any]:
+            if world.rank:
+                return {}
+            goes_on = site.job.load == "all"
+            manifest = newest_manifest(site.job.store, site.job.steps) if goes_on else None
+            return to_json(fix_lists(course, part, site.folder.shards, manifest))
+
+        return from_json(from_first(agree(world, device, fixed), world, device))
 
     def drop(self) -> None:
         """Close what was built, and give its memory back; the caller has no reference to it left."""

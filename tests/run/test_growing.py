@@ -1,0 +1,201 @@
+"""A source that grows while a run trains: its shards are fixed for each stage, on every grid, after every restart."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.__main__ import main
+from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.store import Store
+from megazero.config.stages import Course
+from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.data.loader import BatchLoader
+from megazero.observe.jsonl import read_rows
+from megazero.run import parts
+from megazero.run.data import open_data
+from megazero.run.session import launch
+from megazero.run.shards import read_lists
+from megazero.tools.certify.tolerances import LOSS_FP32, difference
+from tests.tiny_run import TinyData, command, repeating
+
+STEPS, SHARDS = 8, 9
+LINE = (f"run.steps={STEPS}", "checkpoint.every=1", "data.valid=0.1", "model.dropout=0.1")
+NAMES = {0: ["part-0", "part-1"], 3: ["part-2", "part-3", "part-4"], 6: ["part-5"]}  # by the steps done before
+
+
+def publish(tiny_data: TinyData, folder: Path, number: int) -> None:
+    """Write one of the parts of the tiny data set as a shard."""
+    whole = IndexedDataset(tiny_data.train)
+    with IndexedDatasetWriter(folder / f"part-{number}", whole.dtype) as writer:
+        for document in range(number, whole.num_documents, SHARDS):
+            writer.append(whole.read(*whole.document_offsets[document : document + 2].tolist()))
+            writer.end_document()
+
+
+def options(folder: Path, *, other: Path) -> tuple[str, ...]:
+    sources = [{"path": str(folder), "name": "web", "grows": True, "weight": 3}, {"path": str(other), "name": "old"}]
+    stages = [{"until_step": 3}, {"until_step": 6, "data": {"sources": sources[:1]}}]
+    return (*LINE, "data.train=null", f"data.sources={json.dumps(sources)}", f"stages={json.dumps(stages)}")
+
+
+@pytest.fixture(scope="module")
+def grown(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    """A run in whose second and third stage there are more shards, and half-written ones; its options."""
+    folder, run = tmp_path_factory.mktemp("web"), tmp_path_factory.mktemp("grown") / "run"
+    for number in (0, 1):
+        publish(tiny_data, folder, number)
+    line = options(folder, other=tiny_data.train)
+    fix = parts.fix_lists
+
+    def writing(course, part, path, manifest):
+        """Others have written while the stage before was trained."""
+        if part.first:
+            for name in NAMES[part.first]:
+                publish(tiny_data, folder, int(name[-1]))
+            (folder / "part-8.bin").write_bytes(b"half")
+        return fix(course, part, path, manifest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "fix_lists", writing)
+        assert launch(tiny_data.load(run, *line), "small", 1) == 0
+    for number in (6, 7):  # behind the end of the run
+        publish(tiny_data, folder, number)
+    return run, line
+
+
+def test_lists_are_in_the_folder_and_in_every_manifest(grown) -> None:
+    run, _ = grown
+    lists = {
+        name: [(a.first, [s.name for s in a.shards]) for a in each]
+        for name, each in read_lists(run / "shards.json").items()
+    }
+    assert lists == {"web": list(NAMES.items())}
+    whole, store = json.loads((run / "shards.json").read_text())["web"], Store(run / "checkpoints")
+    for step in store.steps():
+        known = [added for added in whole if added["first"] < step]
+        assert read_manifest(store.path(step)).shards == {"web": known}, step
+
+
+def seen(tiny_data: TinyData, run: Path, line: tuple[str, ...], ranks: int, micro: int) -> dict[int, list]:
+    """Of each sample the (source, document, offset) of every token that a grid reads, with the lists of its part."""
+    course, lists, found = Course(tiny_data.load(run, *line)), read_lists(run / "shards.json"), dict[int, list]()
+    for part in course.parts:
+        now = {name: [added for added in each if added.first <= part.first] for name, each in lists.items()}
+        data = open_data(part.config, course, now)
+        for rank in range(ranks):
+            begins = {"begins": (part.first, part.samples), "ends": part.end, "others": data.others}
+            loader = BatchLoader(
+                data.mixture, global_batch=4, micro_batch=micro, data_rank=rank, num_data=ranks, **begins
+            )
+            for step in range(part.first, part.end):
+                for batch in loader.step(step):
+                    ids = batch.sample_ids_B.numpy()
+                    for b, (id_, source, window) in enumerate(
+                        zip(ids.tolist(), *data.mixture.locate(ids), strict=True)
+                    ):
+                        chosen = data.mixture.sources[source].windows
+                        text = [chosen.stream.locate(position) for position in range(32 * window, 32 * window + 32)]
+                        offsets = [chosen.stream.dataset.document_offsets[d] + o for d, o in text]
+                        tokens = [int(chosen.stream.dataset.read(at, at + 1)[0]) for at in offsets]
+                        assert batch.tokens_SB[:, b].tolist() == tokens
+                        found[id_] = [(source, *each) for each in text]
+            loader.close()
+    return found
+
+
+def test_three_grids_read_the_same_and_no_text_twice(tiny_data: TinyData, grown, capsys) -> None:
+    run, line = grown
+    first = seen(tiny_data, run, line, 1, 4)
+    assert seen(tiny_data, run, line, 2, 2) == first == seen(tiny_data, run, line, 4, 1)
+    assert sorted(first) == list(range(4 * STEPS))
+    web = [place for sample in first.values() for place in sample if place[0] == 0]
+    assert len(set(web)) == len(web) > 16 * 32, "each window once, also where the source has grown"
+    late = {document for sample in range(24, 32) for source, document, _ in first[sample] if source == 0}
+    counts = np.cumsum([shard.documents for a in read_lists(run / "shards.json")["web"] for shard in a.shards])
+    assert max(late) >= counts[1], "new shards are read"
+    for step in range(1, STEPS + 1):
+        capsys.readouterr()
+        assert main(["data", "--run", str(run), "--step", str(step), "--json"]) == 0
+        told: dict[int, list] = {}
+        for piece in json.loads(capsys.readouterr().out):
+            names = [name for each in NAMES.values() for name in each]
+            before = 0 if piece["shard"] is None else int(np.append(0, counts)[names.index(piece["shard"])])
+            source = 0 if piece["source"] == "web" else 1
+            assert (piece["shard"] is None) == (source == 1)
+            offsets = range(piece["offset"], piece["offset"] + piece["tokens"])
+            told.setdefault(piece["sample"], []).extend((source, before + piece["document"], o) for o in offsets)
+        assert told == {sample: first[sample] for sample in range(4 * step - 4, 4 * step)}
+
+
+def test_when_a_document_of_a_shard_was_seen(grown, capsys) -> None:
+    run, _ = grown
+    assert main(["data", "--run", str(run), "--step", "7", "--json"]) == 0
+    piece = next(each for each in json.loads(capsys.readouterr().out) if each["source"] == "web")
+    line = ["data", "--run", str(run), "--document", str(piece["document"]), "--source", "web"]
+    assert main([*line, "--shard", piece["shard"], "--json"]) == 0
+    del piece["text"]
+    assert {"step": 7} | piece in json.loads(capsys.readouterr().out)
+    for more, message in (([], "--shard is missing"), (["--shard", "no"], "no such shard")):
+        assert main([*line, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", [0, 2, 3, 4, 6, 7])
+def test_a_restart_reads_the_same_lists(tiny_data: TinyData, grown, tmp_path: Path, step: int) -> None:
+    """At a boundary and between, though the folder has more by now; also without the run's own file."""
+    run, line = grown
+    again = Path(shutil.copytree(run, tmp_path / "run"))
+    for later in range(step + 1, STEPS + 1):
+        shutil.rmtree(again / f"checkpoints/step_{later:08d}")
+    if step == 7:
+        (again / "shards.json").unlink()
+    assert launch(tiny_data.load(again, *line, "checkpoint.resume=auto"), "small", 1) == 0
+    rows = [[repeating(row) for row in read_rows(folder / "metrics.jsonl")] for folder in (run, again)]
+    assert rows[0] == rows[1] and len(rows[0]) == STEPS
+    assert read_lists(again / "shards.json") == read_lists(run / "shards.json")
+
+
+def test_another_grid_reads_the_same(tiny_data: TinyData, grown, tmp_path: Path) -> None:
+    run, line = grown
+    again = Path(shutil.copytree(run, tmp_path / "run"))
+    for later in range(3, STEPS + 1):
+        shutil.rmtree(again / f"checkpoints/step_{later:08d}")
+    grid = (f"run.dir={again}", "checkpoint.resume=auto", "--nproc", "2", "zero.stage=2")
+    done = command("train.py", "--config", tiny_data.config, *line, *grid)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows, expected = (read_rows(folder / "metrics.jsonl") for folder in (again, run))
+    assert [row["samples"] for row in rows] == [row["samples"] for row in expected]
+    assert difference([row["loss"] for row in rows], [row["loss"] for row in expected]) <= LOSS_FP32
+    assert read_lists(again / "shards.json") == read_lists(run / "shards.json")
+
+
+@pytest.mark.parametrize("fault", ["gone", "another"])
+def test_a_shard_that_is_not_what_it_was_is_one_line(tiny_data: TinyData, grown, tmp_path: Path, fault, capsys) -> None:
+    run, line = grown
+    again, web = Path(shutil.copytree(run, tmp_path / "run")), tmp_path / "web"
+    sources = json.loads(next(each for each in line if each.startswith("data.sources=")).partition("=")[2])
+    shutil.copytree(sources[0]["path"], web)
+    moved = [each.replace(sources[0]["path"], str(web)) for each in line]
+    for later in range(5, STEPS + 1):
+        shutil.rmtree(again / f"checkpoints/step_{later:08d}")
+    if fault == "gone":
+        (web / "part-3.idx").unlink()
+    else:
+        (web / "part-3.bin").write_bytes(bytes((web / "part-3.bin").stat().st_size))
+    run_line = [f"run.dir={again}", "checkpoint.resume=auto", "--allow-change", "data.sources,stages"]
+    assert main(["train", "--config", str(tiny_data.config), *moved, *run_line]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("MZ-228 ") and "part-3" in err and ("is gone" if fault == "gone" else "has changed") in err
+
+
+def test_a_folder_without_shards_is_refused_at_once(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    (tmp_path / "web").mkdir()
+    line = options(tmp_path / "web", other=tiny_data.train)
+    assert main(["train", "--config", str(tiny_data.config), *line, f"run.dir={tmp_path / 'run'}"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("MZ-228 ") and err.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert main(["train", "--config", str(tiny_data.config), *line, "data.pack=true", "data.mask_eod=true"]) == 2
+    assert "data.pack == false with a source that grows" in capsys.readouterr().err
