@@ -235,10 +235,10 @@ def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
     def count() -> np.ndarray:
         total = dataset.num_documents
         bounds = np.minimum(np.arange(0, total + BLOCK, BLOCK), total)
-        if isinstance(choice, Everything):
-            return np.stack([bounds, dataset.document_offsets[bounds]])
         found = np.zeros((2, len(bounds)), np.int64)
         with doing(f"counting the documents of {dataset.prefix}", total) as progress:
+            if isinstance(choice, Everything):
+                return np.stack([bounds, dataset.document_offsets[bounds]])
             for number in range(len(bounds) - 1):
                 numbers, first_tokens, ends = _chosen(dataset, choice, number)
                 found[:, number + 1] = len(numbers), (ends - first_tokens).sum()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import xxhash
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 from megazero.base.private_folder import cache_folder, is_private, make_private_folder
@@ -113,7 +114,8 @@ class Memory:
             with suppress(OSError):
                 make_private_folder(self._base)
                 descriptor = os.open(self._base / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                with doing("waiting for another process that looks through the same token files"):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield
         finally:

@@ -137,7 +137,7 @@ def build_trainer(
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
         return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
-    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer), shards or {})
+    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer), shards)
     trainer = Trainer(
         engine,
         pipeline,

@@ -154,12 +154,14 @@ class CheckpointMetadata:
 
 
 def about_run(
-    config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity, shards: Lists
+    config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity, shards: Lists | None = None
 ) -> CheckpointMetadata:
     """Return what every manifest of this run says alike."""
     dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
     history = [*site.job.history, *other_data(site.job, identity.data)]
-    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history, shards)
+    return CheckpointMetadata(
+        site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history, shards or {}
+    )
 
 
 def checkpoints_of(

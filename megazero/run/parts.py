@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from megazero.base.heartbeat import HEART
 from megazero.base.version import __version__
 from megazero.build.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
-from megazero.comm.agreement import agree
+from megazero.comm.agreement import agree, until_all
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.comm.status_board import TRAIN
@@ -121,7 +122,10 @@ class _Rank:
             manifest = newest_manifest(site.job.store, site.job.steps) if goes_on else None
             return to_json(fix_lists(course, part, site.folder.shards, manifest))
 
-        return from_json(from_first(agree(world, device, fixed), world, device))
+        with doing("fixing the shards of sources that grow"), ThreadPoolExecutor(1) as thread:
+            found = thread.submit(fixed)  # the others meet meanwhile: to check new shards may take minutes
+            until_all(world, device, lambda seconds: not wait([found], seconds).not_done)
+        return from_json(from_first(agree(world, device, found.result), world, device))
 
     def drop(self) -> None:
         """Close what was built, and give its memory back; the caller has no reference to it left."""
