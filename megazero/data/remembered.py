@@ -25,7 +25,7 @@ from megazero.base.private_folder import cache_folder, is_private, make_private_
 from megazero.base.reading import parse_object, read_file
 from megazero.data.data_file import DataFile
 
-WORTH = 1 << 20  # documents, or sequences, from which on something is remembered
+WORTH = 1 << 17  # documents, or sequences, from which on that is faster than to look again
 _MOST = 1 << 30  # bytes of a record
 
 

@@ -112,8 +112,7 @@ def build_trainer(
     course = Course(whole, site.job.history)
     part = part or course.parts[0]
     config, dtype = part.config, DTYPES[whole.precision.dtype]
-    name = config.data.tokenizer
-    tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
+    tokenizer = _tokenizer(config)
     first = grid["world"].rank == 0
     data = _opened(part, course, tokenizer, shards, first=first)
     repeat_bits(config, device)
@@ -163,6 +162,11 @@ def build_trainer(
         lambda own, say: _blame(own, say, grid, device),
     )
     return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
+
+
+def _tokenizer(config: Config) -> Tokenizer | None:
+    path = config.data.tokenizer
+    return None if path is None else open_tokenizer(path, config.model.vocab)
 
 
 def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunContext) -> Stopping:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megazero.__main__ import main
+from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config.stages import Course
@@ -170,6 +171,40 @@ def test_another_grid_reads_the_same(tiny_data: TinyData, grown, tmp_path: Path)
     assert [row["samples"] for row in rows] == [row["samples"] for row in expected]
     assert difference([row["loss"] for row in rows], [row["loss"] for row in expected]) <= LOSS_FP32
     assert read_lists(again / "shards.json") == read_lists(run / "shards.json")
+
+
+def test_another_run_that_begins_there_reads_the_same(tiny_data: TinyData, grown, tmp_path: Path) -> None:
+    """It has no lists of its own: the manifest has them."""
+    run, line = grown
+    begin = f"checkpoint.resume={run / 'checkpoints/step_00000004'}"
+    assert launch(tiny_data.load(tmp_path / "run", *line, begin), "small", 1) == 0
+    rows, expected = ([repeating(row) for row in read_rows(each / "metrics.jsonl")] for each in (tmp_path / "run", run))
+    assert [row["loss"] for row in rows[:2]] == [row["loss"] for row in expected[4:6]]
+    lists, theirs = (read_lists(each / "shards.json")["web"] for each in (tmp_path / "run", run))
+    assert lists[:2] == theirs[:2] and [shard.name for shard in lists[2].shards] == ["part-5", "part-6", "part-7"]
+
+
+def test_a_shard_that_is_not_whole_is_left_for_the_next_stage(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    for number in (0, 1):
+        publish(tiny_data, tmp_path, number)
+    whole = (tmp_path / "part-1.bin").read_bytes()
+    (tmp_path / "part-1.bin").write_bytes(whole[:100])
+    course, path = Course(tiny_data.load(tmp_path, *options(tmp_path, other=tiny_data.train))), tmp_path / "shards.json"
+
+    def names(part: int) -> list[tuple[int, list[str]]]:
+        lists = parts.fix_lists(course, course.parts[part], path, None)
+        return [(added.first, [shard.name for shard in added.shards]) for added in lists["web"]]
+
+    assert names(0) == [(0, ["part-0"])]
+    err = capsys.readouterr().err
+    assert "1 shards are not whole, and left for the next stage: expected" in err and err.count("\n") == 1
+    (tmp_path / "part-1.bin").write_bytes(whole)
+    assert names(0) == [(0, ["part-0"])], "the list of a part holds"
+    assert names(1) == [(0, ["part-0"]), (3, ["part-1"])]
+    assert names(0) == [(0, ["part-0"])] and names(2) == [(0, ["part-0"]), (3, ["part-1"]), (6, [])]
+    (tmp_path / "shards.json").write_text("{")
+    with pytest.raises(UserError, match=r"MZ-406 .*shards\.json: is damaged"):
+        names(1)
 
 
 @pytest.mark.parametrize("fault", ["gone", "another"])
