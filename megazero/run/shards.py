@@ -61,7 +61,7 @@ def fix_lists(course: Course, part: Part, path: Path, manifest: Manifest | None)
             later = [added for added in known.get(name, []) if added.first > theirs[-1].first]
             known[name] = [*theirs, *later]
     begins = {each.first for each in course.parts}
-    lists: Lists = {}
+    lists = dict(known)  # also of sources that are not named any more: what they gave is asked for later
     for source in course.sources() or ():
         if not source.grows:
             continue

@@ -234,3 +234,34 @@ def test_a_folder_without_shards_is_refused_at_once(tiny_data: TinyData, tmp_pat
     assert err.startswith("MZ-228 ") and err.count("\n") == 1 and not (tmp_path / "run").exists()
     assert main(["train", "--config", str(tiny_data.config), *line, "data.pack=true", "data.mask_eod=true"]) == 2
     assert "data.pack == false with a source that grows" in capsys.readouterr().err
+
+
+def test_a_source_that_is_named_no_more_keeps_its_lists(tiny_data: TinyData, grown, tmp_path: Path, capsys) -> None:
+    run, line = grown
+    again = Path(shutil.copytree(run, tmp_path / "run"))
+    for later in range(5, STEPS + 1):
+        shutil.rmtree(again / f"checkpoints/step_{later:08d}")
+    fresh = tmp_path / "fresh"
+    publish(tiny_data, fresh, 8)
+    sources = [{"path": str(fresh), "name": "fresh", "grows": True}]
+    other = [each for each in line if not each.startswith(("data.sources", "stages"))]
+    other += [f"data.sources={json.dumps(sources)}", "stages=null", "checkpoint.resume=auto"]
+    arguments = ["train", "--config", str(tiny_data.config), *other, f"run.dir={again}"]
+    assert main([*arguments, "--allow-change", "data.sources,stages"]) == 0
+    lists = read_lists(again / "shards.json")
+    assert [added.first for added in lists["web"]][:2] == [0, 3] and [added.first for added in lists["fresh"]] == [4]
+    told = []
+    for folder in (run, again):
+        capsys.readouterr()
+        assert main(["data", "--run", str(folder), "--step", "4", "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1]
+    assert main(["data", "--run", str(again), "--step", "6", "--json"]) == 0
+    assert {piece["shard"] for piece in json.loads(capsys.readouterr().out)} == {"part-8"}
+
+
+def test_a_growing_source_that_is_no_folder(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    line = options(tiny_data.train, other=tiny_data.train)
+    assert main(["train", "--config", str(tiny_data.config), *line, f"run.dir={tmp_path / 'run'}"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("MZ-201 ") and "give a folder of token files" in err and not (tmp_path / "run").exists()
