@@ -103,7 +103,7 @@ def build_units(
             if name not in names:
                 continue
             declarations = declarations_by_name(members)
-            layout = unit_layout_of(name, declarations)
+            layout = unit_layout_of(name, declarations, (quantizers or Quantizers()).alignment)
             pools, told = (whole, partial), {"reduction": reduction, "quantizers": quantizers}
             unit = Unit(layout, axes(name), precision, device, pools, offload, ops=ops, **told)
             if seed is not None:
@@ -131,7 +131,8 @@ def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger:
     return Quantizers(parameters, gradients)
 
 
-def unit_layout_of(unit: str, declarations: Mapping[str, Declaration]) -> UnitLayout:
-    """Return where the parameters of a unit lie."""
-    entries = declarations.items()
-    return lay_out(unit, [Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row) for n, d in entries])
+def unit_layout_of(unit: str, declarations: Mapping[str, Declaration], alignment: int) -> UnitLayout:
+    """Return where the parameters of a unit lie, which begin at multiples of `alignment` elements."""
+    each = declarations.items()
+    entries = [Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row) for n, d in each]
+    return lay_out(unit, entries, alignment)

@@ -180,13 +180,6 @@ RELATIONS: tuple[Relation, ...] = (
         "take zero.secondary_ranks=null: only parameters that rest sharded over all are gathered again",
     ),
     Relation(
-        ("zero.quantize.gradients", "parallel.tensor", "parallel.sequence"),
-        "parallel.tensor == 1 or parallel.sequence with zero.quantize.gradients",
-        lambda v: v["zero.quantize.gradients"] == "none" or v["parallel.tensor"] == 1 or v["parallel.sequence"],
-        lambda v: f"parallel.tensor {v['parallel.tensor']}, whose ranks would round norms differently",
-        "take parallel.sequence=true, which sums it over them, or zero.quantize.gradients=none",
-    ),
-    Relation(
         ("zero.tile_mb", "zero.stage", "parallel.tensor_chunks"),
         "zero.stage == 3 and parallel.tensor_chunks == 1 with zero.tile_mb",
         lambda v: v["zero.tile_mb"] is None or (v["zero.stage"] == 3 and v["parallel.tensor_chunks"] == 1),
@@ -300,7 +293,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
     Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "it is the host that is late"),
     Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "only stage 3 gathers what rests exact"),
-    Exclusion("zero.quantize.parameters", ("int8",), "parallel.tensor", (1,), "its ranks would see different norms"),
     Exclusion("zero.quantize.gradients", ("int8", "int4"), "zero.stage", (1, 2, 3), "an all-reduce is not quantised"),
     Exclusion(
         "zero.quantize.gradients",

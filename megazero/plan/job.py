@@ -3,14 +3,16 @@
 `build/job.py` makes it from a config, and a config from it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from megazero.base.quantized import BLOCK
 from megazero.base.tiles import tile_elements
 from megazero.plan.model import Micro, ModelShape
-from megazero.plan.placements import STAGES, Placement, ZeroStage
-from megazero.plan.states import Bytes
+from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
+from megazero.plan.states import Bytes, UnitSize, units
 from megazero.schedules.layers import Layers, cut
 
 
@@ -110,6 +112,15 @@ class Job:
     def tile(self) -> int | None:
         """Return the most elements of a weight of a block that is not cut into tiles; None: any number."""
         return tile_elements(self.tile_mb, self.bytes.parameter)
+
+    @property
+    def alignment(self) -> int:
+        """Return the elements at a multiple of which parameters begin: a block where values are quantised."""
+        return ALIGNMENT if self.parameter_bits is None and self.gradient_bits is None else BLOCK
+
+    def units(self, parts: Sequence[range] | None = None) -> list[UnitSize]:
+        """Return the units of some parts of the model's path, on a tensor rank; see `states.units`."""
+        return units(self.shape, self.tensor, parts, self.tile, self.alignment)
 
     @property
     def shard(self) -> int:

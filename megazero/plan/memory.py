@@ -36,7 +36,7 @@ from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.machines import Machine
 from megazero.plan.peak import peak
 from megazero.plan.pool import pool
-from megazero.plan.states import UnitSize, states, units
+from megazero.plan.states import UnitSize, states
 
 HOST, DISK = "host_", "nvme_"  # begin the categories of what is offloaded
 _ALIGNED = 16  # bytes, of a tensor among those that are packed
@@ -70,7 +70,7 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         fused: the kernels of norms and activations make no copies of their own.
     """
     stages = job.layers.of_rank(rank)
-    sizes = units(job.shape, job.tensor, list(stages.values()), job.tile)
+    sizes = job.units(list(stages.values()))
     held = states(sizes, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:

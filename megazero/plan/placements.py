@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-# Every group and every shard is a multiple of this many elements. Vectorised kernels treat the last few elements of a
-# tensor one by one, and may round them otherwise: with this they treat an element alike wherever the buffer is cut, and
-# AdamW gives the same bits in every stage.
+# Every parameter begins at a multiple of this many elements, and every shard is one. Vectorised kernels treat the last
+# few elements of a tensor one by one, and may round them otherwise: with this they treat an element alike wherever the
+# buffer is cut, and AdamW gives the same bits in every stage.
 ALIGNMENT = 16
 
 
@@ -52,7 +52,7 @@ def stages_that_shard(what: Literal["parameters", "gradients", "optimizer"]) -> 
     return [number for number, stage in STAGES.items() if getattr(stage, what) is Placement.SHARD]
 
 
-def aligned(numel: int, parts: int = 1) -> int:
+def aligned(numel: int, parts: int = 1, alignment: int = ALIGNMENT) -> int:
     """Return `numel` rounded up so that each of `parts` equal parts is a multiple of the alignment."""
-    unit = ALIGNMENT * parts
+    unit = alignment * parts
     return -(-numel // unit) * unit

@@ -24,7 +24,7 @@ from itertools import groupby, islice, pairwise
 from megazero.base.quantized import quantized_bytes
 from megazero.plan.job import Job
 from megazero.plan.liveness import embeds_ahead
-from megazero.plan.states import UnitSize, units
+from megazero.plan.states import UnitSize
 
 StageUnits = Sequence[UnitSize]
 
@@ -105,7 +105,7 @@ def _path(job: Job, parts: range) -> list[StageUnits]:
     ends = (0, job.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
     kept = [i for i in parts if i in ends or i in blocks[:2]]
-    return [units(job.shape, job.tensor, [range(i, i + 1)], job.tile) for i in kept]
+    return [job.units([range(i, i + 1)]) for i in kept]
 
 
 def _gathered(path: Sequence[StageUnits], ahead: bool) -> Iterator[set[UnitSize]]:

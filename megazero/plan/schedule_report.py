@@ -11,7 +11,6 @@ from typing import Any
 
 from megazero.base.terminal import wrapped
 from megazero.plan.job import Job
-from megazero.plan.states import units
 from megazero.plan.traffic import replays
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.layers import lowered
@@ -94,7 +93,7 @@ def costs_of(job: Job) -> list[Costs]:
 def bill_of(job: Job) -> TrafficBill:
     """Return the bytes that each action sends or gathers."""
     layers, data, shape, last = job.layers, job.shard, job.shape, job.shape.layers + 1
-    of_parts = [units(shape, job.tensor, [range(i, i + 1)], job.tile) for i in range(last + 1)]
+    of_parts = [job.units([range(i, i + 1)]) for i in range(last + 1)]
     on_path = [{unit.name: unit.padded(data) for unit in of_part} for of_part in of_parts]
     sizes = {name: size for part in on_path for name, size in part.items()}
     share = (data - 1) / data

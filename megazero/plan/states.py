@@ -1,9 +1,9 @@
 """The model states of one rank: bytes of parameters, gradients and optimizer state, to the byte.
 
-A unit (the embedding, a block, the head; a tied weight is one of its own) has P parameters on a tensor rank, in a flat
-buffer whose two halves, decayed or not, and whose N shards are multiples of 16 elements. With p, g and m the bytes of a
-parameter, a gradient and a master (m = 4 beside 16 bits; where p = m parameters are their own masters and k = 2 m, else
-k = 3 m):
+A unit (the embedding, a block, the head; a tied weight is one of its own) has P elements on a tensor rank, in a flat
+buffer in which every parameter begins at a multiple of 16 elements (256 where values are quantised on their way), and
+every one of N shards. With p, g and m the bytes of a parameter, a gradient and a master (m = 4 beside 16 bits; where
+p = m parameters are their own masters and k = 2 m, else k = 3 m):
 
     stage    parameters    gradients    optimizer          Rajbhandari et al. 2019 (arXiv 1910.02054), section 5:
     0        p P           g P          k P                16 P in mixed precision with g = 2, k = 12
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from megazero.base.tiles import tile_rows
 from megazero.plan.model import ModelShape
-from megazero.plan.placements import STAGES, Placement, aligned
+from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
 
 
 @dataclass(frozen=True)
@@ -54,49 +54,64 @@ class Bytes:
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The elements of one unit on a tensor rank: those that decay, the others.
+    """The size of one unit on a tensor rank: the elements of each of its parameters.
 
     Attributes:
+        split: those of what is split over the tensor axis.
+        whole: those of what is whole on every tensor rank, which lies behind it.
+        alignment: every parameter begins at a multiple of so many elements.
         weight: of a tile, the weight that it is a part of, by its name in a block; "": of other units.
     """
 
     name: str
-    decayed: int
-    rest: int
+    split: tuple[int, ...]
+    whole: tuple[int, ...] = ()
+    alignment: int = ALIGNMENT
     weight: str = ""
 
     @property
-    def numel(self) -> int:
-        return self.decayed + self.rest
+    def tail(self) -> int:
+        """Return the element of the flat buffer from which on it is whole on every tensor rank."""
+        return sum(aligned(numel, alignment=self.alignment) for numel in self.split)
 
     def padded(self, shard: int) -> int:
         """Return the elements of the flat buffer that `shard` ranks share."""
-        return aligned(aligned(self.decayed) + self.rest, shard)
+        whole = sum(aligned(numel, alignment=self.alignment) for numel in self.whole)
+        return aligned(self.tail + whole, shard, self.alignment)
 
 
 def units(
-    shape: ModelShape, tensor: int, parts: Sequence[range] | None = None, tile: int | None = None
+    shape: ModelShape,
+    tensor: int,
+    parts: Sequence[range] | None = None,
+    tile: int | None = None,
+    alignment: int = ALIGNMENT,
 ) -> list[UnitSize]:
     """Return the units of some parts of the model's path (0 the embedding, the last the head), in forward order.
 
     Args:
         parts: None: all.
         tile: elements of the largest weight of a block that is not cut into tiles, which are units; None: none is.
+        alignment: every parameter begins at a multiple of so many elements.
     """
     paths = parts or [range(shape.layers + 2)]
     own = {i for path in paths for i in path}
-    vocabulary = -(-shape.vocab // tensor) * shape.hidden
-    norm = (2 if shape.layernorm else 1) * shape.hidden
+    vocabulary = (-(-shape.vocab // tensor) * shape.hidden,)
+    own_vocabulary = () if shape.tied else vocabulary
     ends = own & {0, shape.layers + 1}
-    found = [UnitSize("tied", vocabulary, 0)] if shape.tied and ends else []
+    found = [UnitSize("tied", vocabulary, (), alignment)] if shape.tied and ends else []
     if 0 in own:
-        positions = shape.seq_len * shape.hidden if shape.learned_positions else 0
-        found.append(UnitSize("embedding", 0 if shape.tied else vocabulary, positions))
+        positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
+        found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
     for i in (i for i in sorted(own) if 1 <= i <= shape.layers):
-        found += _block(shape, tensor, i - 1, tile)
+        found += _block(shape, tensor, i - 1, tile, alignment)
     if shape.layers + 1 in own:
-        found.append(UnitSize("head", 0 if shape.tied else vocabulary, norm))
-    return [unit for unit in found if unit.numel]
+        found.append(UnitSize("head", own_vocabulary, _norm(shape), alignment))
+    return [unit for unit in found if unit.split or unit.whole]
+
+
+def _norm(shape: ModelShape) -> tuple[int, ...]:
+    return (shape.hidden,) * (2 if shape.layernorm else 1)
 
 
 def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
@@ -110,19 +125,21 @@ def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> 
     }
 
 
-def _block(shape: ModelShape, tensor: int, layer: int, tile: int | None) -> list[UnitSize]:
+def _block(shape: ModelShape, tensor: int, layer: int, tile: int | None, alignment: int) -> list[UnitSize]:
     """Return the unit of a block, and those of its tiles."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn
     inputs = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
     rows = {"attention.qkv": h + 2 * kv, "attention.out": h, **dict.fromkeys((*inputs, "mlp.down"), f)}
-    norms = 2 * (2 if shape.layernorm else 1) * h
-    biases = (h + 2 * kv + len(inputs) * f) // tensor + 2 * h if shape.layernorm else 0  # row products' are whole
-    name, whole, tiles = f"blocks.{layer}", 0, []
+    split, whole = list[int](), 2 * _norm(shape)
+    if shape.layernorm:
+        split += [rows[weight] // tensor for weight in ("attention.qkv", *inputs)]
+        whole += (h, h)  # biases of row products
+    name, tiles = f"blocks.{layer}", []
     for weight, count in rows.items():
         own = count // tensor
         each = tile_rows(own, h, tile)
         if each == own:
-            whole += own * h
+            split.append(own * h)
         else:
-            tiles += [UnitSize(f"{name}.{weight}.{i}", each * h, 0, weight) for i in range(own // each)]
-    return [UnitSize(name, whole, biases + norms), *tiles]
+            tiles += [UnitSize(f"{name}.{weight}.{i}", (each * h,), (), alignment, weight) for i in range(own // each)]
+    return [UnitSize(name, tuple(split), whole, alignment), *tiles]

@@ -41,8 +41,7 @@ from itertools import groupby
 from megazero.base.quantized import sent_bytes
 from megazero.plan.job import Job
 from megazero.plan.nodes import AWAY, axis_size
-from megazero.plan.placements import aligned
-from megazero.plan.states import UnitSize, units
+from megazero.plan.states import UnitSize
 
 WIDE = 8  # bytes of a scalar that ranks sum
 TOTALS = 10  # scalars of a step that all ranks sum: loss, count of its tokens, votes (`zero/engine.py`)
@@ -194,12 +193,12 @@ def updated(job: Job, share: Share) -> int:
 
 
 def _units(job: Job, share: Share) -> list[_Unit]:
-    shape, last = job.shape, job.shape.layers + 1
+    last = job.shape.layers + 1
     parts = [range(1)] * share.embedding + [range(last, last + 1)] * share.head
-    found = [_unit(job, unit, unit.name, 1) for unit in units(shape, job.tensor, parts)] if parts else []
+    found = [_unit(job, unit, unit.name, 1) for unit in job.units(parts)] if parts else []
     found = [replace(u, forward=share.embedding + share.head) if u.name == "tied" else u for u in found]
     if share.blocks:
-        block, *tiles = units(shape, job.tensor, [range(1, 2)], job.tile)
+        block, *tiles = job.units([range(1, 2)])
         found.append(replace(_unit(job, block, "blocks", share.blocks), backward=1))
         for weight, same in groupby(tiles, key=lambda tile: tile.weight):
             first, *more = same
@@ -214,11 +213,7 @@ def replays(job: Job, weight: str) -> int:
 
 
 def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
-    shape, split = job.shape, 0
-    if name == "blocks" and shape.layernorm:
-        split = (shape.hidden + 2 * shape.kv_width + shape.num_mlp_inputs * shape.ffn) // job.tensor
-    tail = aligned(unit.decayed) + split if unit.rest else unit.decayed
-    return _Unit(name, unit.padded(job.shard), tail, count)
+    return _Unit(name, unit.padded(job.shard), unit.tail, count)
 
 
 def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
@@ -333,7 +328,7 @@ def _ends(job: Job) -> int:
 
 def _tiles(job: Job) -> int:
     """Return the number of tiles of a block."""
-    return len(units(job.shape, job.tensor, [range(1, 2)], job.tile)) - 1
+    return len(job.units([range(1, 2)])) - 1
 
 
 def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
-from megazero.base.machine import file_system_of, free_memory
+from megazero.base.machine import file_system_of, free_memory, return_freed_memory
 from megazero.comm.collectives import gather_bytes
 from megazero.launcher.environment import host_name
 
@@ -50,6 +50,7 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
     from megazero.nvme.disk import Disk
     from megazero.nvme.disk_queue import DiskQueue
 
+    return_freed_memory()
     folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
     for folder in folders:
         _require_local(folder)

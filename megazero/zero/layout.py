@@ -6,7 +6,7 @@ tensor axis holds whole (norms, biases of row weights, learned positions):
 
     | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated |
 
-(with a few elements of padding behind each group, zero for ever and never saved)
+(with a few elements of padding behind each parameter, zero for ever and never saved)
 
 so that
 
@@ -15,14 +15,17 @@ so that
   of that part over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
 - any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
-  grid is read on another by the overlap of intervals.
+  grid is read on another by the overlap of intervals,
+- where values are quantised on their way (`zero.quantize`) each parameter begins with a block of its own: a bias has
+  not the scale of a norm's ones, and codes are the same on every rank that holds the parameter, and on any number of
+  data ranks.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megazero.plan.placements import aligned
+from megazero.plan.placements import ALIGNMENT, aligned
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class UnitLayout:
         intervals: every parameter once, in buffer order.
         groups: each with the element at which it begins; it ends where the next one begins, padding included.
         tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
-        aligned: elements with the padding behind the last group.
+        aligned: elements with the padding behind the last parameter.
+        alignment: every parameter begins at a multiple of so many elements, and every shard.
     """
 
     name: str
@@ -92,6 +96,7 @@ class UnitLayout:
     groups: tuple[tuple[Group, int], ...]
     tp_replicated: int
     aligned: int
+    alignment: int = ALIGNMENT
 
     @property
     def numel(self) -> int:
@@ -100,7 +105,7 @@ class UnitLayout:
 
     def padded(self, parts: int) -> int:
         """Return the number of elements with the padding that lets `parts` ranks have equal shards."""
-        return aligned(self.aligned, parts)
+        return aligned(self.aligned, parts, self.alignment)
 
     def padding(self, numel: int) -> Iterator[slice]:
         """Yield the elements of a buffer of `numel` that belong to no parameter."""
@@ -117,20 +122,23 @@ class UnitLayout:
                 yield group, slice(first - elements.start, last - elements.start)
 
 
-def lay_out(name: str, entries: list[Entry]) -> UnitLayout:
-    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split."""
+def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> UnitLayout:
+    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split.
+
+    Args:
+        alignment: a multiple of `ALIGNMENT`, in elements.
+    """
     groups = sorted(dict.fromkeys(entry.group for entry in entries), key=lambda group: not group.decay)
     assert all(e.split or e.group == groups[-1] for e in entries), "what is whole over the tensor axis lies at the end"
     intervals, starts, position = [], [], 0
     tp_replicated: int | None = None
     for group in groups:
-        position = aligned(position)
         starts.append((group, position))
         members = [entry for entry in entries if entry.group == group]
         for entry in sorted(members, key=lambda entry: not entry.split):  # stable: the model's order
             if not entry.split and tp_replicated is None:
                 tp_replicated = position
             intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel, entry.first))
-            position += entry.numel
+            position = aligned(position + entry.numel, alignment=alignment)
     end = position if tp_replicated is None else tp_replicated
-    return UnitLayout(name, tuple(intervals), tuple(starts), end, aligned(position))
+    return UnitLayout(name, tuple(intervals), tuple(starts), end, position, alignment)

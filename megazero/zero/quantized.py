@@ -27,11 +27,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megazero.base.quantized import quantized_bytes
+from megazero.base.quantized import BLOCK, quantized_bytes
 from megazero.comm.collectives import Pending, start_all_gather_in_place, start_all_to_all
 from megazero.comm.grid import Axis
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import Operations
+from megazero.plan.placements import ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +188,11 @@ class Quantizers:
 
     parameters: Quantizer | None = None
     gradients: Quantizer | None = None
+
+    @property
+    def alignment(self) -> int:
+        """Return the elements at a multiple of which parameters begin: with quantised ones a block of their own."""
+        return ALIGNMENT if self.parameters is None and self.gradients is None else BLOCK
 
     def of_unit(self, shard: int, axis: Axis, dtype: torch.dtype, device: torch.device) -> "Quantizers":
         """Return those of one unit; see `Quantizer.of_unit`."""

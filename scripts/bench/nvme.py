@@ -17,14 +17,18 @@ all of it from its first byte to its last, in blocks of 1 MiB of which --depth a
                                rank in fp32, with all its state on disks; beside the same step in memory, which is its
                                computation, and beside plain threads that read and write as many bytes as the step
                                does by its ledger, which is its I/O: of the larger of the two it should take at most
-                               1.15
+                               1.15; and beside DeepSpeed's stage 3 with all states on the disk, where its async_io
+                               builds (it needs the headers of libaio)
 
 What a disk's own cache takes is in the figures of all. Nothing is sent between ranks.
 """
 
 import argparse
+import importlib.util
 import sys
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +38,7 @@ import os
 
 import torch
 
+from megazero.base.machine import return_freed_memory
 from megazero.build.assemble import build
 from megazero.build.job import job_of
 from megazero.comm.grid import single
@@ -45,6 +50,7 @@ from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import BLOCK, DiskQueue, Engine, aligned, usable_engines
 from megazero.nvme.files import open_unnamed
 from megazero.plan.traffic import traffic
+from scripts.bench import data_parallel as peers
 from scripts.bench.harness import Group, Pair, add_options, run
 from scripts.bench.ours import CPU, LR, feeder
 from scripts.bench.processes import Call, System
@@ -52,7 +58,7 @@ from scripts.bench.processes import Call, System
 STAGING = 256 << 20  # bytes of memory for pieces
 FLATS = 4
 HIDDEN, HEADS, VOCAB, SEQ_LEN, MICRO = 768, 12, 1024, 128, 2  # of the GPT that takes steps
-IN_MEMORY, ON_DISKS, ALONE = "in memory", "on disks", "its bytes alone"
+IN_MEMORY, ON_DISKS, ALONE, DEEPSPEED = "in memory", "on disks", "its bytes alone", "deepspeed, on disks"
 
 
 def main() -> int:
@@ -82,6 +88,9 @@ def groups_of(folder: Path, size: int, depth: int, blocks: int) -> Iterator[Grou
     systems = [System(ALONE, bytes_of_a_step, (folder, depth, blocks), has_loss=False)]
     systems += [System(name, step, (folder, depth, blocks, name == ON_DISKS)) for name in (IN_MEMORY, ON_DISKS)]
     pairs = [Pair(f"{ON_DISKS}, beside that {IN_MEMORY}", ON_DISKS, IN_MEMORY)]
+    if deepspeed_uses_disks():
+        systems.append(System(DEEPSPEED, deepspeed_step, (folder, depth, blocks)))
+        pairs.append(Pair(f"{ON_DISKS}, beside {DEEPSPEED}", ON_DISKS, DEEPSPEED))
     yield Group(f"step, {blocks} blocks", systems, pairs=lambda _: pairs)
 
 
@@ -198,6 +207,8 @@ def bytes_of_a_step(folder: Path, depth: int, blocks: int) -> Call:
 
 def step(folder: Path, depth: int, blocks: int, on_disks: bool) -> Call:
     """Return a step of training."""
+    if on_disks:
+        return_freed_memory()  # as a run does
     config, grid = config_of(blocks, "nvme" if on_disks else "none"), single()
     ledger = grid.comm.ledger
     disk = Disk([folder], ledger, STAGING, DiskQueue(depth=depth)) if on_disks else None
@@ -210,6 +221,20 @@ def step(folder: Path, depth: int, blocks: int, on_disks: bool) -> Call:
         built.pipeline.train([feed(next(steps))], lambda batch: batch)
         return built.engine.finish_step(LR).loss.item()
 
+    return once
+
+
+def deepspeed_uses_disks() -> bool:
+    """Return whether DeepSpeed is there and the library that its NVMe offload is built on."""
+    return importlib.util.find_spec("deepspeed") is not None and Path("/usr/include/libaio.h").exists()
+
+
+def deepspeed_step(folder: Path, depth: int, blocks: int) -> Call:
+    """Return a step of DeepSpeed's with all states on the disk."""
+    files = tempfile.TemporaryDirectory(dir=folder)
+    work = peers.gpt(config_of(blocks, "none"), 1)
+    once = peers.deepspeed_on_disks(work, files.name, depth, 0, 1, f"{files.name}/store")
+    weakref.finalize(once, files.cleanup)
     return once
 
 

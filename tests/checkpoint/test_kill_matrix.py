@@ -19,6 +19,7 @@ from megazero.checkpoint import save, shard, snapshot
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
+from megazero.memory.disk_arena import DiskArena
 from megazero.nvme.disk import Disk
 from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.optim.adamw import AdamW
@@ -75,25 +76,35 @@ ON_DISKS: dict[str, tuple[Any, str, int]] = {
     "wait for writes": (Disk, "_drain", 9),
     "end an update": (Disk, "_take_back", 20),
 }
-POINTS |= ON_DISKS
+ON_INPUTS: dict[str, tuple[Any, str, int]] = {
+    "keep an input": (DiskArena, "put", 40),
+    "bring an input back": (DiskArena, "fetch", 41),
+}
+POINTS |= ON_DISKS | ON_INPUTS
 LAYOUTS = {
     "data": ("zero.stage=2",),
     "tensor": ("parallel.tensor=2", "parallel.sequence=true"),
     "pipeline": ("parallel.pipeline=2", "zero.stage=3"),
     "nvme": ("zero.stage=3", "zero.offload.optimizer=nvme", "zero.offload.parameters=nvme"),
 }
-LAYOUTS["nvme"] += (f"zero.offload.path={tempfile.gettempdir()}", "zero.offload.host_mb=256")
+LAYOUTS["inputs"] = ("parallel.tensor=2", "memory.recompute=full", "memory.partition=true", "memory.offload=nvme")
+for name in ("nvme", "inputs"):
+    LAYOUTS[name] += (f"zero.offload.path={tempfile.gettempdir()}", "zero.offload.host_mb=256")
+DISKLESS = POINTS.keys() - ON_DISKS.keys() - ON_INPUTS.keys()
+HAPPENS = dict.fromkeys(LAYOUTS, DISKLESS)
+HAPPENS["nvme"] = DISKLESS - {"copy"} | ON_DISKS.keys()  # what is on disks is read when it is written
+HAPPENS["inputs"] = ON_DISKS.keys() - {"end an update"} | ON_INPUTS.keys()  # the rest is as with "tensor"
 CASES = [
     (layout, rank, point)
-    for layout in LAYOUTS
+    for layout, points in HAPPENS.items()
     for point in POINTS
-    if point not in (("copy",) if layout == "nvme" else ON_DISKS)  # what is on disks is read when it is written
+    if point in points
     for rank in ((0,) if point in FIRST_ONLY else (0, 1))
 ]
 # Behind the commit of the last step, where there is nothing left to train.
 LAST = ("write the last row", "validate the last step", "draw the loss")
 COVER = [case for number, case in enumerate(CASES) if number % 17 == 0 or case[::2] in product(["data"], LAST)]
-COVER += [case for case in CASES if case in (("nvme", 1, "write a piece"), ("nvme", 0, "end an update"))]
+COVER += [case for case in CASES if case in (("nvme", 1, "write a piece"), ("inputs", 0, "keep an input"))]
 
 
 def job(config: Any, point: str | None, rank: int) -> int:

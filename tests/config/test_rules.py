@@ -42,10 +42,6 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["zero.secondary_ranks=2", "zero.stage=2"],
         "zero.stage=3",
     ),
-    "parallel.tensor == 1 or parallel.sequence with zero.quantize.gradients": (
-        ["zero.quantize.gradients=int8", "parallel.tensor=2"],
-        "parallel.sequence=true",
-    ),
     "zero.stage == 3 and parallel.tensor_chunks == 1 with zero.tile_mb": (
         ["zero.tile_mb=1", "zero.stage=2"],
         "zero.stage=3",
@@ -147,7 +143,6 @@ ALSO = [
     (["zero.quantize.gradients=int4", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
     (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
-    (["zero.quantize.parameters=int8", "zero.stage=3"], "parallel.tensor=2", "parallel.tensor=1"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor", "data"}

@@ -14,8 +14,9 @@ import pytest
 from megazero.observe.jsonl import read_rows
 from tests.tiny_run import ROOT, TinyData, repeating
 
-# By ranks: blocks and hidden size. What is gathered is of a block, so of more ranks the model has more of them.
-SIZES = {1: (12, 896), 4: (64, 704)}
+# By ranks: blocks and hidden size. What is gathered is of a block, and resident in every rank that reads it: so of more
+# ranks the model has more of them.
+SIZES = {1: (12, 896), 4: (192, 576)}
 SHORT = ("run.steps=2", "checkpoint.every=null")
 NVME = ("zero.stage=3", "zero.offload.optimizer=nvme", "zero.offload.parameters=nvme", "zero.offload.host_mb=200")
 STATES = 16  # bytes of parameters, gradients and moments of one parameter in fp32

@@ -119,7 +119,7 @@ def tiled() -> Iterator[str]:
     plain = Job(model, Bytes(2, 2, 4), data=ranks, stage=3, global_batch=ranks)
     for tile_mb in (None, 1024, 256, 64):
         job = replace(plain, tile_mb=tile_mb)
-        block, *tiles = units(model, 1, [range(1, 2)], job.tile)
+        block, *tiles = job.units([range(1, 2)])
         largest = max(unit.padded(ranks) for unit in (block, *tiles)) * job.bytes.parameter
         gone = (sent(traffic(replace(job, recompute=recompute))) for recompute in ("none", "full"))
         cells = [f"{size / 1e9:.4g}" for size in (largest, memory(job, 0).held["pool"], *gone)]

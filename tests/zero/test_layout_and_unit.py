@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megazero.base.quantized import BLOCK
 from megazero.build.units import build_units
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
@@ -35,15 +36,15 @@ entries = st.lists(
 )
 
 
-@given(entries)
-def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry]) -> None:
-    layout = lay_out("unit", given_entries)
+@given(entries, st.sampled_from([ALIGNMENT, BLOCK]))
+def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry], alignment: int) -> None:
+    layout = lay_out("unit", given_entries, alignment)
     assert sorted(i.name for i in layout.intervals) == sorted(e.name for e in given_entries)
     ends = [0, *(i.stop for i in layout.intervals)]
     gaps = [i.start - end for i, end in zip(layout.intervals, ends, strict=False)]
     decayed = next((start for group, start in layout.groups if not group.decay), layout.aligned)
-    assert decayed % ALIGNMENT == 0 and all(0 <= gap < ALIGNMENT for gap in gaps)
-    assert [i.start for i, gap in zip(layout.intervals, gaps, strict=True) if gap] in ([], [decayed])
+    assert decayed % alignment == 0 and all(0 <= gap < alignment for gap in gaps)
+    assert all(i.start % alignment == 0 for i in layout.intervals) and layout.padded(3) % (3 * alignment) == 0
     assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == ends[-1]
     kinds = {e.name: (e.group.decay, e.split) for e in given_entries}
     for interval in layout.intervals:
