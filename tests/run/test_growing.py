@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from megazero.config.stages import Course
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
-from megazero.run import parts
+from megazero.run import parts, shards
 from megazero.run.data import open_data
 from megazero.run.session import launch
-from megazero.run.shards import read_lists
+from megazero.run.shards import Lists, read_lists, to_json
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from tests.tiny_run import TinyData, command, repeating
 
@@ -34,6 +35,21 @@ def publish(tiny_data: TinyData, folder: Path, number: int) -> None:
         for document in range(number, whole.num_documents, SHARDS):
             writer.append(whole.read(*whole.document_offsets[document : document + 2].tolist()))
             writer.end_document()
+
+
+def fixed(course: Course, first: int, path: Path, saved: tuple[int, Lists] | None = None) -> Lists:
+    """Fix and write the lists of the part with so many steps before it; return those that it reads."""
+    manifest = None if saved is None else SimpleNamespace(step=saved[0], shards=to_json(saved[1]))
+    part = next(part for part in course.parts if part.first == first)
+    lists = shards.fix_lists(course, part, path, manifest)  # pyright: ignore[reportArgumentType]
+    shards.write_lists(path, lists)
+    return shards.until(lists, part.first)
+
+
+def named(lists: Lists) -> dict[str, list[tuple[int, list[str]]]]:
+    return {
+        name: [(added.first, [shard.name for shard in added.shards]) for added in each] for name, each in lists.items()
+    }
 
 
 def options(folder: Path, *, other: Path) -> tuple[str, ...]:
@@ -69,11 +85,7 @@ def grown(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_lists_are_in_the_folder_and_in_every_manifest(grown) -> None:
     run, _ = grown
-    lists = {
-        name: [(a.first, [s.name for s in a.shards]) for a in each]
-        for name, each in read_lists(run / "shards.json").items()
-    }
-    assert lists == {"web": list(NAMES.items())}
+    assert named(read_lists(run / "shards.json")) == {"web": list(NAMES.items())}
     whole, store = json.loads((run / "shards.json").read_text())["web"], Store(run / "checkpoints")
     for step in store.steps():
         known = [added for added in whole if added["first"] < step]
@@ -192,19 +204,19 @@ def test_a_shard_that_is_not_whole_is_left_for_the_next_stage(tiny_data: TinyDat
     course, path = Course(tiny_data.load(tmp_path, *options(tmp_path, other=tiny_data.train))), tmp_path / "shards.json"
 
     def names(part: int) -> list[tuple[int, list[str]]]:
-        lists = parts.fix_lists(course, course.parts[part], path, None)
-        return [(added.first, [shard.name for shard in added.shards]) for added in lists["web"]]
+        return named(fixed(course, part, path))["web"]
 
     assert names(0) == [(0, ["part-0"])]
     err = capsys.readouterr().err
-    assert "1 shards are not whole, and left for the next stage: expected" in err and err.count("\n") == 1
+    told = f"1 shards are not whole, and left for the next stage: {tmp_path / 'part-1.bin'}: expected"
+    assert told in err and err.count("\n") == 1
     (tmp_path / "part-1.bin").write_bytes(whole)
     assert names(0) == [(0, ["part-0"])], "the list of a part holds"
-    assert names(1) == [(0, ["part-0"]), (3, ["part-1"])]
-    assert names(0) == [(0, ["part-0"])] and names(2) == [(0, ["part-0"]), (3, ["part-1"]), (6, [])]
+    assert names(3) == [(0, ["part-0"]), (3, ["part-1"])]
+    assert names(0) == [(0, ["part-0"])] and names(6) == [(0, ["part-0"]), (3, ["part-1"]), (6, [])]
     (tmp_path / "shards.json").write_text("{")
     with pytest.raises(UserError, match=r"MZ-406 .*shards\.json: is damaged"):
-        names(1)
+        names(3)
 
 
 @pytest.mark.parametrize("fault", ["gone", "another"])
@@ -265,3 +277,59 @@ def test_a_growing_source_that_is_no_folder(tiny_data: TinyData, tmp_path: Path,
     assert main(["train", "--config", str(tiny_data.config), *line, f"run.dir={tmp_path / 'run'}"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("MZ-201 ") and "give a folder of token files" in err and not (tmp_path / "run").exists()
+
+
+CHANGE = {"key": "data.max_epochs", "from": None, "to": None}  # any change of options is a boundary
+
+
+def test_lists_of_a_course_that_was_left_do_not_hold(tiny_data: TinyData, tmp_path: Path) -> None:
+    """Options were changed at step 4, where no step was saved; then the run goes on there without that."""
+    publish(tiny_data, tmp_path, 0)
+    config, path = tiny_data.load(tmp_path, *options(tmp_path, other=tiny_data.train)), tmp_path / "shards.json"
+    course = Course(config)
+    saved = 4, fixed(course, 3, path)
+    publish(tiny_data, tmp_path, 1)
+    changed = Course(config, [{"step": 4} | CHANGE])
+    assert named(fixed(changed, 4, path, saved)) == {"web": [(3, ["part-0"]), (4, ["part-1"])]}
+    assert named(fixed(changed, 4, path, saved)) == {"web": [(3, ["part-0"]), (4, ["part-1"])]}, "it is as it was"
+    assert named(fixed(course, 3, path, saved)) == {"web": [(3, ["part-0"])]}
+    assert named(fixed(course, 6, path, (6, saved[1]))) == {"web": [(3, ["part-0"]), (6, ["part-1"])]}, "read from 7 on"
+
+
+def test_a_run_that_goes_back_behind_its_first_list(tiny_data: TinyData, tmp_path: Path) -> None:
+    """The source was added at step 3; the run goes back to step 2, and has it from there on."""
+    publish(tiny_data, tmp_path, 0)
+    config, path = tiny_data.load(tmp_path, *options(tmp_path, other=tiny_data.train)), tmp_path / "shards.json"
+    assert named(fixed(Course(config), 3, path, (3, {}))) == {"web": [(3, ["part-0"])]}
+    lists = fixed(Course(config, [{"step": 2} | CHANGE]), 2, path, (2, {}))
+    assert named(lists) == {"web": [(2, ["part-0"])]}
+    assert shards.until(lists, 1) == {}, "a manifest has no lists without shards"
+
+
+def test_lists_that_no_manifest_holds_are_refused(tiny_data: TinyData, tmp_path: Path, monkeypatch) -> None:
+    publish(tiny_data, tmp_path, 0)
+    course = Course(tiny_data.load(tmp_path, *options(tmp_path, other=tiny_data.train)))
+    monkeypatch.setattr(shards, "_MOST", 50)
+    with pytest.raises(UserError, match=r"MZ-228 .*shards\.json: .* have \d+ bytes, at most 50 go into the manifest"):
+        fixed(course, 0, tmp_path / "shards.json")
+
+
+def test_a_shard_that_is_refused_is_in_no_list(tiny_data: TinyData, grown, tmp_path: Path, capsys) -> None:
+    """Taken away, it does not keep the run from going on."""
+    run, line = grown
+    again, web = Path(shutil.copytree(run, tmp_path / "run")), tmp_path / "web"
+    sources = json.loads(next(each for each in line if each.startswith("data.sources=")).partition("=")[2])
+    shutil.copytree(sources[0]["path"], web)
+    for later in range(4, STEPS + 1):
+        shutil.rmtree(again / f"checkpoints/step_{later:08d}")
+    (again / "shards.json").unlink()
+    with IndexedDatasetWriter(web / "other", np.int64) as writer:
+        writer.append(np.arange(100))
+        writer.end_document()
+    moved = [each.replace(sources[0]["path"], str(web)) for each in line]
+    run_line = [f"run.dir={again}", "checkpoint.resume=auto", "--allow-change", "data.sources,stages"]
+    assert main(["train", "--config", str(tiny_data.config), *moved, *run_line]) == 1
+    assert "MZ-228" in (err := capsys.readouterr().err) and "other.bin: stores int64" in err
+    (web / "other.idx").unlink()
+    assert main(["train", "--config", str(tiny_data.config), *moved, *run_line]) == 0
+    assert named(read_lists(again / "shards.json"))["web"][0] == (0, NAMES[0])
