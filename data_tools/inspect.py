@@ -17,15 +17,20 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
 
 import argparse
 import json
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
-from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.loss_mask import LossMask
+from megazero.data.choice import Everything
+from megazero.data.documents import TokenStream
+from megazero.data.joined import open_files
 from megazero.data.origin import require_mask, require_tokenizer
+from megazero.data.token_dataset import Mask, TokenDataset, TokenIds
 from megazero.data.tokenizer import open_tokenizer
 
 BLOCK = 1 << 22  # tokens read at a time
@@ -37,20 +42,21 @@ def inspect(options: argparse.Namespace) -> None:
         raise UserError(
             190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
         )
-    dataset = IndexedDataset(options.prefix)
+    ids = None if tokenizer is None else TokenIds(tokenizer.vocab_size, tokenizer.eod)
+    dataset = open_files(options.prefix, lambda: ids)
     require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high = _scan(dataset, vocab)
-    lengths = np.diff(dataset.document_offsets)
+    lengths = _lengths(dataset)
     report = {
         "prefix": str(options.prefix),
         "dtype": str(dataset.dtype),
         "documents": dataset.num_documents,
         "tokens": dataset.num_tokens,
-        "length_min": int(lengths.min()) if len(lengths) else None,
-        "length_median": float(np.median(lengths)) if len(lengths) else None,
-        "length_mean": float(lengths.mean()) if len(lengths) else None,
-        "length_max": int(lengths.max()) if len(lengths) else None,
+        "length_min": min(lengths, default=None),
+        "length_median": _median(lengths),
+        "length_mean": dataset.num_tokens / dataset.num_documents if lengths else None,
+        "length_max": max(lengths, default=None),
         "id_min": low,
         "id_max": high,
         "scored": _count_scored(dataset),
@@ -67,11 +73,28 @@ def inspect(options: argparse.Namespace) -> None:
         print("\n".join(f"{name:14} {_readable(value)}" for name, value in report.items()))
 
 
+def _lengths(dataset: TokenDataset) -> Counter[int]:
+    """Return how many documents there are of each length, in memory for the different lengths alone."""
+    found = Counter[int]()
+    for block in TokenStream(dataset, Everything()).blocks():
+        lengths, counts = np.unique(np.diff(block.starts), return_counts=True)
+        found.update(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
+    return found
+
+
+def _median(lengths: Counter[int]) -> float | None:
+    """Return the median of lengths of which there are so many; None: there is none."""
+    ordered, total = sorted(lengths), lengths.total()
+    ends = list(accumulate(lengths[length] for length in ordered))
+    middle = [ordered[bisect_right(ends, place)] for place in ((total - 1) // 2, total // 2)] if total else []
+    return sum(middle) / 2 if middle else None
+
+
 def _readable(value: object) -> str:
     return f"{value:,}" if isinstance(value, int | float) else "-" if value is None else f"{value}"
 
 
-def _scan(dataset: IndexedDataset, vocab: int | None) -> tuple[int | None, int | None]:
+def _scan(dataset: TokenDataset, vocab: int | None) -> tuple[int | None, int | None]:
     """Return the smallest and largest id of the whole file. Raises UserError 205: one outside [0, vocab)."""
     low = high = None
     for start in range(0, dataset.num_tokens, BLOCK):
@@ -88,7 +111,7 @@ def _scan(dataset: IndexedDataset, vocab: int | None) -> tuple[int | None, int |
     return low, high
 
 
-def _count_scored(dataset: IndexedDataset) -> int | None:
+def _count_scored(dataset: TokenDataset) -> int | None:
     """Return how many tokens are trained on; None: there is no mask, and all are."""
     if (mask := dataset.mask) is None:
         return None
@@ -96,14 +119,14 @@ def _count_scored(dataset: IndexedDataset) -> int | None:
     return sum(int(mask.read(start, min(start + BLOCK, dataset.num_tokens)).sum()) for start in starts)
 
 
-def _answers(dataset: IndexedDataset, mask: LossMask, start: int, stop: int) -> list[list[int]]:
+def _answers(dataset: TokenDataset, mask: Mask, start: int, stop: int) -> list[list[int]]:
     """Return the runs of tokens that are trained on, of those in [start, stop)."""
     tokens, scored = dataset.read(start, stop), mask.read(start, stop)
     edges = np.flatnonzero(np.diff(scored, prepend=False, append=False)).reshape(-1, 2)
     return [tokens[begin:end].tolist() for begin, end in edges]
 
 
-def _bounds(dataset: IndexedDataset, document: int) -> tuple[int, int]:
+def _bounds(dataset: TokenDataset, document: int) -> tuple[int, int]:
     """Return where a document begins and ends in the file. Raises UserError 190: there is no such document."""
     if not 0 <= document < dataset.num_documents:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
@@ -115,7 +138,7 @@ def _bounds(dataset: IndexedDataset, document: int) -> tuple[int, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="inspect.py", description="Check a token data set and say what it holds.")
-    parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="of PREFIX.bin and PREFIX.idx")
+    parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="of PREFIX.bin and .idx; or X.ds, X.npy, X.bin")
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="gives the vocabulary, and decodes")
     parser.add_argument("--vocab", type=positive, help="ids must be smaller (default: the tokenizer's)")
     parser.add_argument("--document", type=int, metavar="N", help="print the text of document N, counted from 0")

@@ -20,23 +20,33 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
 from megazero.base.errors import UserError
 from megazero.base.files import temporary_name
-from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.data.choice import Everything
+from megazero.data.documents import TokenStream
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.data.joined import open_files
 from megazero.data.loss_mask import LossMaskWriter, mask_path
 from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_mask
+from megazero.data.token_dataset import TokenDataset, TokenIds
+from megazero.data.tokenizer import open_tokenizer
 
 BLOCK = 1 << 22  # tokens copied at a time
+_SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what an index can say instead
 
 
 def merge(options: argparse.Namespace) -> None:
-    datasets = [IndexedDataset(prefix) for prefix in options.prefix]
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
+    ids = None if tokenizer is None else TokenIds(tokenizer.vocab_size, tokenizer.eod)
+    datasets = [open_files(prefix, lambda: ids) for prefix in options.prefix]
+    stored = _SIGNED.get(datasets[0].dtype.name, datasets[0].dtype)
     for dataset in datasets:
-        if dataset.dtype != datasets[0].dtype:
+        if _SIGNED.get(dataset.dtype.name, dataset.dtype) != stored:
             what = f"stores {dataset.dtype}, but {datasets[0].prefix} stores {datasets[0].dtype}"
             raise UserError(217, what, "preprocess both with the same tokenizer", where=dataset.prefix)
     origins = [_origin(dataset) for dataset in datasets]
@@ -44,7 +54,7 @@ def merge(options: argparse.Namespace) -> None:
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
     with (
         _mask(options.output, datasets) as mask,
-        IndexedDatasetWriter(options.output, datasets[0].dtype, mask=mask and mask.path) as writer,
+        IndexedDatasetWriter(options.output, stored, mask=mask and mask.path) as writer,
     ):
         for dataset in datasets:
             _copy(dataset, writer)
@@ -55,7 +65,7 @@ def merge(options: argparse.Namespace) -> None:
     print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
 
 
-def _origin(dataset: IndexedDataset) -> Origin | None:
+def _origin(dataset: TokenDataset) -> Origin | None:
     origin = read_origin(dataset.prefix)
     require_counts(origin, dataset.num_documents, dataset.num_tokens, dataset.prefix)
     require_mask(origin, dataset.mask, dataset.prefix)
@@ -63,7 +73,7 @@ def _origin(dataset: IndexedDataset) -> Origin | None:
 
 
 @contextmanager
-def _mask(output: Path, datasets: Sequence[IndexedDataset]) -> Iterator[LossMaskWriter | None]:
+def _mask(output: Path, datasets: Sequence[TokenDataset]) -> Iterator[LossMaskWriter | None]:
     """Yield the mask of all data sets, written beside the output; None where none of them has one."""
     if all(dataset.mask is None for dataset in datasets):
         yield None
@@ -81,19 +91,28 @@ def _mask(output: Path, datasets: Sequence[IndexedDataset]) -> Iterator[LossMask
         temporary.unlink(missing_ok=True)
 
 
-def _copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> None:
-    offsets = dataset.document_offsets
-    for begin, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-        for start in range(begin, end, BLOCK):
-            writer.append(dataset.read(start, min(start + BLOCK, end)))
-        if end > begin:
-            writer.end_document()
+def _copy(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
+    largest = np.iinfo(writer.dtype).max
+    for block in TokenStream(dataset, Everything()).blocks("copying the documents"):
+        for begin, end in pairwise(block.starts.tolist()):
+            for start in range(begin, end, BLOCK):
+                tokens = dataset.read(start, min(start + BLOCK, end))
+                if tokens.max() > largest:
+                    what = f"expected ids of at most {largest:,}, which {writer.dtype} holds, got {tokens.max():,}"
+                    raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
+                writer.append(tokens)
+            if end > begin:
+                writer.end_document()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="merge.py", description="Join token data sets into one.")
-    parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx")
+    parser.add_argument(
+        "prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx; X.ds, X.npy, X.bin"
+    )
+    only = "of inputs that are ids alone (X.npy, X.bin): says their type and what ends a document"
+    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help=only)
     add_output(parser)
     return run(merge, parser, argv)
 

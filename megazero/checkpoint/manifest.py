@@ -88,6 +88,8 @@ class Manifest(Part):
         config: flat, as it was resolved.
         history: what of it was another before, oldest first: {step, key, from, to}; `to` holds behind that step. Left
             out of the file where nothing was.
+        shards: of sources that grow, when each was added: {source: [{first, shards}]} (`run/shards.py`). Left out of
+            the file where no source does.
         software: versions that wrote it.
         digest: SHA-256 of the rest.
     """
@@ -107,6 +109,7 @@ class Manifest(Part):
     config: dict[str, Any]
     software: dict[str, str]
     history: list[dict[str, Any]] = Field(default_factory=list)
+    shards: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
     digest: str = ""
 
     @property
@@ -133,8 +136,9 @@ class Manifest(Part):
             for name, default in (("row", None), ("carried", 0)):
                 if getattr(self.progress, name) == default:
                     del content["progress"][name]
-        if not self.history:
-            del content["history"]
+        for name in ("history", "shards"):
+            if not content[name]:
+                del content[name]
         for logical in content["tensors"].values():
             for name, default in (("dtype", None), ("trained", True)):
                 if logical[name] == default:

@@ -230,12 +230,12 @@ class Batch(Section):
 class Data(Section):
     train: Text | None = Field(
         default=None,
-        description="Token files to train on: a path without .bin/.idx, from the current folder; null: data.sources, "
+        description="Token files to train on: a path without .bin/.idx, or X.ds, X.npy, X.bin; null: data.sources, "
         "else data/quickstart/train.",
     )
     sources: Sources | None = Field(
         default=None,
-        description="Instead of data.train, token files that are mixed: a list of {path, weight, name}.",
+        description="Instead of data.train, token files that are mixed: a list of {path, weight, name, grows}.",
     )
     max_epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="A run that would go through a source more often is refused; null: none is."

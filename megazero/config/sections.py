@@ -27,9 +27,13 @@ Name = Annotated[str, Field(min_length=1, max_length=64, pattern=f"^[{IN_NAMES}]
 
 
 class Source(Section):
-    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
+    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder; or their folder.")
     weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
     name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
+    grows: bool | None = Field(
+        default=None,
+        description="The path is a folder to which shards are added: those that are whole when a stage begins are its.",
+    )
 
 
 class ValidationSet(Section):

@@ -4,53 +4,42 @@ Training and validation are split by whole documents, so that no validation text
 document is on depends on nothing but its number and the fraction: not on the seed, the sequence length or the number of
 ranks, so two runs with different seeds are validated on the same text, and appending documents moves none.
 
-A `TokenStream` joins the chosen documents, in file order, end to end. Nothing is copied: a read finds its documents by
-binary search in their cumulative lengths (8 bytes a document) and reads its tokens from the file.
+A `TokenStream` joins the chosen documents, in file order, end to end. Nothing is copied: a read finds its documents and
+reads its tokens from the file. Documents are taken in blocks of 16,384: held are two numbers a block (the documents and
+tokens chosen before it), and the few blocks used last. So 10^9 documents need a megabyte; what the blocks hold is
+counted once and remembered (remembered.py).
 """
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.choice import Choice, Everything, Side
+from megazero.data.token_dataset import TokenDataset
 
-_WORD = np.uint64(0xFFFFFFFF)
-_GOLDEN = np.uint64(0x9E3779B9)  # mix(0) is 0: without an offset document 0 would always be for validation
-
+BLOCK = 1 << 14  # documents
+_CACHED = 64  # blocks
 _SAMPLED = 256  # tokens in a stream's digest
 _WORTH = 64  # tokens that are read for one that is wanted, before each run of them is read for itself
 
 
-def mix(x: np.ndarray) -> np.ndarray:
-    """Return a 32-bit hash of 32-bit words held in uint64: two multiplications, three xor-shifts.
-
-    The constants are the low-bias "lowbias32" of C. Wellons (hash-prospector). It is a bijection of the 32-bit words.
-    """
-    x = (x ^ (x >> np.uint64(16))) * np.uint64(0x7FEB352D) & _WORD
-    x = (x ^ (x >> np.uint64(15))) * np.uint64(0x846CA68B) & _WORD
-    return x ^ (x >> np.uint64(16))
-
-
-def split_documents(num_documents: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document numbers of (training, validation), both int64 and rising.
-
-    Document i is for validation when hash(i) / 2^32 < fraction.
+def split_streams(dataset: TokenDataset, fraction: float) -> tuple["TokenStream", "TokenStream"]:
+    """Return the documents of (training, validation).
 
     Raises:
         UserError: 206 when one side would be empty, or the fraction is not between 0 and 1.
     """
-    if not 0 < fraction < 1:
-        raise UserError(206, f"expected a validation fraction between 0 and 1, got {fraction}", "set data.valid")
-    words = np.arange(num_documents, dtype=np.uint64)
-    hashes = mix(mix(words & _WORD ^ _GOLDEN) ^ (words >> np.uint64(32)))
-    is_valid = hashes < np.uint64(round(fraction * 2**32))
-    num_valid = int(is_valid.sum())
-    if num_valid in (0, num_documents):
-        what = f"a fraction of {fraction} puts {num_valid} of {num_documents} documents into validation"
+    held_out = TokenStream(dataset, Side(fraction, valid=True))
+    num_valid = held_out.num_documents
+    if num_valid in (0, dataset.num_documents):
+        what = f"a fraction of {fraction} puts {num_valid} of {dataset.num_documents} documents into validation"
         raise UserError(206, what, "both sides need one: change data.valid or name a validation data set there")
-    return np.flatnonzero(~is_valid), np.flatnonzero(is_valid)
+    return TokenStream(dataset, Side(fraction, valid=False), rest_of=held_out), held_out
 
 
 def document_lengths(starts: np.ndarray) -> tuple[int, ...]:
@@ -59,33 +48,50 @@ def document_lengths(starts: np.ndarray) -> tuple[int, ...]:
     return tuple(np.diff(bounds, prepend=0, append=len(starts)).tolist())
 
 
+class Block(NamedTuple):
+    """The chosen documents of a block.
+
+    Attributes:
+        ordinal: documents chosen before them.
+        numbers: of the documents in the file, int64 [n].
+        first_tokens: where they begin in the file, int64 [n].
+        starts: where they begin in the stream, and where the last one ends, int64 [n + 1].
+    """
+
+    ordinal: int
+    numbers: np.ndarray
+    first_tokens: np.ndarray
+    starts: np.ndarray
+
+
 class TokenStream:
     """The chosen documents of a data set, in file order, as one sequence of `num_tokens` tokens.
 
     Args:
         dataset: the data set that holds them.
-        documents: int64 document numbers, strictly rising.
+        choice: which documents.
+        rest_of: the stream of all others, which saves counting; None: they are counted.
     """
 
-    def __init__(self, dataset: IndexedDataset, documents: np.ndarray):
-        assert len(documents) == 0 or (np.diff(documents) > 0).all(), "documents in file order, each once"
-        self.dataset = dataset
-        self._first_tokens = dataset.document_offsets[documents]  # in the file
-        self._starts = np.zeros(len(documents) + 1, np.int64)  # in the stream
-        np.cumsum(dataset.document_offsets[documents + 1] - self._first_tokens, out=self._starts[1:])
-        self.num_documents = len(documents)
-        self.num_tokens = int(self._starts[-1])
+    def __init__(self, dataset: TokenDataset, choice: Choice, rest_of: "TokenStream | None" = None):
+        self.dataset, self.choice = dataset, choice
+        self._blocks: OrderedDict[int, Block] = OrderedDict()  # those used last
+        if rest_of is not None:
+            found = _before_blocks(dataset, Everything()) - (rest_of._ordinals, rest_of._starts)
+        else:
+            found = _before_blocks(dataset, choice)
+        self._ordinals, self._starts = found  # documents and tokens chosen before each block, and before the end
+        self.num_documents, self.num_tokens = int(self._ordinals[-1]), int(self._starts[-1])
 
     def digest(self) -> str:
         """Return a digest of where its documents lie in the file, of some tokens, and of the mask if there is one."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
-        tokens = self._tokens(self._in_file(some, self._ordinals(some)))
-        digest = xxhash.xxh3_64(self._first_tokens.tobytes())
-        for part in (self._starts, tokens.astype(np.int64)):
-            digest.update(part.tobytes())
-        if self.dataset.mask is not None:
-            digest.update(self.dataset.mask.digest.encode())
-        return digest.hexdigest()
+        tokens = self._tokens(self._spread(some)[1]).astype(np.int64)
+        mask = "" if self.dataset.mask is None else self.dataset.mask.digest
+        if self.dataset.memory is None:
+            return self._digest(tokens, mask)
+        name = f"digest-{self.choice.name}-{xxhash.xxh3_64_hexdigest(tokens.tobytes() + mask.encode())}"
+        return self.dataset.memory.once(name, lambda: self._digest(tokens, mask).encode()).decode()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens [start, stop): (ids int64 [stop - start], ordinal of each one's document, int64).
@@ -93,75 +99,156 @@ class TokenStream:
         The ordinal counts the chosen documents from 0; a change of ordinal is a document boundary.
         """
         assert 0 <= start <= stop <= self.num_tokens
-        positions = np.arange(start, stop)
-        ordinals = self._ordinals(positions)
-        return self._tokens(self._in_file(positions, ordinals)).astype(np.int64), ordinals
+        ordinals, in_file = self._spread(np.arange(start, stop))
+        return self._tokens(in_file).astype(np.int64), ordinals
 
-    def scored(self, start: int, ordinals: np.ndarray) -> np.ndarray | None:
-        """Return which tokens from `start` on are trained on, bool; None: the data set has no mask, and all are.
-
-        Args:
-            ordinals: of each one's document, as `read` gives them.
-        """
+    def scored(self, start: int, stop: int) -> np.ndarray | None:
+        """Return which of tokens [start, stop) are trained on, bool; None: there is no mask, and all are."""
         if (mask := self.dataset.mask) is None:
             return None
-        return _gathered(mask.read, self._in_file(np.arange(start, start + len(ordinals)), ordinals), np.dtype(bool))
+        return _gathered(mask.read, self._spread(np.arange(start, stop))[1], np.dtype(bool))
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (document number in the file, position in the document) of a token of the stream, for messages."""
-        positions = np.array([position])
-        return self.dataset.locate(int(self._in_file(positions, self._ordinals(positions))[0]))
+        return self.dataset.locate(int(self._spread(np.array([position]))[1][0]))
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each document, int64 [num_documents]."""
-        return np.diff(self._starts)
+        """Return the tokens of each document, int64 [num_documents]: of huge data sets more than memory holds."""
+        parts = [np.diff(block.starts) for block in self.blocks()]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def blocks(self, what: str = "looking through the documents") -> Iterator[Block]:
+        """Yield all blocks, one after the other.
+
+        Args:
+            what: is done with them, as one says it where that takes long.
+        """
+        with doing(f"{what} of {self.dataset.prefix}", self.dataset.num_documents) as progress:
+            for number in range(len(self._ordinals) - 1):
+                yield self._make(number)
+                progress.advance(BLOCK)
 
     def document(self, ordinal: int, most: int | None = None) -> np.ndarray:
         """Return the tokens of a document by its place among those chosen; the first `most` of them, None: all."""
-        first, length = int(self._first_tokens[ordinal]), int(self._starts[ordinal + 1] - self._starts[ordinal])
+        block, at = self._holding(ordinal)
+        first, length = int(block.first_tokens[at]), int(block.starts[at + 1] - block.starts[at])
         return self.dataset.read(first, first + (length if most is None else min(length, most)))
 
     def bounds(self, ordinal: int) -> tuple[int, int]:
         """Return where a document begins and ends in the stream, by its place among those chosen."""
-        return int(self._starts[ordinal]), int(self._starts[ordinal + 1])
+        block, at = self._holding(ordinal)
+        return int(block.starts[at]), int(block.starts[at + 1])
 
     def ordinal(self, position: int) -> int:
         """Return the place among those chosen of the document that has a token of the stream."""
-        return int(self._ordinals(np.array([position]))[0])
+        return int(self._spread(np.array([position]))[0][0])
 
     def number(self, ordinal: int) -> int:
-        """Return the number in the file of a document, which has tokens, by its place among those chosen."""
-        return self.dataset.locate(int(self._first_tokens[ordinal]))[0]
+        """Return the number in the file of a document by its place among those chosen."""
+        block, at = self._holding(ordinal)
+        return int(block.numbers[at])
 
     def parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (document number in the file, offset in it, tokens) of each document in [start, stop), in order."""
         found = []
-        first, last = self.ordinal(start), int(np.searchsorted(self._starts, stop))
-        for ordinal in range(first, last):
-            begin, end = max(start, int(self._starts[ordinal])), min(stop, int(self._starts[ordinal + 1]))
-            if begin < end:
-                found.append((*self.locate(begin), end - begin))
+        for ordinal in np.unique(self._spread(np.arange(start, stop))[0]).tolist():
+            begin, end = self.bounds(ordinal)
+            found.append((self.number(ordinal), max(start, begin) - begin, min(stop, end) - max(start, begin)))
         return found
 
     def span(self, document: int) -> tuple[int, int] | None:
-        """Return where a document of the file begins and ends in the stream; None: it is not among those chosen."""
-        begin, end = self.dataset.document_offsets[document : document + 2].tolist()
-        ordinal = int(np.searchsorted(self._first_tokens, begin, side="right")) - 1
-        if begin == end or ordinal < 0 or self._first_tokens[ordinal] != begin:
+        """Return where a document of the file begins and ends in the stream; None: it is empty, or not chosen."""
+        block = self._block(document // BLOCK)
+        at = int(np.searchsorted(block.numbers, document))
+        if at == len(block.numbers) or block.numbers[at] != document or block.starts[at] == block.starts[at + 1]:
             return None
-        return self.bounds(ordinal)
+        return int(block.starts[at]), int(block.starts[at + 1])
+
+    def before(self, document: int) -> int:
+        """Return how many tokens of the stream are of documents before this one of the file."""
+        if document == self.dataset.num_documents:
+            return self.num_tokens
+        block = self._block(document // BLOCK)
+        return int(block.starts[np.searchsorted(block.numbers, document)])
+
+    def _make(self, number: int) -> Block:
+        numbers, first_tokens, ends = _chosen(self.dataset, self.choice, number)
+        starts = np.empty(len(numbers) + 1, np.int64)
+        starts[0] = self._starts[number]
+        starts[1:] = starts[0] + np.cumsum(ends - first_tokens)
+        return Block(int(self._ordinals[number]), numbers, first_tokens, starts)
+
+    def _block(self, number: int) -> Block:
+        """Return a block, from those used last or from the file; threads may call it together."""
+        block = self._blocks.pop(number, None) or self._make(number)
+        self._blocks[number] = block
+        if len(self._blocks) > _CACHED:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _holding(self, ordinal: int) -> tuple[Block, int]:
+        """Return the block of a document, and its place in there, by its place among those chosen."""
+        block = self._block(int(np.searchsorted(self._ordinals, ordinal, side="right")) - 1)
+        return block, ordinal - block.ordinal
+
+    def _spread(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ordinal of the document, place in the file) of rising positions of the stream, int64 each."""
+        ordinals, in_file = np.empty_like(positions), np.empty_like(positions)
+        holding = np.searchsorted(self._starts, positions, side="right") - 1  # right: skips blocks without tokens
+        cuts = np.flatnonzero(np.diff(holding)) + 1
+        for first, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(positions)], strict=True):
+            if first < stop:
+                block = self._block(int(holding[first]))
+                own = positions[first:stop]
+                at = np.searchsorted(block.starts, own, side="right") - 1  # right: skips empty documents
+                ordinals[first:stop] = block.ordinal + at
+                in_file[first:stop] = own - block.starts[at] + block.first_tokens[at]
+        return ordinals, in_file
 
     def _tokens(self, in_file: np.ndarray) -> np.ndarray:
         """Return the tokens at rising positions of the file."""
         return _gathered(self.dataset.read, in_file, self.dataset.dtype)
 
-    def _ordinals(self, positions: np.ndarray) -> np.ndarray:
-        """Return of tokens of the stream the places among those chosen of their documents."""
-        return np.searchsorted(self._starts, positions, side="right") - 1  # right: skips empty documents
+    def _digest(self, tokens: np.ndarray, mask: str) -> str:
+        digest = xxhash.xxh3_64()
+        for block in self.blocks("hashing the documents"):
+            digest.update(block.first_tokens.tobytes())
+        for block in self.blocks("hashing the documents"):
+            digest.update(block.starts[:-1].tobytes())
+        for part in (np.array([self.num_tokens]).tobytes(), tokens.tobytes(), mask.encode()):
+            digest.update(part)
+        return digest.hexdigest()
 
-    def _in_file(self, positions: np.ndarray, ordinals: np.ndarray) -> np.ndarray:
-        return positions - self._starts[ordinals] + self._first_tokens[ordinals]
+
+def _chosen(dataset: TokenDataset, choice: Choice, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (numbers, first tokens, ends in the file) of the chosen documents of a block."""
+    first = number * BLOCK
+    stop = min(first + BLOCK, dataset.num_documents)
+    numbers, offsets = choice.numbers(first, stop), dataset.document_offsets[first : stop + 1]
+    return numbers, offsets[numbers - first], offsets[numbers - first + 1]
+
+
+def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
+    """Return how many documents and tokens are chosen before each block, and in all: int64 [2, blocks + 1]."""
+
+    def count() -> np.ndarray:
+        total = dataset.num_documents
+        bounds = np.minimum(np.arange(0, total + BLOCK, BLOCK), total)
+        found = np.zeros((2, len(bounds)), np.int64)
+        with doing(f"counting the documents of {dataset.prefix}", total) as progress:
+            if isinstance(choice, Everything):
+                return np.stack([bounds, dataset.document_offsets[bounds]])
+            for number in range(len(bounds) - 1):
+                numbers, first_tokens, ends = _chosen(dataset, choice, number)
+                found[:, number + 1] = len(numbers), (ends - first_tokens).sum()
+                progress.advance(BLOCK)
+        return found.cumsum(axis=1)
+
+    if dataset.memory is None:
+        return count()
+    kept = dataset.memory.once(f"blocks-{choice.name}", lambda: count().tobytes())
+    return np.frombuffer(kept, np.int64).reshape(2, -1)
 
 
 def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray, dtype: np.dtype) -> np.ndarray:

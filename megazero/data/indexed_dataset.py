@@ -1,10 +1,8 @@
 """Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
 
 Ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte costs
-nothing and ranks on one machine share the page cache. (It is not mapped: if a mapped file is truncated, SIGBUS ends the
-process, where a read returns an error.) The index is small and redundant (lengths, pointers and file size all say the
-same), and this reader checks every redundancy once, when it opens: a truncated copy, a mixed-up pair or a flipped bit
-in the index is refused with the numbers, not met as garbage in step 40,000.
+nothing and ranks on one machine share the page cache. The index is read in the same way, and checked as a whole
+(index_file.py), once where it is large.
 
     PREFIX.bin   token ids, little endian, no header
     PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
@@ -20,113 +18,80 @@ Source of the format: Megatron-LM, megatron/core/datasets/indexed_dataset.py. Fi
 Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
 """
 
-import os
-import struct
-import weakref
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NoReturn
 
 import numpy as np
 
 from megazero.base.atomic import write_error
 from megazero.base.errors import UserError
 from megazero.base.files import flush, flush_folder, temporary_name
-from megazero.base.reading import looked_up, open_regular
+from megazero.base.reading import looked_up
+from megazero.data.data_file import DataFile, Descriptors
+from megazero.data.document_offsets import held
+from megazero.data.index_file import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    Index,
+    IndexOffsets,
+    check_index,
+    index_path,
+    open_index,
+)
 from megazero.data.loss_mask import mask_path, open_mask
+from megazero.data.remembered import WORTH, Memory, identity_of
+from megazero.data.token_dataset import TokenDataset
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPE_CODES = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
 MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
 
 
 def file_pair(prefix: str | Path) -> tuple[Path, Path]:
     """Return the .bin and .idx paths of a prefix, which may contain dots ("web-v1.5"): the suffix is appended."""
     path = Path(prefix)  # "data/" is "data"
-    return Path(f"{path}.bin"), Path(f"{path}.idx")
+    return Path(f"{path}.bin"), index_path(path)
 
 
-class IndexedDataset:
-    """A validated, read-only data set.
+class IndexedDataset(TokenDataset):
+    """A validated, read-only data set of a .bin and an .idx.
+
+    Args:
+        descriptors: shared with other files; None: it has its own.
 
     Attributes:
         prefix, bin_path, idx_path: its paths.
-        dtype: the integer type of the ids.
-        num_documents, num_tokens: counts.
-        document_offsets: int64 [num_documents + 1], in tokens; document d is tokens[offsets[d] : offsets[d + 1]].
-        mask: which tokens are trained on; None: all are.
 
     Raises:
         UserError: 201 missing file, 202 damaged index header, 203 contradictory index, 204 .bin of another size,
             225 a mask that is damaged or of other tokens.
     """
 
-    def __init__(self, prefix: str | Path):
-        self.prefix = Path(prefix)
-        self.bin_path, self.idx_path = file_pair(prefix)
+    def __init__(self, prefix: str | Path, descriptors: Descriptors | None = None):
+        bin_path, self.idx_path = file_pair(prefix)
         refuse_missing(prefix)
-        try:
-            with open_regular(self.idx_path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-                self.dtype, lengths, pointers, indices = _read_index(file, self.idx_path)
-            with open_regular(self.bin_path) as descriptor:  # kept open: what replaces the file later is another file
-                self._bin = os.dup(descriptor)
-            weakref.finalize(self, os.close, self._bin)
-            bin_bytes = os.fstat(self._bin).st_size
-        except OSError as error:
-            what, where = f"cannot be read: {error.strerror}", error.filename or self.idx_path
-            raise UserError(201, what, "give token files that can be read", where=where) from error
-        offsets = _check_index(self.idx_path, self.dtype.itemsize, lengths, pointers, indices)
-        self.document_offsets: np.ndarray = offsets[indices]
-        self.document_offsets.flags.writeable = False
-        self.num_documents = len(indices) - 1
-        self.num_tokens = int(offsets[-1])
-        expected = self.num_tokens * self.dtype.itemsize
-        if bin_bytes != expected:
-            what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {bin_bytes:,}"
-            raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
-        self.mask = open_mask(prefix, self.num_tokens)
+        index = open_index(DataFile(self.idx_path, "offsets", 203, descriptors))
+        file = DataFile(bin_path, "tokens", 204, descriptors)
+        memory = Memory(self.idx_path, identity_of(index.file)) if index.sequences >= WORTH else None
+        if memory is None:
+            check_index(index)
+        else:
+            memory.once("checked", lambda: _checked(index))
+        expected = index.num_tokens * index.dtype.itemsize
+        if file.size != expected:
+            what = f"expected {expected:,} bytes ({index.num_tokens:,} {index.dtype} tokens), got {file.size:,}"
+            raise UserError(204, what, "copy both files again or rebuild them", where=bin_path)
+        offsets = held(IndexOffsets(index), many_files=descriptors is not None)
+        mask = open_mask(prefix, index.num_tokens, descriptors)
+        super().__init__(prefix, file, index.dtype, offsets, mask=mask, memory=memory)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of the file, in the file's type.
 
-        Raises:
-            UserError: 204, the file has become shorter since it was opened; 201, the disk does not give them.
-        """
-        assert 0 <= start <= stop <= self.num_tokens
-        tokens = np.empty(stop - start, self.dtype)
-        rest, at = tokens.view(np.uint8).data, start * self.dtype.itemsize
-        while rest:
-            try:
-                got = os.preadv(self._bin, [rest], at)
-            except OSError as error:
-                raise UserError(
-                    201, f"cannot be read: {error.strerror}", "mend the disk", where=self.bin_path
-                ) from error
-            if not got:
-                size = os.fstat(self._bin).st_size
-                what = f"was truncated since it was opened: it ends at byte {size:,}, tokens lie at byte {at:,}"
-                raise UserError(204, what, "copy it again, and resume", where=self.bin_path)
-            rest, at = rest[got:], at + got
-        return tokens
-
-    def locate(self, token: int) -> tuple[int, int]:
-        """Return (document, position in it) of the token at this index of the file."""
-        document = int(np.searchsorted(self.document_offsets, token, side="right")) - 1
-        return document, token - int(self.document_offsets[document])
+def _checked(index: Index) -> bytes:
+    check_index(index)
+    return b""
 
 
 def refuse_missing(prefix: str | Path) -> None:
@@ -143,64 +108,6 @@ def _how_to_make(prefix: Path) -> str:
     if "data/quickstart" in prefix.as_posix():
         return "run `make data`"
     return f"run `python data_tools/preprocess.py --input TEXT --tokenizer MODEL --output {prefix}`"
-
-
-def _read_index(file: BinaryIO, path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Return header and arrays; counts are checked against the file's size before arrays of that size are allocated."""
-    header = file.read(HEADER.size)
-    rebuild = "rebuild it with data_tools/preprocess.py"
-    if len(header) < HEADER.size:
-        raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(header)}", rebuild, where=path)
-    magic, version, code, sequences, documents = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise UserError(202, f"expected magic {MAGIC!r}, got {magic!r}: not an index", rebuild, where=path)
-    if version != VERSION:
-        raise UserError(202, f"expected version {VERSION}, got {version}", rebuild, where=path)
-    dtype = np.dtype(DTYPE_CODES.get(code, np.float64)).newbyteorder("<")
-    if dtype.kind == "f":
-        raise UserError(202, f"expected the dtype code of an integer type, got {code}", rebuild, where=path)
-    expected = HEADER.size + 12 * sequences + 8 * documents
-    actual = os.fstat(file.fileno()).st_size
-    if actual != expected:
-        what = f"expected {expected:,} bytes ({sequences:,} sequences, {documents:,} document indices), got {actual:,}"
-        raise UserError(202, what, "copy it again or rebuild it", where=path)
-    lengths = np.frombuffer(file.read(4 * sequences), "<i4")
-    pointers = np.frombuffer(file.read(8 * sequences), "<i8")
-    indices = np.frombuffer(file.read(8 * documents), "<i8")
-    return dtype, lengths, pointers, indices
-
-
-def _check_index(
-    path: Path, itemsize: int, lengths: np.ndarray, pointers: np.ndarray, indices: np.ndarray
-) -> np.ndarray:
-    """Return the token offset of every sequence, int64 [S + 1], once the index is found to agree with itself."""
-
-    def refuse(what: str) -> NoReturn:
-        raise UserError(203, what, "copy it again or rebuild it with data_tools/preprocess.py", where=path)
-
-    sequences = len(lengths)
-    if sequences and lengths.min() < 0:
-        first = int(np.argmax(lengths < 0))
-        refuse(f"expected lengths >= 0, got {lengths[first]} for sequence {first:,}")
-    offsets = np.zeros(sequences + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    wrong = pointers != offsets[:-1] * itemsize
-    if wrong.any():
-        first = int(np.argmax(wrong))
-        refuse(f"expected sequence {first:,} at byte {offsets[first] * itemsize:,}, got {pointers[first]:,}")
-    if not len(indices) or indices[0] != 0 or indices[-1] != sequences:
-        got = f"{indices[0]:,} to {indices[-1]:,}" if len(indices) else "none"
-        refuse(f"expected document indices from 0 to {sequences:,}, got {got}")
-    falls = np.diff(indices) < 0
-    if falls.any():
-        first = int(np.argmax(falls))
-        refuse(f"expected rising document indices, got {indices[first]:,} then {indices[first + 1]:,} at {first:,}")
-    # As many documents as sequences means one each; anything else is an index with a flipped bit (an emptied document
-    # beside a doubled one), not something a tool wrote.
-    if len(indices) == sequences + 1 and (np.diff(indices) != 1).any():
-        first = int(np.argmax(np.diff(indices) != 1))
-        refuse(f"expected one sequence per document, got {indices[first + 1] - indices[first]} in document {first:,}")
-    return offsets
 
 
 class IndexedDatasetWriter:

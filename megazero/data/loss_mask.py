@@ -7,12 +7,11 @@
               bits behind the last token are 0                                                        [ceil(T / 8)]
 
 Little endian. Of token files without such a file every token counts. It is read where it is needed, like the tokens,
-but once as a whole when it is opened: a mask that is cut off or has a flipped bit would train on the questions.
+but once as a whole when it is opened (a large one: the first time, remembered.py): a mask that is cut off or has a
+flipped bit would train on the questions.
 """
 
-import os
 import struct
-import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -20,13 +19,16 @@ import numpy as np
 import xxhash
 
 from megazero.base.atomic import write_error
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush
-from megazero.base.reading import open_regular
+from megazero.data.data_file import DataFile, Descriptors
+from megazero.data.remembered import Memory, identity_of
 
 MAGIC = b"MZMASK\x00\x01"
 HEADER = struct.Struct("<8sQQ")
 _BLOCK = 1 << 24  # bytes that are hashed at a time
+_LARGE = 1 << 27  # bytes of a mask from which on its hash is remembered
 _DO = "copy it again, or preprocess again"
 
 
@@ -46,56 +48,45 @@ class LossMask:
         UserError: 225, it cannot be read, is damaged, or is of another number of tokens.
     """
 
-    def __init__(self, path: Path, num_tokens: int):
+    def __init__(self, path: Path, num_tokens: int, descriptors: Descriptors | None = None):
         self.path = path
-        try:
-            with open_regular(path) as descriptor:  # kept open: what replaces the file later is another file
-                self._file = os.dup(descriptor)
-            weakref.finalize(self, os.close, self._file)
-            size = os.fstat(self._file).st_size
-            header = os.pread(self._file, HEADER.size, 0)
-        except OSError as error:
-            raise UserError(225, f"cannot be read: {error.strerror}", _DO, where=path) from error
+        self._file = DataFile(path, "bits", 225, descriptors, unreadable=225)
+        size = self._file.size
+        header = self._file.read(0, min(HEADER.size, size)).tobytes()
         magic, tokens, expected = HEADER.unpack(header) if len(header) == HEADER.size else (header, 0, 0)
         if magic != MAGIC:
             raise UserError(225, f"expected a mask that begins with {MAGIC!r}, got {magic[:8]!r}", _DO, where=path)
         if tokens != num_tokens or size != HEADER.size + -(-num_tokens // 8):
             what = f"expected {HEADER.size + -(-num_tokens // 8):,} bytes for {num_tokens:,} tokens, "
             raise UserError(225, f"{what}got {size:,} bytes for {tokens:,}", _DO, where=path)
-        if (found := self._hash(size)) != expected:
+        found = self._hash(size)
+        if found != expected:
             raise UserError(225, f"expected xxh3 {expected:016x}, got {found:016x}", _DO, where=path)
         self.digest = f"{expected:016x}"
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return which of tokens [start, stop) count: bool. Raises UserError 225: the disk does not give them."""
         first = start // 8
-        packed = self._bytes(HEADER.size + first, -(-stop // 8) - first)
+        packed = self._file.read(HEADER.size + first, -(-stop // 8) - first)
         return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first].astype(bool)
 
     def _hash(self, size: int) -> int:
-        digest = xxhash.xxh3_64()
-        for at in range(HEADER.size, size, _BLOCK):
-            digest.update(self._bytes(at, min(_BLOCK, size - at)).data)
-        return digest.intdigest()
+        def find() -> bytes:
+            digest = xxhash.xxh3_64()
+            with doing(f"checking {self.path}", size) as progress:
+                for at in range(HEADER.size, size, _BLOCK):
+                    digest.update(self._file.read(at, min(_BLOCK, size - at)).data)
+                    progress.advance(_BLOCK)
+            return digest.digest()
 
-    def _bytes(self, at: int, count: int) -> np.ndarray:
-        found = np.empty(count, np.uint8)
-        rest = found.data
-        while rest:
-            try:
-                got = os.preadv(self._file, [rest], at)
-            except OSError as error:
-                raise UserError(225, f"cannot be read: {error.strerror}", "mend the disk", where=self.path) from error
-            if not got:
-                raise UserError(225, "was truncated since it was opened", _DO, where=self.path)
-            rest, at = rest[got:], at + got
-        return found
+        kept = find() if size < _LARGE else Memory(self.path, identity_of(self._file)).once("mask", find)
+        return int.from_bytes(kept, "big")
 
 
-def open_mask(prefix: str | Path, num_tokens: int) -> LossMask | None:
+def open_mask(prefix: str | Path, num_tokens: int, descriptors: Descriptors | None = None) -> LossMask | None:
     """Return the mask of token files; None: they have none. Raises UserError 225."""
     path = mask_path(prefix)
-    return LossMask(path, num_tokens) if path.exists() else None
+    return LossMask(path, num_tokens, descriptors) if path.exists() else None
 
 
 class LossMaskWriter:

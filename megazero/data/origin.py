@@ -13,7 +13,8 @@ from typing import Any
 from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
-from megazero.data.loss_mask import LossMask, mask_path
+from megazero.data.loss_mask import mask_path
+from megazero.data.token_dataset import Mask
 from megazero.data.tokenizer import Tokenizer
 
 _BYTES = 1 << 20
@@ -87,7 +88,7 @@ def require_counts(origin: Origin | None, documents: int, tokens: int, prefix: P
         raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
 
 
-def require_mask(origin: Origin | None, mask: LossMask | None, prefix: Path) -> None:
+def require_mask(origin: Origin | None, mask: Mask | None, prefix: Path) -> None:
     """Refuse token files whose mask is not the one that is written down beside them. Raises UserError 225."""
     if origin is None or origin.mask == (mask and mask.digest):
         return

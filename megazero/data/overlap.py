@@ -4,6 +4,7 @@ A document's hash is compared with those of documents that are as long. Of a tra
 read, and all of them only where those agree; so what is read is bounded, by the number of documents looked at.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,24 +26,37 @@ class Shared(NamedTuple):
 
 def shared_document(training: TokenStream, validation: TokenStream) -> Shared | None:
     """Return a document of at least SHORTEST tokens that both streams have; None: none was found."""
-    lengths = validation.lengths
-    chosen = _some(np.flatnonzero(lengths >= SHORTEST))
+    chosen = _some(validation, lambda lengths: lengths >= SHORTEST)
     known: dict[str, list[int]] = {}
-    for ordinal in chosen.tolist():
+    for ordinal in chosen:
         known.setdefault(_hash(validation, ordinal, _FIRST), []).append(ordinal)
-    alike = np.isin(training.lengths, np.unique(lengths[chosen]))
-    for ordinal in _some(np.flatnonzero(alike)).tolist():
+    alike = np.unique([_length(validation, ordinal) for ordinal in chosen]).astype(np.int64)
+    for ordinal in _some(training, lambda lengths: np.isin(lengths, alike)):
         for other in known.get(_hash(training, ordinal, _FIRST), ()):
             if _hash(training, ordinal, None) == _hash(validation, other, None):
                 return Shared(training.number(ordinal), validation.number(other))
     return None
 
 
-def _some(ordinals: np.ndarray) -> np.ndarray:
-    return ordinals[np.linspace(0, len(ordinals) - 1, MOST).astype(np.int64)] if len(ordinals) > MOST else ordinals
+def _some(stream: TokenStream, fits: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+    """Return the places of documents whose lengths fit, all or MOST of them at equal distances; in bounded memory."""
+    found = sum(int(fits(np.diff(block.starts)).sum()) for block in stream.blocks("counting documents"))
+    wanted = np.linspace(0, found - 1, MOST).astype(np.int64) if found > MOST else np.arange(found)
+    before, places = 0, list[int]()
+    for block in stream.blocks("choosing documents"):
+        fitting = np.flatnonzero(fits(np.diff(block.starts)))
+        first, last = np.searchsorted(wanted, (before, before + len(fitting)))
+        places += (block.ordinal + fitting[wanted[first:last] - before]).tolist()
+        before += len(fitting)
+    return places
+
+
+def _length(stream: TokenStream, ordinal: int) -> int:
+    begin, end = stream.bounds(ordinal)
+    return end - begin
 
 
 def _hash(stream: TokenStream, ordinal: int, most: int | None) -> str:
     """Return a hash of a document's length and its first tokens; None: of all of them."""
     tokens = stream.document(ordinal, most).astype(np.int64)
-    return f"{int(stream.lengths[ordinal])} {xxhash.xxh3_128_hexdigest(tokens.tobytes())}"
+    return f"{_length(stream, ordinal)} {xxhash.xxh3_128_hexdigest(tokens.tobytes())}"

@@ -18,7 +18,7 @@ from typing import overload
 
 import numpy as np
 
-from megazero.data.documents import mix
+from megazero.data.choice import mix
 
 _ROUNDS = 8
 _MIN_HALF_BITS = 4  # tinier halves leave the rounds too little to mix: the orders of 3 windows would not be uniform

@@ -21,9 +21,12 @@ import numpy as np
 import torch
 
 from megazero.base.errors import UserError
-from megazero.data.documents import TokenStream, document_lengths, split_documents
-from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.choice import Everything
+from megazero.data.dialects import no_tokenizer
+from megazero.data.documents import TokenStream, document_lengths, split_streams
+from megazero.data.joined import open_files
 from megazero.data.packing import SHORTEST, Packing
+from megazero.data.token_dataset import GetTokenIds, TokenDataset
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,11 @@ class WindowDataset:
         if outside.any():
             first = int(np.argmax(outside))
             document, position = self.stream.locate(start + first)
+            where, document = self.stream.dataset.place_of(document)
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
             do = "set model.vocab and data.tokenizer to what the data was made with"
-            raise UserError(205, what, do, where=self.stream.dataset.bin_path)
-        return WindowTokens(tokens, ordinals, self.stream.scored(start, ordinals))
+            raise UserError(205, what, do, where=where)
+        return WindowTokens(tokens, ordinals, self.stream.scored(start, stop))
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
         """Return the windows [B] as one micro-batch that carries `sample_ids` [B]."""
@@ -166,28 +170,51 @@ def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_e
 
 
 def open_datasets(
-    train: str | Path, valid: str | Path | float | None, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False
+    train: str | Path,
+    valid: str | Path | float | None,
+    seq_len: int,
+    vocab: int,
+    mask_eod: bool,
+    pack: bool = False,
+    ids: GetTokenIds = no_tokenizer,
 ) -> tuple[WindowDataset, WindowDataset | None]:
     """Open the training windows and, if any, the validation windows of a run.
 
     Args:
-        train: prefix of the training data set.
-        valid: prefix of another one, or the fraction of the training documents to hold out, or None.
+        train: path of the training data set.
+        valid: path of another one, or the fraction of the training documents to hold out, or None.
+        seq_len, vocab, mask_eod, pack: see WindowDataset.
+        ids: what the tokenizer says, for files without an index.
+
+    Raises:
+        UserError: 201 to 204, 222, 223 files missing, damaged or of an unknown kind, 206 a split with an empty side,
+            207 too few tokens.
+    """
+
+    dataset = open_files(train, ids)
+    if isinstance(valid, int | float):
+        return cut_windows(dataset, valid, seq_len, vocab, mask_eod, pack)
+    windows, _ = cut_windows(dataset, None, seq_len, vocab, mask_eod, pack)
+    if valid is None:
+        return windows, None
+    return windows, cut_windows(open_files(valid, ids), None, seq_len, vocab, mask_eod, pack)[0]
+
+
+def cut_windows(
+    dataset: TokenDataset, share: float | None, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False
+) -> tuple[WindowDataset, WindowDataset | None]:
+    """Return the windows of the documents of a data set, and those of the documents held out.
+
+    Args:
+        share: of the documents that is held out; None: nothing is.
         seq_len, vocab, mask_eod, pack: see WindowDataset.
 
     Raises:
-        UserError: 201 to 204 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
+        UserError: 206 a split with an empty side, 207 too few tokens.
     """
-
-    def windows(dataset: IndexedDataset, documents: np.ndarray) -> WindowDataset:
-        return WindowDataset(TokenStream(dataset, documents), seq_len, vocab, mask_eod, pack)
-
-    dataset = IndexedDataset(train)
-    everything = np.arange(dataset.num_documents)
-    if valid is None:
-        return windows(dataset, everything), None
-    if isinstance(valid, int | float):
-        train_documents, valid_documents = split_documents(dataset.num_documents, valid)
-        return windows(dataset, train_documents), windows(dataset, valid_documents)
-    other = IndexedDataset(valid)
-    return windows(dataset, everything), windows(other, np.arange(other.num_documents))
+    if share is None:
+        return WindowDataset(TokenStream(dataset, Everything()), seq_len, vocab, mask_eod, pack), None
+    trained, held_out = (
+        WindowDataset(stream, seq_len, vocab, mask_eod, pack) for stream in split_streams(dataset, share)
+    )
+    return trained, held_out

@@ -31,8 +31,9 @@ import xxhash
 
 from megazero.base.doing import doing
 from megazero.base.files import flush_file, modified_at
+from megazero.base.private_folder import UntrustedCacheError, cache_folder, make_private_folder, refuse_shared
 from megazero.base.reading import read_file
-from megazero.kernels.cache import UntrustedCacheError, is_sealed, make_private_folder, refuse_shared, seal
+from megazero.kernels.cache import is_sealed, seal
 from megazero.kernels.compiler import compile_with
 
 _LOG = logging.getLogger("megazero")
@@ -264,10 +265,9 @@ def _texts(source: Path, headers: Sequence[Path]) -> list[str]:
 
 
 def _cache_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"
-    except RuntimeError:  # no HOME, and a user without an entry in the password file
-        raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME") from None
+    if (folder := cache_folder()) is None:
+        raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME")
+    return folder
 
 
 def _reason(failed: Path) -> str:

@@ -22,8 +22,9 @@ from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
+from megazero.data.joined import JoinedDataset
 from megazero.data.loader import BatchLoader, validation_batches
-from megazero.data.origin import Origin, require_counts, require_mask, require_tokenizer
+from megazero.data.origin import Origin, joined, require_counts, require_mask, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import MicroBatch, WindowDataset
 from megazero.kernels.operations import Operations
@@ -54,6 +55,7 @@ from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
 from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
+from megazero.run.shards import Lists
 from megazero.train.stopping import Stopping
 from megazero.train.trainer import Fault, Trainer, TrainSchedule
 from megazero.train.validation import Validation
@@ -89,6 +91,7 @@ def build_trainer(
     *,
     part: Part | None = None,
     spent: float = 0.0,
+    shards: Lists | None = None,
 ) -> Ready:
     """Build everything that one rank of a part of a run needs, in the order in which it depends on each other.
 
@@ -100,6 +103,7 @@ def build_trainer(
         here: ranks that share this host's memory.
         part: of the run; None: its first.
         spent: seconds that the job has trained before.
+        shards: of sources that grow, as all ranks have them; None: those that are there now.
 
     Raises:
         UserError: 2xx, the data is missing, damaged, too small or used too often; 112, a tokenizer that is not the
@@ -108,10 +112,9 @@ def build_trainer(
     course = Course(whole, site.job.history)
     part = part or course.parts[0]
     config, dtype = part.config, DTYPES[whole.precision.dtype]
-    name = config.data.tokenizer
-    tokenizer = None if name is None else open_tokenizer(name, config.model.vocab)
+    tokenizer = _tokenizer(config)
     first = grid["world"].rank == 0
-    data = _opened(part, course, tokenizer, first=first)
+    data = _opened(part, course, tokenizer, shards, first=first)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -133,7 +136,7 @@ def build_trainer(
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
         return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
-    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer))
+    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer), shards)
     trainer = Trainer(
         engine,
         pipeline,
@@ -161,6 +164,11 @@ def build_trainer(
     return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
 
 
+def _tokenizer(config: Config) -> Tokenizer | None:
+    path = config.data.tokenizer
+    return None if path is None else open_tokenizer(path, config.model.vocab)
+
+
 def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunContext) -> Stopping:
     """Return what ends a run before its last step.
 
@@ -171,10 +179,10 @@ def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunCo
     return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget, look=look)
 
 
-def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
+def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, shards: Lists | None, *, first: bool) -> RunData:
     """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
     with doing("opening the data"):
-        data = open_data(part.config, course)
+        data = open_data(part.config, course, shards)
         refuse_repeats(data)
         refuse_short(course, part)
         for source in data.mixture.sources:
@@ -249,14 +257,16 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
     """Return what a data set was made of, once that fits its files and the tokenizer.
 
     Raises:
-        UserError: 203, what is written of the data's origin is of other files; 221, it was made by another tokenizer;
-            225, it has another mask.
+        UserError: 203, what is written of the data's origin is of other files; 217, 221, it was made by another
+            tokenizer; 225, it has another mask.
     """
-    files = data.stream.dataset
-    origin = require_tokenizer(files.prefix, tokenizer)
-    require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
-    require_mask(origin, files.mask, files.prefix)
-    return origin
+    dataset, origins = data.stream.dataset, list[Origin | None]()
+    for files in dataset.shards if isinstance(dataset, JoinedDataset) else [dataset]:
+        origin = require_tokenizer(files.prefix, tokenizer)
+        require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
+        require_mask(origin, files.mask, files.prefix)
+        origins.append(origin)
+    return joined(origins, dataset.prefix)
 
 
 def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:

@@ -41,6 +41,7 @@ from megazero.run.folder import RunFolder
 from megazero.run.history import other_data
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
+from megazero.run.shards import Lists, to_json
 
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
@@ -110,6 +111,7 @@ class CheckpointMetadata:
         dtype: the type of the optimizer's parameters and state.
         kinds: of values: the weight, and the optimizer's state.
         history: of the options that were changed when the run went on (`run/history.py`).
+        shards: of sources that grow (`run/shards.py`).
     """
 
     run: str
@@ -120,6 +122,7 @@ class CheckpointMetadata:
     kinds: tuple[str, ...]
     identity: Identity
     history: list[dict[str, Any]] = field(default_factory=list)
+    shards: Lists = field(default_factory=dict)
 
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
         """Return the whole manifest of a step, of what all ranks have written."""
@@ -146,14 +149,19 @@ class CheckpointMetadata:
             config=plain(config),
             software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
             history=self.history,
+            shards=to_json(self.shards),
         )
 
 
-def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity) -> CheckpointMetadata:
+def about_run(
+    config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity, shards: Lists | None = None
+) -> CheckpointMetadata:
     """Return what every manifest of this run says alike."""
     dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
     history = [*site.job.history, *other_data(site.job, identity.data)]
-    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history)
+    return CheckpointMetadata(
+        site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history, shards or {}
+    )
 
 
 def checkpoints_of(

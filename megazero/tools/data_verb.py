@@ -19,6 +19,7 @@ def add(verbs: Any) -> None:
     data.add_argument("--rank", type=at_least(0, int), help="only what this rank read, on the newest checkpoint's grid")
     data.add_argument("--document", type=at_least(0, int), help="of which to show in which steps it was read, instead")
     data.add_argument("--source", metavar="NAME", help="of the document, where there are several")
+    data.add_argument("--shard", metavar="NAME", help="of the document, where the source is a folder of shards")
     data.add_argument("--json", action="store_true")
     data.set_defaults(run=_data)
 
@@ -31,13 +32,15 @@ def _data(options: argparse.Namespace) -> int:
         raise UserError(100, "--rank goes with --step", where="data")
     if document is None and options.source is not None:
         raise UserError(100, "--source goes with --document", where="data")
+    if document is None and options.shard is not None:
+        raise UserError(100, "--shard goes with --document", where="data")
     with doing("loading torch"):
         from megazero.run.folder import RunFolder
         from megazero.tools.seen_text import as_text, step_text, steps_of
 
     folder = RunFolder(options.run_folder)
     if document is not None:
-        found = steps_of(folder, document, options.source)
+        found = steps_of(folder, document, options.source, options.shard)
     else:
         assert step is not None, "one of the two is given"
         found = step_text(folder, step, options.rank)

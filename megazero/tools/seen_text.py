@@ -17,7 +17,9 @@ from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.config.stages import Course
+from megazero.data.joined import JoinedDataset
 from megazero.data.sampler import placement
+from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import WindowDataset
 from megazero.observe.jsonl import read_rows
@@ -25,6 +27,7 @@ from megazero.run.data import RunData, open_data, sources_of
 from megazero.run.folder import RunFolder
 from megazero.run.history import changes_of
 from megazero.run.resume import newest_manifest
+from megazero.run.shards import Lists, from_json, read_lists
 
 _SHOWN = 48  # characters of a text in a table
 
@@ -33,7 +36,8 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     """Return the documents, or parts of them, that a step read, in the order of its samples.
 
     Each is {sample, source, document, offset, tokens}, with `text` where the run has a tokenizer. A sample has as many
-    as its window touches; `source` is null where the only one has no name, `offset` is in tokens of the document.
+    as its window touches; `source` is null where the only one has no name, `offset` is in tokens of the document. Where
+    a source is a folder, each has `shard`, in which `document` is counted; null for other sources.
 
     Args:
         step: from 1.
@@ -51,8 +55,9 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     samples = course.samples(step - 1) + np.arange(part.config.batch.global_)
     if rank is not None:
         samples = samples[_of_rank(folder, part.config, rank)]
-    data = open_data(part.config, course)
+    data = open_data(part.config, course, _lists(folder, course))
     tokenizer = _tokenizer(config)
+    shards = any(isinstance(source.windows.stream.dataset, JoinedDataset) for source in data.mixture.sources)
     found = []
     for sample, source, window in zip(
         *(each.tolist() for each in (samples, *data.mixture.locate(samples))), strict=True
@@ -60,11 +65,11 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
         chosen = data.mixture.sources[source]
         for piece in _pieces(chosen.windows, window):
             text = {} if tokenizer is None else {"text": _text(chosen.windows, piece, tokenizer)}
-            found.append({"sample": sample, "source": chosen.name} | piece | text)
+            found.append({"sample": sample, "source": chosen.name} | _placed(chosen.windows, piece, shards) | text)
     return found
 
 
-def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[str, Any]]:
+def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | None = None) -> list[dict[str, Any]]:
     """Return in which of the steps done so far a document was read, by step.
 
     Each is {step, sample, source, document, offset, tokens}: which part of it was in that sample.
@@ -72,6 +77,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     Args:
         document: its number in the token files.
         name: of the source; may be None where there is one.
+        shard: that holds it, where the source is a folder.
 
     Raises:
         UserError: 113, no run is there; 100, no such source or document; 122, the document is not trained on.
@@ -80,8 +86,9 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     config = load(str(folder.config))
     done, eras, found = _done(folder), _course(folder, config).eras(), list[dict[str, Any]]()
     known = [course for _, course in eras if name in [source.name for source in sources_of(course)]]
-    newest = _all_data(known[-1] if name is not None and known else eras[-1][1])
+    newest = _all_data(folder, known[-1] if name is not None and known else eras[-1][1])
     stream = newest.mixture.sources[_source(newest, name)].windows.stream
+    document = _numbered(stream.dataset, document, shard)
     if document >= stream.dataset.num_documents:
         what = f"--document {document}: {stream.dataset.prefix} has {stream.dataset.num_documents:,} documents"
         raise UserError(100, what, where="data")
@@ -91,7 +98,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None) -> list[dict[st
     ends = [*(first for first, _ in eras[1:]), done]
     for (first, course), end in zip(eras, ends, strict=True):
         places = _places(course, name, stream.dataset.prefix) if first < end else []
-        data = newest if course is newest.course or not places else _all_data(course)
+        data = newest if course is newest.course or not places else _all_data(folder, course)
         for place in places:
             found += _sights(data, document, place, course.samples(first), course.samples(min(end, done)))
     return sorted(found, key=lambda each: (each["sample"], each["offset"]))
@@ -107,14 +114,13 @@ def _sights(data: RunData, document: int, source: int, first: int, end: int) -> 
         chosen = mixture.sources[source]
         windows, span = chosen.windows, chosen.windows.stream.span(document)
         assert span is not None, "the document is trained on"
-        passes = -(-mixture.counts(end)[source] // windows.num_windows)
+        shards = isinstance(windows.stream.dataset, JoinedDataset)
         for window in windows.windows_of(*span):
             piece = next(piece for piece in _pieces(windows, window) if piece["document"] == document)
-            for epoch in range(passes):
-                sample = mixture.sample_of(source, window, epoch)
-                if sample is not None and first <= sample < end:
-                    step = data.course.step_of(sample)
-                    yield {"step": step, "sample": sample, "source": chosen.name} | piece
+            for sample in mixture.samples_of(source, window, end):
+                if sample >= first:
+                    head = {"step": data.course.step_of(sample), "sample": sample, "source": chosen.name}
+                    yield head | _placed(windows, piece, shards)
 
 
 def _course(folder: RunFolder, config: Config) -> Course:
@@ -129,8 +135,43 @@ def _course(folder: RunFolder, config: Config) -> Course:
     return Course(config, [*manifest.history, *changes_of(manifest, config, None)])
 
 
-def _all_data(course: Course) -> RunData:
-    return open_data(course.config, course)
+def _all_data(folder: RunFolder, course: Course) -> RunData:
+    return open_data(course.config, course, _lists(folder, course))
+
+
+def _lists(folder: RunFolder, course: Course) -> Lists | None:
+    """Return which shards a run has read, from its file, else from its newest checkpoint; None: no source grows."""
+    if not course.grows():
+        return None
+    if folder.shards.exists():
+        return read_lists(folder.shards)
+    store = Store(folder.checkpoints)
+    manifest = newest_manifest(store, store.steps())
+    return None if manifest is None else from_json(manifest.shards)
+
+
+def _placed(windows: WindowDataset, piece: dict[str, Any], shards: bool) -> dict[str, Any]:
+    """Return a part of a document with the shard that it is in, if some source has shards."""
+    if not shards:
+        return piece
+    dataset = windows.stream.dataset
+    if not isinstance(dataset, JoinedDataset):
+        return {"shard": None} | piece
+    return {"shard": dataset.shard_of(piece["document"])} | piece | {"document": dataset.place_of(piece["document"])[1]}
+
+
+def _numbered(dataset: TokenDataset, document: int, shard: str | None) -> int:
+    """Return the number of a document among those of its source. Raises UserError 100: no such shard or document."""
+    if not isinstance(dataset, JoinedDataset):
+        if shard is not None:
+            raise UserError(100, f"--shard {shard}: {dataset.prefix} is no folder of shards", where="data")
+        return document
+    if shard is None:
+        raise UserError(100, f"--shard is missing: {dataset.prefix} has {len(dataset.names):,} shards", where="data")
+    found = dataset.document_of(shard, document)
+    if found is None:
+        raise UserError(100, f"--shard {shard} --document {document}: no such shard or document", where="data")
+    return found
 
 
 def _places(course: Course, name: str | None, files: Path) -> list[int]:
@@ -165,7 +206,7 @@ def _pieces(windows: WindowDataset, window: int) -> list[dict[str, Any]]:
 
 def _text(windows: WindowDataset, part: dict[str, Any], tokenizer: Tokenizer) -> str:
     dataset = windows.stream.dataset
-    first = int(dataset.document_offsets[part["document"]]) + part["offset"]
+    first = dataset.document_offsets[part["document"]] + part["offset"]
     return tokenizer.decode(dataset.read(first, first + part["tokens"]).tolist())
 
 

@@ -6,7 +6,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megazero.base.errors import UserError
-from megazero.data.documents import TokenStream, mix, split_documents
+from megazero.data.choice import Side, mix
+from megazero.data.documents import TokenStream, split_streams
+from tests.chosen import Chosen
+
+
+def split_documents(num_documents: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of (training, validation)."""
+    train, valid = (Side(fraction, valid=valid).numbers(0, num_documents) for valid in (False, True))
+    return train, valid
 
 
 @given(st.integers(50, 5000), st.floats(0.2, 0.8))
@@ -27,15 +35,16 @@ def test_split_depends_on_the_number_of_a_document_only():
 
 
 @pytest.mark.parametrize(("num_documents", "fraction"), [(1, 0.5), (0, 0.5), (5, 1e-6), (5, 0.999999)])
-def test_empty_side_is_refused_with_numbers(num_documents: int, fraction: float):
+def test_empty_side_is_refused_with_numbers(make_dataset, num_documents: int, fraction: float):
+    dataset = make_dataset([[1, 2]] * num_documents)
     with pytest.raises(UserError, match=rf"MZ-206.*of {fraction} puts \d of {num_documents} documents"):
-        split_documents(num_documents, fraction)
+        split_streams(dataset, fraction)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2, float("nan")])
 def test_fraction_out_of_range(fraction: float):
     with pytest.raises(UserError, match=r"MZ-206.*between 0 and 1"):
-        split_documents(100, fraction)
+        Side(fraction, valid=True)
 
 
 def test_mix_is_a_bijection():
@@ -48,7 +57,7 @@ def test_mix_is_a_bijection():
 def test_stream_equals_concatenation(make_dataset, data: st.DataObject):
     documents = data.draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=8))
     chosen = sorted(data.draw(st.sets(st.sampled_from(range(len(documents))), min_size=1)))
-    stream = TokenStream(make_dataset(documents), np.array(chosen))
+    stream = TokenStream(make_dataset(documents), Chosen(np.array(chosen)))
     tokens = [token for d in chosen for token in documents[d]]
     ordinals = [i for i, d in enumerate(chosen) for _ in documents[d]]
     assert stream.num_tokens == len(tokens) and stream.num_documents == len(chosen)
@@ -68,7 +77,7 @@ def test_a_window_over_many_short_documents_is_what_stands_in_the_file(make_data
     documents = [[number % 300] * (1 + number % 7) for number in range(5000)]
     dataset = make_dataset(documents)
     for chosen in split_documents(len(documents), fraction):
-        stream = TokenStream(dataset, chosen)
+        stream = TokenStream(dataset, Chosen(chosen))
         expected = [token for document in chosen for token in documents[document]]
         for start, stop in ((0, 500), (1, 2), (7, 7), (stream.num_tokens - 60, stream.num_tokens)):
             tokens, _ = stream.read(max(start, 0), min(stop, stream.num_tokens))

@@ -13,6 +13,7 @@ from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.loss_mask import LossMask, LossMaskWriter, mask_path
 from megazero.data.origin import Origin, read_origin, require_mask
 from megazero.data.windows import WindowDataset
+from tests.chosen import Chosen
 
 HEADER = 24
 
@@ -110,7 +111,7 @@ def test_a_target_counts_where_the_mask_says_so(tmp_path: Path, mask_eod: bool) 
     dataset = write(tmp_path / "x", lengths, scored)
     document = np.repeat(np.arange(40), lengths)
     for chosen in (np.arange(40), np.flatnonzero(rng.random(40) < 0.5), np.array([0, 39])):
-        stream = TokenStream(dataset, chosen)
+        stream = TokenStream(dataset, Chosen(chosen))
         windows = WindowDataset(stream, 4, 1000, mask_eod)
         places = np.flatnonzero(np.isin(document, chosen))  # ids are places in the file
         for k in range(windows.num_windows):
@@ -124,7 +125,7 @@ def test_a_target_counts_where_the_mask_says_so(tmp_path: Path, mask_eod: bool) 
 def test_another_mask_is_other_data(tmp_path: Path) -> None:
     scored = np.arange(9) % 2 == 0
     digests = {
-        TokenStream(write(tmp_path / str(k), [4, 5], each), np.arange(2)).digest()
+        TokenStream(write(tmp_path / str(k), [4, 5], each), Chosen(np.arange(2))).digest()
         for k, each in enumerate((None, scored, ~scored, scored))
     }
     assert len(digests) == 3

@@ -13,6 +13,7 @@ from megazero.data.loader import BatchLoader
 from megazero.data.mixture import Mixture, Phase, Source, seed_of
 from megazero.data.sampler import window_of
 from megazero.data.windows import WindowDataset
+from tests.chosen import Chosen
 
 
 class Windows:
@@ -119,7 +120,7 @@ def test_a_mixture_reads_its_sources(make_dataset):
     sources = []
     for name, base, documents in (("a", 0, 30), ("b", 400, 12)):
         dataset = make_dataset([list(range(base + d * 10, base + d * 10 + 10)) for d in range(documents)], name=name)
-        windows = WindowDataset(TokenStream(dataset, np.arange(documents)), 8, 1000, True)
+        windows = WindowDataset(TokenStream(dataset, Chosen(np.arange(documents))), 8, 1000, True)
         sources.append(Source(name, windows, 1 + (name == "a"), seed_of(1, name)))
     found = Mixture(sources)
     ids = np.arange(12).reshape(3, 4)
@@ -135,7 +136,7 @@ def test_a_mixture_reads_its_sources(make_dataset):
 
 def test_a_hundred_sources_hold_no_memory_and_repeat_no_work(make_dataset):
     """A step of many sources calls the permutation once, and what a loader holds does not grow with steps."""
-    dataset = WindowDataset(TokenStream(make_dataset([list(range(400))]), np.arange(1)), 8, 1000, False)
+    dataset = WindowDataset(TokenStream(make_dataset([list(range(400))]), Chosen(np.arange(1))), 8, 1000, False)
     found = Mixture([Source(f"s{k}", dataset, 1 + k % 3, seed_of(1, f"s{k}")) for k in range(100)])
     loader = BatchLoader(found, global_batch=8, micro_batch=4)
     held = []

@@ -9,6 +9,7 @@ from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.packing import Packing
 from megazero.data.windows import WindowDataset
+from tests.chosen import Chosen
 from tests.data.conftest import Make
 from tests.data.test_loss_mask import write
 
@@ -66,7 +67,7 @@ def test_a_window_is_whole_documents_and_padding(tmp_path) -> None:
     scored = rng.random(sum(lengths)) < 0.5
     dataset = write(tmp_path / "x", lengths, scored)
     chosen = np.flatnonzero(rng.random(50) < 0.8)
-    windows = WindowDataset(TokenStream(dataset, chosen), 10, 1000, True, pack=True)
+    windows = WindowDataset(TokenStream(dataset, Chosen(chosen)), 10, 1000, True, pack=True)
     seen: list[int] = []
     for k in range(windows.num_windows):
         batch = windows.micro_batch(np.array([k]), np.array([k]))
@@ -92,7 +93,7 @@ def test_a_window_is_whole_documents_and_padding(tmp_path) -> None:
 
 def test_where_a_document_is(make_dataset: Make) -> None:
     dataset = make_dataset([[k] * length for k, length in enumerate((5, 12, 1, 3, 8))])
-    windows = WindowDataset(TokenStream(dataset, np.array([0, 1, 2, 4])), 10, 100, True, pack=True)
+    windows = WindowDataset(TokenStream(dataset, Chosen(np.array([0, 1, 2, 4]))), 10, 100, True, pack=True)
     for document in (0, 1, 4):
         span = windows.stream.span(document)
         assert span is not None
@@ -105,11 +106,11 @@ def test_where_a_document_is(make_dataset: Make) -> None:
 def test_nothing_to_pack(make_dataset: Make) -> None:
     dataset = make_dataset([[1], [2], [3]])
     with pytest.raises(UserError, match=r"MZ-207 .*: expected a document of at least 2 tokens, got 3 in 3 documents"):
-        WindowDataset(TokenStream(dataset, np.arange(3)), 8, 10, True, pack=True)
+        WindowDataset(TokenStream(dataset, Chosen(np.arange(3))), 8, 10, True, pack=True)
 
 
 def test_an_id_outside_the_vocabulary_is_named(make_dataset: Make) -> None:
     dataset = make_dataset([[1, 2, 3], [4, 50, 6]])
-    windows = WindowDataset(TokenStream(dataset, np.arange(2)), 8, 10, True, pack=True)
+    windows = WindowDataset(TokenStream(dataset, Chosen(np.arange(2))), 8, 10, True, pack=True)
     with pytest.raises(UserError, match=r"MZ-205 .*: token 1 of document 1 is 50, expected 0 <= id < 10"):
         windows.read(0)

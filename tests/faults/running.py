@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megazero.data.documents import split_documents
+from megazero.data.choice import Side
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.windows import WindowDataset
 from megazero.optim.adamw import AdamW
@@ -149,7 +149,7 @@ def _(site: Site) -> list[str]:
     code=2,
 )
 def _(site: Site) -> list[str]:
-    _, held_out = split_documents(IndexedDataset(site.data.train).num_documents, 0.1)
+    held_out = Side(0.1, valid=True).numbers(0, IndexedDataset(site.data.train).num_documents)
     return ["data", "--run", str(site.run), "--document", str(held_out[0])]
 
 

@@ -1,0 +1,255 @@
+"""Read a folder of token files, its shards, as one data set: the shards' documents one after the other.
+
+A shard is whole when its index is there: X.idx with X.bin, or X.ds.index with X.ds. Writers put the index last, and
+ours by renaming it; names that begin with a dot or have `.tmp` in them, and files without an index, are not there yet.
+Thousands of shards share a limited number of descriptors (data_file.py).
+"""
+
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from megazero.base.doing import doing
+from megazero.base.errors import UserError
+from megazero.base.reading import looked_up
+from megazero.data import dialects
+from megazero.data.data_file import Descriptors
+from megazero.data.document_offsets import DocumentOffsets
+from megazero.data.remembered import WORTH, Memory
+from megazero.data.token_dataset import GetTokenIds, Mask, TokenDataset
+
+_SHARE = 4  # of the descriptors that the system allows one in so many is for shards
+_MOST_OPEN = 1024
+_SAMPLES = 16  # tokens and offsets in a shard's digest
+_DO = "put it back as it was, or begin another run"
+
+
+class Shard(NamedTuple):
+    """A shard of a folder, and what it must still be when it is read again.
+
+    Attributes:
+        name: in the folder, without .bin/.idx.
+        documents, tokens: counts.
+        digest: of its type, counts, and some offsets and tokens.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    digest: str
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether a path names a folder of shards: it is a folder, and not the prefix of a pair."""
+    found = Path(path)
+    return found.is_dir() and not Path(f"{found}.idx").exists()
+
+
+def open_files(path: str | Path, ids: GetTokenIds = dialects.no_tokenizer) -> TokenDataset:
+    """Open token files of any kind, or a folder of them.
+
+    Raises:
+        UserError: as `dialects.open_dataset`; 228, a folder without a whole shard.
+    """
+    return JoinedDataset(Path(path)) if is_folder(path) else dialects.open_dataset(path, ids)
+
+
+def refuse_missing(path: str | Path) -> None:
+    """Refuse token files, or shards, that are not there. Raises UserError 201, 228."""
+    if is_folder(path):
+        shard_names(Path(path))
+    else:
+        dialects.refuse_missing(path)
+
+
+def shard_names(folder: Path) -> list[str]:
+    """Return the names of whole shards of a folder, sorted. Raises UserError 201, it cannot be read; 228, of none."""
+    try:
+        found = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        do = "give a folder of token files"
+        raise UserError(201, f"cannot be read: {error.strerror}{looked_up(folder)}", do, where=folder) from error
+    pairs = {name.removesuffix(".idx") for name in found if name.endswith(".idx")}
+    names = {name for name in pairs if f"{name}.bin" in found}
+    names |= {name for name in found if name.endswith(".ds") and f"{name}.index" in found}
+    whole = sorted(name for name in names if not name.startswith(".") and ".tmp" not in name)
+    if not whole:
+        what = f"expected shards, X.bin with X.idx or X.ds with X.ds.index, got none of {len(found):,} names"
+        raise UserError(228, what, "wait for the first one, or give another folder", where=folder)
+    return whole
+
+
+def describe(folder: Path, names: Sequence[str], refused: Callable[[UserError], object]) -> list[Shard]:
+    """Return what shards are, in the order of their names.
+
+    Args:
+        refused: called with what is wrong with a shard, which is left out: it may not be whole yet.
+    """
+    found, descriptors = list[Shard](), shared_descriptors()
+    with doing(f"opening the shards of {folder}", len(names)) as progress:
+        for name in names:
+            try:
+                found.append(_described(name, dialects.open_dataset(folder / name, descriptors=descriptors)))
+            except UserError as error:
+                refused(error)
+            progress.advance()
+    return found
+
+
+def shared_descriptors() -> Descriptors:
+    """Return so many descriptors for shards that most of those that the system allows are left."""
+    return Descriptors(max(8, min(_MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE)))
+
+
+class JoinedDataset(TokenDataset):
+    """The shards of a folder, one after the other, as one data set.
+
+    Args:
+        folder: where they are.
+        shards: which, in this order; None: all whole ones, by their names.
+
+    Attributes:
+        shards, names: the shards in their order, and their names.
+
+    Raises:
+        UserError: 201 to 204, 225: a shard is missing or damaged; 228, there is none, one is not what it was, or they
+            store ids in different types.
+    """
+
+    def __init__(self, folder: Path, shards: Sequence[Shard] | None = None):
+        descriptors = shared_descriptors()
+        self.names = shard_names(folder) if shards is None else [shard.name for shard in shards]
+        self.shards = list[TokenDataset]()
+        with doing(f"opening the shards of {folder}", len(self.names)) as progress:
+            for place, name in enumerate(self.names):
+                self.shards.append(_opened(folder, name, None if shards is None else shards[place], descriptors))
+                progress.advance()
+        first = self.shards[0]
+        for shard in self.shards:
+            if shard.dtype != first.dtype:
+                what = f"stores {shard.dtype}, but {first.bin_path.name} stores {first.dtype}"
+                raise UserError(228, what, "tokenize all shards alike", where=shard.bin_path)
+        offsets = _JoinedOffsets([shard.document_offsets for shard in self.shards])
+        self.documents_before, self._tokens_before = offsets.documents_before, offsets.tokens_before
+        mask = _JoinedMask(self.shards, self._tokens_before) if any(shard.mask for shard in self.shards) else None
+        memory = Memory(folder, self._identity()) if offsets.num_documents >= WORTH else None
+        super().__init__(folder, first._file, first.dtype, offsets, mask=mask, memory=memory)
+        self.bin_path = folder
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens [start, stop) of all shards, in their type. Raises as that of a shard."""
+        assert 0 <= start <= stop <= self.num_tokens
+        return _pieces(start, stop, self._tokens_before, lambda k, *span: self.shards[k].read(*span), self.dtype)
+
+    def place_of(self, document: int) -> tuple[Path, int]:
+        """Return (file of the tokens, document in it) of a document."""
+        shard = int(np.searchsorted(self.documents_before, document, side="right")) - 1
+        return self.shards[shard].bin_path, document - int(self.documents_before[shard])
+
+    def shard_of(self, document: int) -> str:
+        """Return the name of the shard that holds a document."""
+        return self.names[int(np.searchsorted(self.documents_before, document, side="right")) - 1]
+
+    def document_of(self, shard: str, document: int) -> int | None:
+        """Return the number of a document of a shard among those of all; None: there is none."""
+        if shard not in self.names:
+            return None
+        place = self.names.index(shard)
+        known = document < self.shards[place].num_documents
+        return int(self.documents_before[place]) + document if known else None
+
+    def _identity(self) -> str:
+        """Return what the shards must still be for what is remembered of them together."""
+        each = (
+            (name, shard.num_documents, shard.identity) for name, shard in zip(self.names, self.shards, strict=True)
+        )
+        return xxhash.xxh3_128_hexdigest("\n".join(map(repr, each)).encode())
+
+
+def _opened(folder: Path, name: str, expected: Shard | None, descriptors: Descriptors) -> TokenDataset:
+    """Open a shard. Raises UserError 228: it is gone, or not what it was."""
+    try:
+        found = dialects.open_dataset(folder / name, descriptors=descriptors)
+    except UserError as error:
+        if expected is None or error.code != 201:
+            raise
+        what = "is a shard that this run reads, and is gone"
+        raise UserError(228, what, _DO, where=folder / name) from error
+    if expected is not None and (now := _described(name, found)) != expected:
+        what = f"is a shard that this run reads, and has changed: expected {expected.documents:,} documents, "
+        what += (
+            f"{expected.tokens:,} tokens, xxh3 {expected.digest}, got {now.documents:,}, {now.tokens:,}, {now.digest}"
+        )
+        raise UserError(228, what, _DO, where=folder / name)
+    return found
+
+
+def _described(name: str, shard: TokenDataset) -> Shard:
+    documents = np.unique(np.linspace(0, shard.num_documents, _SAMPLES).astype(np.int64))
+    digest = xxhash.xxh3_64(f"{shard.dtype} {shard.num_documents} {shard.num_tokens}".encode())
+    digest.update(shard.document_offsets[documents].tobytes())
+    for token in np.linspace(0, shard.num_tokens - 1, min(_SAMPLES, shard.num_tokens)).astype(np.int64).tolist():
+        digest.update(shard.read(token, token + 1).astype(np.int64).tobytes())
+    if shard.mask is not None:
+        digest.update(shard.mask.digest.encode())
+    return Shard(name, shard.num_documents, shard.num_tokens, digest.hexdigest())
+
+
+class _JoinedOffsets(DocumentOffsets):
+    """The offsets of documents of all shards."""
+
+    def __init__(self, shards: Sequence[DocumentOffsets]):
+        self._shards = shards
+        self.documents_before = np.cumsum([0, *(shard.num_documents for shard in shards)])
+        self.tokens_before = np.cumsum([0, *(shard.num_tokens for shard in shards)])
+        super().__init__(int(self.documents_before[-1]), int(self.tokens_before[-1]))
+
+    def _read(self, first: int, stop: int) -> np.ndarray:
+        def of(k: int, begin: int, end: int) -> np.ndarray:
+            return self._shards[k][begin:end] + self.tokens_before[k]
+
+        inside = _pieces(first, min(stop, self.num_documents), self.documents_before, of, np.dtype(np.int64))
+        return inside if stop <= self.num_documents else np.append(inside, self.num_tokens)
+
+    def _refuse(self, what: str) -> UserError:
+        raise AssertionError(f"each shard has refused it: {what}")
+
+
+class _JoinedMask:
+    """The masks of all shards; of those without one every token counts."""
+
+    def __init__(self, shards: Sequence[TokenDataset], tokens_before: np.ndarray):
+        self._masks: list[Mask | None] = [shard.mask for shard in shards]
+        self._tokens_before = tokens_before
+        told = " ".join("-" if mask is None else mask.digest for mask in self._masks)
+        self.digest = xxhash.xxh3_64_hexdigest(told.encode())
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        def of(k: int, begin: int, end: int) -> np.ndarray:
+            mask = self._masks[k]
+            return np.ones(end - begin, bool) if mask is None else mask.read(begin, end)
+
+        return _pieces(start, stop, self._tokens_before, of, np.dtype(bool))
+
+
+def _pieces(
+    start: int, stop: int, before: np.ndarray, of: Callable[[int, int, int], np.ndarray], dtype: np.dtype
+) -> np.ndarray:
+    """Return [start, stop) of what lies in shards end to end.
+
+    Args:
+        before: how much lies before each shard, and in all, int64 [shards + 1].
+        of: returns a shard's own [begin, end), by its place.
+    """
+    found = []
+    k = int(np.searchsorted(before, start, side="right")) - 1
+    while start < stop:
+        end = min(stop, int(before[k + 1]))
+        if start < end:
+            found.append(of(k, start - int(before[k]), end - int(before[k])))
+        start, k = max(start, end), k + 1
+    return np.concatenate(found) if found else np.empty(0, dtype)

@@ -1,0 +1,219 @@
+"""Token files of other projects, from bytes that are put together by hand; and what is wrong with them in one line."""
+
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.base.errors import LINE_LIMIT, UserError
+from megazero.data.choice import Everything
+from megazero.data.dialects import open_dataset
+from megazero.data.documents import TokenStream
+from megazero.data.token_dataset import TokenDataset, TokenIds
+from megazero.data.windows import open_datasets
+from tests.data.test_indexed_dataset import megatron_bytes
+
+EOD = 9
+TEXT = [1, 2, 3, EOD, 4, EOD, 5, 6, 7, 8, EOD]
+ENDS = [4, 6, 11]
+IDS = TokenIds(300, EOD)
+NUMPY = b"\x93NUMPY\x01\x00"
+
+
+def packed(kind: str, values: list[int]) -> bytes:
+    return struct.pack(f"<{len(values)}{kind}", *values)
+
+
+def npy(shape: str, descr: str, body: bytes) -> bytes:
+    head = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    head += b" " * (-(len(head) + 11) % 64) + b"\n"
+    return NUMPY + struct.pack("<H", len(head)) + head + body
+
+
+def llm_c(magic: int, version: int, count: int, body: bytes) -> bytes:
+    return packed("i", [magic, version, count] + [0] * 253) + body
+
+
+MODES = megatron_bytes(8, [4, 2, 5], 2, [0, 1, 2, 3])
+KINDS: dict[str, dict[str, bytes]] = {
+    "megatron": {"x.bin": packed("H", TEXT), "x.idx": MODES},
+    "with modes": {"x.bin": packed("H", TEXT), "x.idx": MODES + bytes(3)},
+    "datatrove, 16 bits": {
+        "x.ds": packed("H", TEXT),
+        "x.ds.index": packed("Q", ENDS),
+        "x.ds.metadata": b"gpt2|2\n11\n11 T",
+    },
+    "datatrove, 32 bits": {"x.ds": packed("I", TEXT), "x.ds.index": packed("Q", ENDS), "x.ds.metadata": b"a|b|4\n11\n"},
+    "datatrove, older": {
+        "x.ds": packed("H", TEXT),
+        "x.ds.index": packed("Q", ENDS),
+        "x.ds.metadata": b"gpt2\n11\n11 T",
+    },
+    "datatrove, no metadata": {"x.ds": packed("H", TEXT), "x.ds.index": packed("Q", ENDS)},
+    "OLMo": {"x.npy": packed("H", TEXT)},
+    "numpy": {"x.npy": npy("(11,)", "<u4", packed("I", TEXT))},
+    "numpy, int64": {"x.npy": npy("(11,)", "<i8", packed("q", TEXT))},
+    "nanoGPT": {"x.bin": packed("H", TEXT)},
+    "llm.c": {"x.bin": llm_c(20240520, 1, 11, packed("H", TEXT))},
+    "llm.c, 32 bits": {"x.bin": llm_c(20240801, 7, 11, packed("I", TEXT))},
+}
+
+
+def written(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write the files; return the path that a config would name."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder / ("x" if "x.idx" in files else next(iter(files)))
+
+
+def opened(path: Path, ids: TokenIds | None = IDS) -> TokenDataset:
+    return open_dataset(path, lambda: ids)
+
+
+def refusal(path: Path, ids: TokenIds | None = IDS) -> UserError:
+    with pytest.raises(UserError) as caught:
+        opened(path, ids)
+    line = str(caught.value)
+    assert "\n" not in line and len(line) <= LINE_LIMIT and ";" in line, "one line that says what to do"
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_the_same_tokens_and_documents(tmp_path: Path, kind: str) -> None:
+    dataset = opened(written(tmp_path, KINDS[kind]))
+    assert (dataset.num_documents, dataset.num_tokens, dataset.mask) == (3, 11, None)
+    assert dataset.document_offsets[:].tolist() == [0, *ENDS]
+    assert dataset.read(0, 11).tolist() == TEXT and dataset.read(3, 5).tolist() == TEXT[3:5]
+    assert [dataset.locate(token) for token in (0, 3, 4, 10)] == [(0, 0), (0, 3), (1, 0), (2, 4)]
+    stream = TokenStream(dataset, Everything())
+    assert stream.parts(2, 8) == [(0, 2, 2), (1, 0, 2), (2, 0, 2)]
+    windows, _ = open_datasets(dataset.prefix, None, 4, 300, False, ids=lambda: IDS)
+    assert windows.num_windows == 2 and windows.read(1).tokens.tolist() == TEXT[4:9]
+
+
+def test_digests_say_what_is_read_not_how_it_lies(tmp_path: Path) -> None:
+    """A run goes on with the same text from files of another kind."""
+    found = {
+        TokenStream(opened(written(tmp_path / kind.replace(",", ""), files)), Everything()).digest()
+        for kind, files in KINDS.items()
+    }
+    assert len(found) == 1
+
+
+def test_losses_of_datatrove_are_a_mask(tmp_path: Path) -> None:
+    scored = [1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]
+    files = KINDS["datatrove, 16 bits"] | {"x.ds.loss": bytes(scored)}
+    dataset = opened(written(tmp_path, files))
+    assert dataset.mask is not None and dataset.mask.read(1, 9).tolist() == [bool(s) for s in scored[1:9]]
+    stream = TokenStream(dataset, Everything())
+    found = stream.scored(4, 9)
+    assert found is not None and found.tolist() == [bool(s) for s in scored[4:9]]
+    (tmp_path / "x.ds.loss").write_bytes(bytes(reversed(scored)))
+    assert TokenStream(opened(tmp_path / "x.ds"), Everything()).digest() != stream.digest()
+
+
+def test_documents_of_several_sequences_and_none(tmp_path: Path) -> None:
+    index = megatron_bytes(8, [2, 2, 2, 3, 2], 2, [0, 2, 2, 3, 5]) + bytes(5)
+    dataset = opened(written(tmp_path, {"x.bin": packed("H", TEXT), "x.idx": index}))
+    assert dataset.document_offsets[:].tolist() == [0, 4, 4, 6, 11]
+    assert [dataset.locate(token)[0] for token in (3, 4, 6)] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("vocab", [200, 257, 65536, 65537, 2**31])
+def test_the_type_of_raw_ids_follows_from_the_vocabulary(tmp_path: Path, vocab: int) -> None:
+    kind = "B" if vocab <= 256 else "H" if vocab <= 65536 else "I"
+    dataset = opened(written(tmp_path, {"x.npy": packed(kind, TEXT)}), TokenIds(vocab, EOD))
+    assert dataset.read(0, 11).tolist() == TEXT
+
+
+def test_text_behind_the_last_end_is_a_document(tmp_path: Path) -> None:
+    dataset = opened(written(tmp_path, {"x.npy": packed("H", [*TEXT, 3, 3])}))
+    assert dataset.document_offsets[:].tolist() == [0, *ENDS, 13]
+    assert opened(written(tmp_path, {"x.npy": packed("H", [1, 2, 3])})).num_documents == 1
+    assert opened(written(tmp_path, {"x.npy": b""})).num_documents == 0
+
+
+DATATROVE = KINDS["datatrove, 16 bits"]
+HALF = np.array(TEXT * 4, np.uint32)
+WRONG: dict[str, tuple[dict[str, bytes], int, str]] = {
+    "modes of pictures": ({"x.bin": packed("H", TEXT), "x.idx": MODES + b"\0\1\0"}, 203, "got 1 for sequence 1"),
+    "modes cut off": ({"x.bin": packed("H", TEXT), "x.idx": MODES + bytes(2)}, 202, "3 more with modes, got 104"),
+    "no index": ({"x.ds": DATATROVE["x.ds"]}, 201, "x.ds.index"),
+    "index cut off": (DATATROVE | {"x.ds.index": packed("Q", ENDS)[:-1]}, 202, "8 bytes for each document, got 23"),
+    "index of fewer": (DATATROVE | {"x.ds.index": packed("Q", ENDS[:-1])}, 204, "6 tokens of its .index, got 22 bytes"),
+    "index that falls": (DATATROVE | {"x.ds.index": packed("Q", [6, 4, 11])}, 203, "expected rising offsets"),
+    "index beyond": (DATATROVE | {"x.ds.index": packed("Q", [2**63 + 4, 6, 11])}, 203, "expected rising offsets"),
+    "tokens cut off": (DATATROVE | {"x.ds": packed("H", TEXT)[:-2]}, 204, "11 tokens of its .index, got 20 bytes"),
+    "metadata of others": (DATATROVE | {"x.ds.metadata": b"gpt2|2\n12\n"}, 203, "tells of 12 tokens of 2 bytes"),
+    "metadata of other ids": (DATATROVE | {"x.ds.metadata": b"gpt2|4\n11\n"}, 203, "tells of 11 tokens of 4 bytes"),
+    "metadata of nothing": (DATATROVE | {"x.ds.metadata": b"\xff"}, 203, "cannot be read"),
+    "loss cut off": (DATATROVE | {"x.ds.loss": bytes(10)}, 225, "a byte for each of 11 tokens, got 10"),
+    "loss of twos": (DATATROVE | {"x.ds.loss": bytes([1] * 9 + [2, 1])}, 225, "got 2 for token 9"),
+    "half an id": ({"x.npy": packed("H", TEXT)[:-1]}, 204, "a multiple of 2 bytes"),
+    "wider ids": ({"x.npy": HALF.tobytes()}, 223, "ids of 16 bits by the tokenizer, got 0 for every second one"),
+    "wider ids, nanoGPT": ({"x.bin": HALF.tobytes()}, 223, "they have 32"),
+    "numpy of two rows": ({"x.npy": npy("(2, 11)", "<u2", packed("H", TEXT * 2))}, 202, "uint16 of shape (2, 11)"),
+    "numpy of floats": ({"x.npy": npy("(11,)", "<f4", bytes(44))}, 202, "got float32 of shape"),
+    "numpy, big end": ({"x.npy": npy("(11,)", ">u2", bytes(22))}, 202, "little endian, got >u2"),
+    "numpy cut off": ({"x.npy": npy("(11,)", "<u2", packed("H", TEXT))[:-2]}, 204, "11 x 2 bytes"),
+    "numpy's header cut off": ({"x.npy": npy("(11,)", "<u2", b"")[:40]}, 202, "numpy's header"),
+    "numpy's header of code": ({"x.npy": npy("print(1)", "<u2", b"")}, 202, "numpy's header"),
+    "llm.c cut off": ({"x.bin": llm_c(20240520, 1, 12, packed("H", TEXT))}, 204, "12 x 2 bytes"),
+    "llm.c of less than none": ({"x.bin": llm_c(20240520, 1, -1, packed("H", TEXT))}, 204, "-1 x 2 bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_is_one_line(tmp_path: Path, fault: str) -> None:
+    files, code, message = WRONG[fault]
+    error = refusal(written(tmp_path, files))
+    assert error.code == code and message in str(error), error
+
+
+def test_every_flipped_bit_of_an_index_is_refused(tmp_path: Path) -> None:
+    """Of the index with modes every one; of datatrove's those that leave a rising list of as many tokens cannot be."""
+    for files, name in ((KINDS["with modes"], "x.idx"), (DATATROVE, "x.ds.index")):
+        path, content = written(tmp_path / name, files), files[name]
+        for bit in range(8 * len(content)):
+            damaged = bytearray(content)
+            damaged[bit // 8] ^= 1 << bit % 8
+            (tmp_path / name / name).write_bytes(damaged)
+            try:
+                found = opened(path).document_offsets[:].tolist()
+            except UserError as error:
+                assert error.code in (202, 203, 204)
+            else:
+                assert name == "x.ds.index" and found[-1] == 11 and found == sorted(found)
+
+
+def test_without_a_tokenizer_nothing_says_what_ends_a_document(tmp_path: Path) -> None:
+    for files in (KINDS["OLMo"], KINDS["numpy"], KINDS["nanoGPT"]):
+        error = refusal(written(tmp_path, files), None)
+        assert error.code == 222 and "give the tokenizer" in str(error)
+    assert opened(written(tmp_path / "ds", DATATROVE), None).num_tokens == 11, "its index says it"
+
+
+def test_half_of_a_pair_and_what_is_not_there(tmp_path: Path) -> None:
+    prefix = written(tmp_path, KINDS["megatron"])
+    error = refusal(Path(f"{prefix}.bin"))
+    assert error.code == 201 and f"give the prefix {prefix}" in str(error)
+    for name in ("no.npy", "no.ds", "no.bin", "no"):
+        assert refusal(tmp_path / name).code == 201
+    error = refusal(written(tmp_path / "large", KINDS["nanoGPT"]), TokenIds(100_000, EOD))
+    assert error.code == 223 and "tokenizer of 100,000 ids" in str(error)
+
+
+def test_a_prefix_may_end_like_a_kind(tmp_path: Path) -> None:
+    for name in ("web.npy", "web.ds", "web.bin"):
+        (tmp_path / f"{name}.bin").write_bytes(packed("H", TEXT))
+        (tmp_path / f"{name}.idx").write_bytes(MODES)
+        assert opened(tmp_path / name, None).num_documents == 3
+
+
+def test_numpy_itself_writes_what_is_read(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    np.save(stream, np.array(TEXT, np.uint16))
+    assert stream.getvalue() == npy("(11,)", "<u2", packed("H", TEXT))
