@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,28 +41,32 @@ class Descriptors:
     """A limited number of open descriptors for any number of files; those used last stay open.
 
     Threads may share it: a descriptor is not closed while one reads from it.
+
+    Args:
+        most: returns the limit as it is now.
     """
 
-    def __init__(self, most: int):
+    def __init__(self, most: Callable[[], int]):
         self._most, self._lock = most, threading.Lock()
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[tuple[Path, FileIdentity], int] = OrderedDict()
         weakref.finalize(self, _close_all, self._open)
 
     def read_into(self, file: "DataFile", rest: memoryview, at: int) -> int:
         """Read bytes of a file from `at` on; return how many came. Raises OSError; UserError: it was replaced."""
+        key = file.path, file.identity
         with self._lock:
-            descriptor = self._open.pop(file.path, None)
+            descriptor = self._open.pop(key, None)
             if descriptor is None:
+                while len(self._open) >= self._most():
+                    os.close(self._open.popitem(last=False)[1])
                 with open_regular(file.path) as found:
                     file.require_same(FileIdentity.of(found))
                     descriptor = os.dup(found)
-            self._open[file.path] = descriptor
-            if len(self._open) > self._most:
-                os.close(self._open.popitem(last=False)[1])
+            self._open[key] = descriptor
             return os.preadv(descriptor, [rest], at)
 
 
-def _close_all(descriptors: OrderedDict[Path, int]) -> None:
+def _close_all(descriptors: OrderedDict[tuple[Path, FileIdentity], int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])
 
@@ -148,4 +153,9 @@ class DataFile:
             raise UserError(self._code, what, "leave files that a run reads as they are, and resume", where=self.path)
 
     def _size_now(self) -> int:
-        return os.fstat(self._own).st_size if self._descriptors is None else self.path.stat().st_size
+        if self._descriptors is None:
+            return os.fstat(self._own).st_size
+        try:
+            return self.path.stat().st_size
+        except OSError:  # it is gone as well
+            return 0

@@ -61,7 +61,7 @@ def open_datatrove(path: Path, descriptors: Descriptors | None = None) -> TokenD
     _check_metadata(path, dtype, offsets.num_tokens)
     mask = _loss(path, offsets.num_tokens, memory, descriptors)
     small = held(offsets, many_files=descriptors is not None)
-    return TokenDataset(path, file, dtype, small, mask=mask, memory=memory)
+    return TokenDataset(path, file, dtype, small, index=index, mask=mask, memory=memory)
 
 
 def refuse_missing_datatrove(path: Path) -> None:

@@ -86,7 +86,7 @@ class IndexedDataset(TokenDataset):
             raise UserError(204, what, "copy both files again or rebuild them", where=bin_path)
         offsets = held(IndexOffsets(index), many_files=descriptors is not None)
         mask = open_mask(prefix, index.num_tokens, descriptors)
-        super().__init__(prefix, file, index.dtype, offsets, mask=mask, memory=memory)
+        super().__init__(prefix, file, index.dtype, offsets, index=index.file, mask=mask, memory=memory)
 
 
 def _checked(index: Index) -> bytes:

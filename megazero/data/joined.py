@@ -28,6 +28,15 @@ _SAMPLES = 16  # tokens and offsets in a shard's digest
 _DO = "put it back as it was, or begin another run"
 
 
+def _most_open() -> int:
+    """Return so many descriptors that most of those that the system allows are left."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, allowed // _SHARE))
+
+
+_DESCRIPTORS = Descriptors(_most_open)  # of all shards that this process reads, whatever folders they are in
+
+
 class Shard(NamedTuple):
     """A shard of a folder, and what it must still be when it is read again.
 
@@ -69,18 +78,17 @@ def refuse_missing(path: str | Path) -> None:
 def shard_names(folder: Path) -> list[str]:
     """Return the names of whole shards of a folder, sorted. Raises UserError 201, it cannot be read; 228, of none."""
     try:
-        found = {path.name for path in folder.iterdir()}
+        found = {name for path in folder.iterdir() if not (name := path.name).startswith(".") and ".tmp" not in name}
     except OSError as error:
         do = "give a folder of token files"
         raise UserError(201, f"cannot be read: {error.strerror}{looked_up(folder)}", do, where=folder) from error
     pairs = {name.removesuffix(".idx") for name in found if name.endswith(".idx")}
     names = {name for name in pairs if f"{name}.bin" in found}
     names |= {name for name in found if name.endswith(".ds") and f"{name}.index" in found}
-    whole = sorted(name for name in names if not name.startswith(".") and ".tmp" not in name)
-    if not whole:
+    if not names:
         what = f"expected shards, X.bin with X.idx or X.ds with X.ds.index, got none of {len(found):,} names"
         raise UserError(228, what, "wait for the first one, or give another folder", where=folder)
-    return whole
+    return sorted(names)
 
 
 def describe(folder: Path, names: Sequence[str], refused: Callable[[UserError], object]) -> list[Shard]:
@@ -89,20 +97,15 @@ def describe(folder: Path, names: Sequence[str], refused: Callable[[UserError], 
     Args:
         refused: called with what is wrong with a shard, which is left out: it may not be whole yet.
     """
-    found, descriptors = list[Shard](), shared_descriptors()
+    found = list[Shard]()
     with doing(f"opening the shards of {folder}", len(names)) as progress:
         for name in names:
             try:
-                found.append(_described(name, dialects.open_dataset(folder / name, descriptors=descriptors)))
+                found.append(_described(name, dialects.open_dataset(folder / name, descriptors=_DESCRIPTORS)))
             except UserError as error:
                 refused(error)
             progress.advance()
     return found
-
-
-def shared_descriptors() -> Descriptors:
-    """Return so many descriptors for shards that most of those that the system allows are left."""
-    return Descriptors(max(8, min(_MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE)))
 
 
 class JoinedDataset(TokenDataset):
@@ -121,12 +124,11 @@ class JoinedDataset(TokenDataset):
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard] | None = None):
-        descriptors = shared_descriptors()
         self.names = shard_names(folder) if shards is None else [shard.name for shard in shards]
         self.shards = list[TokenDataset]()
         with doing(f"opening the shards of {folder}", len(self.names)) as progress:
             for place, name in enumerate(self.names):
-                self.shards.append(_opened(folder, name, None if shards is None else shards[place], descriptors))
+                self.shards.append(_opened(folder, name, None if shards is None else shards[place]))
                 progress.advance()
         first = self.shards[0]
         for shard in self.shards:
@@ -170,14 +172,14 @@ class JoinedDataset(TokenDataset):
         return xxhash.xxh3_128_hexdigest("\n".join(map(repr, each)).encode())
 
 
-def _opened(folder: Path, name: str, expected: Shard | None, descriptors: Descriptors) -> TokenDataset:
+def _opened(folder: Path, name: str, expected: Shard | None) -> TokenDataset:
     """Open a shard. Raises UserError 228: it is gone, or not what it was."""
     try:
-        found = dialects.open_dataset(folder / name, descriptors=descriptors)
+        found = dialects.open_dataset(folder / name, descriptors=_DESCRIPTORS)
     except UserError as error:
         if expected is None or error.code != 201:
             raise
-        what = "is a shard that this run reads, and is gone"
+        what = f"is a shard that this run reads, and is gone: {error.what}"
         raise UserError(228, what, _DO, where=folder / name) from error
     if expected is not None and (now := _described(name, found)) != expected:
         what = f"is a shard that this run reads, and has changed: expected {expected.documents:,} documents, "

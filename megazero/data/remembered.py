@@ -5,7 +5,7 @@ never read), named by the data's path. It counts only while the data has the siz
 samples that it had, and while the record's own hash is right; else it is made again. Who can write nothing there
 looks through the data each time.
 
-    one line  JSON: {"of": identity, "hash": xxh3 of what follows}
+    one line  JSON: {"version": of what finds it, "of": identity, "hash": xxh3 of what follows}
     bytes     what was kept
 """
 
@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -27,6 +28,7 @@ from megazero.data.data_file import DataFile
 
 WORTH = 1 << 17  # documents, or sequences, from which on that is faster than to look again
 _MOST = 1 << 30  # bytes of a record
+_VERSION = 1  # another one where a check, the split or the blocks of documents.py become others: all is found again
 
 
 class Memory:
@@ -41,7 +43,7 @@ class Memory:
     def __init__(self, path: Path, identity: str, folder: Path | None = None):
         self.identity = identity
         home = cache_folder() if folder is None else folder
-        self._base = None if home is None else home / "data" / xxhash.xxh3_128_hexdigest(str(path.resolve()).encode())
+        self._base = None if home is None else home / "data" / xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))
 
     def once(self, name: str, find: Callable[[], bytes]) -> bytes:
         """Return what was found under a name earlier, or find it now and keep it.
@@ -67,7 +69,7 @@ class Memory:
             if not is_private(path):
                 return None
             head, _, kept = read_file(path, _MOST, follow=False).partition(b"\n")
-            if parse_object(head) == {"of": self.identity, "hash": xxhash.xxh3_128_hexdigest(kept)}:
+            if parse_object(head) == self._head(kept):
                 return kept
         return None
 
@@ -101,10 +103,13 @@ class Memory:
     def _keep(self, name: str, content: bytes) -> None:
         if self._base is None:
             return
-        head = json.dumps({"of": self.identity, "hash": xxhash.xxh3_128_hexdigest(content)})
+        head = json.dumps(self._head(content))
         with suppress(OSError):  # a full disk, or a folder that is not ours: it is found again next time
             make_private_folder(self._base)
             replace_file(self.path_of(name), [head.encode(), b"\n", content])
+
+    def _head(self, content: bytes) -> dict[str, Any]:
+        return {"version": _VERSION, "of": self.identity, "hash": xxhash.xxh3_128_hexdigest(content)}
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:

@@ -49,6 +49,7 @@ class TokenDataset:
 
     Args:
         file, at: the ids, from byte `at` on.
+        index: the file that says where documents end; None: that of the ids.
 
     Attributes:
         prefix: the path that was given.
@@ -68,13 +69,14 @@ class TokenDataset:
         offsets: DocumentOffsets,
         *,
         at: int = 0,
+        index: DataFile | None = None,
         mask: Mask | None = None,
         memory: Memory | None = None,
     ):
         self.prefix, self.bin_path, self.dtype = Path(prefix), file.path, dtype
         self.document_offsets, self.mask, self.memory = offsets, mask, memory
         self.num_documents, self.num_tokens = offsets.num_documents, offsets.num_tokens
-        self._file, self._at = file, at
+        self._file, self._at, self._index = file, at, index or file
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of the file, in the file's type.
@@ -86,9 +88,9 @@ class TokenDataset:
         return self._file.array(self.dtype, self._at, start, stop)
 
     @property
-    def identity(self) -> FileIdentity:
-        """Return the numbers by which the file of the ids is told from another one."""
-        return self._file.identity
+    def identity(self) -> tuple[FileIdentity, FileIdentity]:
+        """Return the numbers by which the files of the ids, and of documents' ends, are told from others."""
+        return self._file.identity, self._index.identity
 
     def place_of(self, document: int) -> tuple[Path, int]:
         """Return (file of the tokens, document in it) of a document."""

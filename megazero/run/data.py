@@ -239,7 +239,8 @@ def _growing(source: mixture.Source, added: Sequence[Added], course: Course) -> 
             what = f"expected at least seq_len + 1 = {windows.seq_len + 1:,} tokens in the first shards, got {tokens:,}"
             do = "begin with more shards, or a smaller model.seq_len"
             raise UserError(207, what, do, where=windows.stream.dataset.bin_path)
-    identity = xxhash.xxh3_64_hexdigest(repr([tuple(shard) for shard in added[0].shards]).encode())
+    told = windows.stream.choice.name, [tuple(shard) for shard in added[0].shards]
+    identity = xxhash.xxh3_64_hexdigest(repr(told).encode())
     return replace(source, growth=tuple(growth), identity=identity)
 
 

@@ -20,6 +20,7 @@ from megazero.data.document_offsets import DocumentOffsets
 from megazero.data.documents import BLOCK, TokenStream, split_streams
 from megazero.data.headerless import open_headerless
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.joined import open_files
 from megazero.data.remembered import Memory, identity_of
 from megazero.data.sampler import placement, position_of, sample_id, window_of
 from megazero.data.token_dataset import TokenDataset, TokenIds
@@ -187,7 +188,7 @@ def test_ends_of_a_large_file_of_ids_are_remembered(tmp_path: Path, monkeypatch,
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something is remembered of any set."""
-    for module in ("indexed_dataset", "datatrove"):
+    for module in ("indexed_dataset", "datatrove", "joined"):
         monkeypatch.setattr(f"megazero.data.{module}.WORTH", 1)
 
 
@@ -266,3 +267,32 @@ def test_records_of_others_are_not_read(make_dataset, small_memory, monkeypatch,
     assert dataset.memory is not None and dataset.memory.recall("checked") == b""
     monkeypatch.setattr(remembered, "is_private", lambda path: False)
     assert dataset.memory.recall("checked") is None
+
+
+def test_shards_with_another_index_are_looked_through_again(make_dataset, small_memory, tmp_path: Path) -> None:
+    """The tokens are the same files, and as many documents end elsewhere."""
+    held_out = []
+    for lengths in ([10, 30, 20, 40] * 3, [40, 20, 30, 10] * 3):
+        prefix = make_dataset([[1] * length for length in lengths]).prefix
+        (tmp_path / "web").mkdir(exist_ok=True)
+        for suffix in ("idx", "bin") if not held_out else ("idx",):
+            Path(f"{prefix}.{suffix}").replace(tmp_path / f"web/a.{suffix}")
+        _, valid = split_streams(open_files(tmp_path / "web"), 0.4)
+        assert valid.num_tokens == valid.lengths.sum()
+        held_out.append(valid.num_tokens)
+    assert held_out[0] != held_out[1]
+
+
+def test_a_name_that_is_no_text_is_remembered_too(small_memory, tmp_path: Path, own_cache: Path) -> None:
+    prefix = tmp_path / os.fsdecode(b"web/sh\xff.ds")
+    prefix.parent.mkdir()
+    prefix.write_bytes(struct.pack("<3H", 1, 2, 3))
+    Path(f"{prefix}.index").write_bytes(struct.pack("<Q", 3))
+    assert open_files(prefix.parent).num_tokens == 3 and [*own_cache.rglob("checked")]
+
+
+def test_what_an_older_version_has_found_is_found_again(make_dataset, small_memory, monkeypatch) -> None:
+    memory = make_dataset([[1, 2, 3]]).memory
+    assert memory is not None and memory.recall("checked") == b""
+    monkeypatch.setattr(remembered, "_VERSION", 0)
+    assert memory.recall("checked") is None

@@ -1,5 +1,6 @@
 """A folder of shards as one data set."""
 
+import os
 import resource
 import struct
 from itertools import chain
@@ -35,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "b.ds.index").write_bytes(struct.pack("<2Q", 2, 6))
     (folder / "c.bin").write_bytes(b"xx")  # its index comes later
     (folder / "d.ds").write_bytes(b"xx")
-    for name in (".e", "f.tmp", "a.idx.tmp-123"):
+    for name in (".e", "f.tmp", "a.idx.tmp-123", ""):
         (folder / f"{name}.bin").write_bytes(b"xx")
         (folder / f"{name}.idx").write_bytes(b"xx")
     return folder
@@ -127,3 +128,26 @@ def test_two_thousand_shards_with_few_descriptors(tmp_path: Path) -> None:
             dataset.read(begin, begin + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_many_folders_share_the_descriptors(tmp_path: Path) -> None:
+    for k in range(240):
+        (tmp_path / f"{k % 6}").mkdir(exist_ok=True)
+        (tmp_path / f"{k % 6}/{k}.ds").write_bytes(struct.pack("<3H", k, k, k))
+        (tmp_path / f"{k % 6}/{k}.ds.index").write_bytes(struct.pack("<Q", 3))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        for dataset in [open_files(tmp_path / str(k)) for k in range(6)]:
+            assert dataset.num_tokens == len(dataset.read(0, dataset.num_tokens)) == 120
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_shard_that_is_cut_off_and_taken_away(folder: Path) -> None:
+    dataset = open_files(folder)
+    dataset.read(6, 12)
+    os.truncate(folder / "b.ds", 4)
+    (folder / "b.ds").unlink()
+    with pytest.raises(UserError, match=r"MZ-204 .*b\.ds: was truncated since it was opened"):
+        dataset.read(6, 12)

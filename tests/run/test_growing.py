@@ -333,3 +333,14 @@ def test_a_shard_that_is_refused_is_in_no_list(tiny_data: TinyData, grown, tmp_p
     (web / "other.idx").unlink()
     assert main(["train", "--config", str(tiny_data.config), *moved, *run_line]) == 0
     assert named(read_lists(again / "shards.json"))["web"][0] == (0, NAMES[0])
+
+
+def test_another_share_of_documents_is_other_data(tiny_data: TinyData, grown) -> None:
+    """Also where its first shards have as many windows: of later ones, others would be held out."""
+    run, line = grown
+    lists = read_lists(run / "shards.json")
+    told = []
+    for share in (0.1, 0.1000001):
+        config = tiny_data.load(run, *line, f"data.valid={share}")
+        told.append(open_data(config, Course(config), lists).digest())
+    assert told[0] != told[1]
