@@ -122,7 +122,7 @@ def test_who_serves_others_holds_one_unit_more():
     """The root and one block beside it; each of two blocks is gathered for forward and backward, the root once."""
     for pool, sent in on_ranks(2, held):
         assert pool <= 8 * 4 * 64  # and the gradients of both
-        assert sent["ops"] == 5 and sent["elements"] == 5 * 32, sent
+        assert sent["ops"] == 5 and sent["elements"] == (4 * 96 + 64) // 2, sent
 
 
 def other_calls(what: str) -> str:

@@ -133,7 +133,7 @@ def test_hybrid_sharding(stage: int):
         optimizer.zero_grad()
     (found, held), *_ = on_ranks(4, hybrid, stage)
     assert all(torch.allclose(found[n], value, rtol=1e-12, atol=1e-13) for n, value in module.state_dict().items())
-    assert held == 2 * 8 * 256 // (2 if stage else 1)
+    assert held == 2 * 8 * 352 // (2 if stage else 1)
 
 
 def offloaded(stage: int, offload: Any, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:

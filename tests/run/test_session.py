@@ -50,7 +50,7 @@ def test_command_succeeds_and_says_what_it_did(first, tiny_data: TinyData):
     assert lines[0] == f"small: {PARAMETERS:,} parameters, 4 steps of 128 tokens on cpu, into {folder.path}"
     assert lines[1] == "ZeRO stage 1 over 1 data rank, resting on this rank between steps:"
     assert [line.split()[0] for line in lines[2:5]] == ["parameters", "gradients", "optimizer"]
-    assert lines[2].endswith("  0.2 MB    4.00 bytes per parameter")
+    assert lines[2].endswith("  0.2 MB    4.01 bytes per parameter")  # parameters begin at multiples of 16
     assert [line.split("  ")[0] for line in lines[5:9]] == [f"step {n}/4" for n in (1, 2, 3, 4)]
     last = read_rows(folder.metrics)[-1]
     assert lines[10].startswith(f"validation loss {last['valid_loss']:.4f} nats per token, ")

@@ -114,5 +114,10 @@ def test_rows_of_operations_say_whose_a_run_takes():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_every_operation_is_timed_in_every_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(operations, "_keep_freed_memory", lambda: None)
-    calls = operations.calls_of("bf16", 1)
-    assert len(operations.pairs_of("bf16", calls)) > 40 and {call() for call in calls.values()} == {0.0}
+    pairs = 0
+    for group in (operations.group_of("bf16", 1), operations.quantised_group("bf16", 1, 2)):
+        (system,) = group.systems
+        calls = system.build(*system.arguments)
+        assert isinstance(calls, dict) and {call() for call in calls.values()} == {0.0}
+        pairs += len(operations.pairs_of("bf16", calls))
+    assert pairs > 40
