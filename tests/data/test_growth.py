@@ -11,7 +11,7 @@ from megazero.data.sampler import window_of
 SEEDS = [11, 22, 33, 44]
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=3), st.integers(1, 20))
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=3), st.integers(1, 8))
 def test_each_window_comes_once_in_a_pass(grows: list[tuple[int, int]], windows: int) -> None:
     """What is left of a pass and what is new are one pass; passes of all windows follow."""
     generations = [Generation(0, windows)]
