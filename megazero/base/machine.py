@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _UNLIMITED = 1 << 60  # bytes; version 1 of cgroups writes a number beyond it for "no limit"
 
 
@@ -101,4 +102,4 @@ def return_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-3, 1 << 17)
+        mallopt(_M_MMAP_THRESHOLD, 1 << 17)

@@ -10,7 +10,6 @@ Source: huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py. How m
 index, whose last number is that of all tokens, and from the size of the tokens' file.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from megazero.base.errors import UserError
 from megazero.base.reading import looked_up, read_file
 from megazero.data.data_file import DataFile, Descriptors
 from megazero.data.document_offsets import EndOffsets, held
-from megazero.data.remembered import WORTH, Memory, identity_of
+from megazero.data.remembered import WORTH, Memory, identity_of, once
 from megazero.data.token_dataset import TokenDataset
 
 _BLOCK = 1 << 20  # documents that are checked at a time
@@ -37,7 +36,6 @@ def open_datatrove(path: Path, descriptors: Descriptors | None = None) -> TokenD
         UserError: 201, a file is missing; 202, 203, the index or what is written of it contradicts the tokens; 204, the
             tokens are not as many as the index says; 225, of the loss.
     """
-    refuse_missing_datatrove(path)
     index = DataFile(Path(f"{path}.index"), "offsets", 203, descriptors)
     if index.size % 8:
         what = f"expected 8 bytes for each document, got {index.size:,} bytes"
@@ -45,7 +43,7 @@ def open_datatrove(path: Path, descriptors: Descriptors | None = None) -> TokenD
     file = DataFile(path, "tokens", 204, descriptors)
     offsets = EndOffsets(index, 0, index.size // 8)
     dtype = _type_of(file, offsets.num_tokens)
-    memory = Memory(index.path, identity_of(index)) if offsets.num_documents >= WORTH else None
+    memory = _memory_of(index, offsets)
 
     def check() -> bytes:
         with doing(f"checking {index.path}", offsets.num_documents) as progress:
@@ -54,12 +52,9 @@ def open_datatrove(path: Path, descriptors: Descriptors | None = None) -> TokenD
                 progress.advance(_BLOCK)
         return b""
 
-    if memory is None:
-        check()
-    else:
-        memory.once("checked", check)
+    once(memory, "checked", check)
     _check_metadata(path, dtype, offsets.num_tokens)
-    mask = _loss(path, offsets.num_tokens, memory, descriptors)
+    mask = _loss(path, offsets, descriptors)
     small = held(offsets, many_files=descriptors is not None)
     return TokenDataset(path, file, dtype, small, index=index, mask=mask, memory=memory)
 
@@ -100,7 +95,7 @@ class LossBytes:
     """Which tokens are trained on, one byte for each.
 
     Args:
-        once: calls what hashes all of it, or returns what that found earlier.
+        memory: of the file; None: it is too small for that.
 
     Attributes:
         digest: 16 hex digits of all bytes.
@@ -109,12 +104,12 @@ class LossBytes:
         UserError: 225, another number of bytes than tokens, or one that is neither 0 nor 1.
     """
 
-    def __init__(self, file: DataFile, num_tokens: int, once: Callable[[Callable[[], bytes]], bytes]):
+    def __init__(self, file: DataFile, num_tokens: int, memory: Memory | None):
         if file.size != num_tokens:
             what = f"expected a byte for each of {num_tokens:,} tokens, got {file.size:,}"
             raise UserError(225, what, _DO, where=file.path)
         self._file = file
-        self.digest = once(self._hash).decode()
+        self.digest = once(memory, "loss", self._hash).decode()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return which of tokens [start, stop) count: bool. Raises UserError 225: the disk does not give them."""
@@ -134,12 +129,13 @@ class LossBytes:
         return digest.hexdigest().encode()
 
 
-def _loss(path: Path, num_tokens: int, memory: Memory | None, descriptors: Descriptors | None) -> LossBytes | None:
+def _memory_of(file: DataFile, offsets: EndOffsets) -> Memory | None:
+    return Memory(file.path, identity_of(file)) if offsets.num_documents >= WORTH else None
+
+
+def _loss(path: Path, offsets: EndOffsets, descriptors: Descriptors | None) -> LossBytes | None:
     loss = Path(f"{path}.loss")
     if not loss.exists():
         return None
     file = DataFile(loss, "bits", 225, descriptors, unreadable=225)
-    if memory is None:
-        return LossBytes(file, num_tokens, lambda find: find())
-    own = Memory(loss, identity_of(file))
-    return LossBytes(file, num_tokens, lambda find: own.once("loss", find))
+    return LossBytes(file, offsets.num_tokens, _memory_of(file, offsets))

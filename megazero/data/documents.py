@@ -20,6 +20,7 @@ import xxhash
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.data.choice import Choice, Everything, Side
+from megazero.data.remembered import once
 from megazero.data.token_dataset import TokenDataset
 
 BLOCK = 1 << 14  # documents
@@ -88,10 +89,8 @@ class TokenStream:
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
         tokens = self._tokens(self._spread(some)[1]).astype(np.int64)
         mask = "" if self.dataset.mask is None else self.dataset.mask.digest
-        if self.dataset.memory is None:
-            return self._digest(tokens, mask)
         name = f"digest-{self.choice.name}-{xxhash.xxh3_64_hexdigest(tokens.tobytes() + mask.encode())}"
-        return self.dataset.memory.once(name, lambda: self._digest(tokens, mask).encode()).decode()
+        return once(self.dataset.memory, name, lambda: self._digest(tokens, mask).encode()).decode()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens [start, stop): (ids int64 [stop - start], ordinal of each one's document, int64).
@@ -245,9 +244,7 @@ def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
                 progress.advance(BLOCK)
         return found.cumsum(axis=1)
 
-    if dataset.memory is None:
-        return count()
-    kept = dataset.memory.once(f"blocks-{choice.name}", lambda: count().tobytes())
+    kept = once(dataset.memory, f"blocks-{choice.name}", lambda: count().tobytes())
     return np.frombuffer(kept, np.int64).reshape(2, -1)
 
 

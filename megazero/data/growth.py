@@ -21,7 +21,7 @@ from megazero.data.sampler import position_of, window_of
 
 
 class Generation(NamedTuple):
-    """What a source is from a number on.
+    """The size of a source from one of its numbers on.
 
     Attributes:
         first: the number.
@@ -33,7 +33,7 @@ class Generation(NamedTuple):
 
 
 class GrowingOrder:
-    """Which window each number of a growing source is.
+    """The order of a growing source: a window for each number.
 
     Args:
         generations: by their first numbers, of which the first is 0.

@@ -37,7 +37,7 @@ _MOST_HEADER = 1 << 16  # bytes of numpy's
 
 
 class Layout(NamedTuple):
-    """Where ids lie in a file.
+    """The place of the ids in a file, and their type.
 
     Attributes:
         dtype: of the ids.

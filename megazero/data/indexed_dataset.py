@@ -44,7 +44,7 @@ from megazero.data.index_file import (
     open_index,
 )
 from megazero.data.loss_mask import mask_path, open_mask
-from megazero.data.remembered import WORTH, Memory, identity_of
+from megazero.data.remembered import WORTH, Memory, identity_of, once
 from megazero.data.token_dataset import TokenDataset
 
 MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
@@ -76,10 +76,7 @@ class IndexedDataset(TokenDataset):
         index = open_index(DataFile(self.idx_path, "offsets", 203, descriptors))
         file = DataFile(bin_path, "tokens", 204, descriptors)
         memory = Memory(self.idx_path, identity_of(index.file)) if index.sequences >= WORTH else None
-        if memory is None:
-            check_index(index)
-        else:
-            memory.once("checked", lambda: _checked(index))
+        once(memory, "checked", lambda: _checked(index))
         expected = index.num_tokens * index.dtype.itemsize
         if file.size != expected:
             what = f"expected {expected:,} bytes ({index.num_tokens:,} {index.dtype} tokens), got {file.size:,}"

@@ -149,12 +149,15 @@ class JoinedDataset(TokenDataset):
 
     def place_of(self, document: int) -> tuple[Path, int]:
         """Return (file of the tokens, document in it) of a document."""
-        shard = int(np.searchsorted(self.documents_before, document, side="right")) - 1
+        shard = self._holding(document)
         return self.shards[shard].bin_path, document - int(self.documents_before[shard])
 
     def shard_of(self, document: int) -> str:
         """Return the name of the shard that holds a document."""
-        return self.names[int(np.searchsorted(self.documents_before, document, side="right")) - 1]
+        return self.names[self._holding(document)]
+
+    def _holding(self, document: int) -> int:
+        return int(np.searchsorted(self.documents_before, document, side="right")) - 1
 
     def document_of(self, shard: str, document: int) -> int | None:
         """Return the number of a document of a shard among those of all; None: there is none."""

@@ -23,7 +23,7 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush
 from megazero.data.data_file import DataFile, Descriptors
-from megazero.data.remembered import Memory, identity_of
+from megazero.data.remembered import Memory, identity_of, once
 
 MAGIC = b"MZMASK\x00\x01"
 HEADER = struct.Struct("<8sQQ")
@@ -79,8 +79,8 @@ class LossMask:
                     progress.advance(_BLOCK)
             return digest.digest()
 
-        kept = find() if size < _LARGE else Memory(self.path, identity_of(self._file)).once("mask", find)
-        return int.from_bytes(kept, "big")
+        memory = None if size < _LARGE else Memory(self.path, identity_of(self._file))
+        return int.from_bytes(once(memory, "mask", find), "big")
 
 
 def open_mask(prefix: str | Path, num_tokens: int, descriptors: Descriptors | None = None) -> LossMask | None:

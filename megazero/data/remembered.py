@@ -32,7 +32,7 @@ _VERSION = 1  # another one where a check, the split or the blocks of documents.
 
 
 class Memory:
-    """What is remembered of some token files.
+    """The records of what was found out about some token files.
 
     Args:
         path: of them, by which it is found again.
@@ -126,6 +126,11 @@ class Memory:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
+
+
+def once(memory: Memory | None, name: str, find: Callable[[], bytes]) -> bytes:
+    """Return what is found, of files that have a memory once (`Memory.once`)."""
+    return find() if memory is None else memory.once(name, find)
 
 
 def identity_of(*files: DataFile) -> str:
