@@ -26,14 +26,15 @@ class TrainingError(Exception):
 def train_apart(sample: list[str], vocab: int) -> bytes:
     """Return the model of a vocabulary. Raises TrainingError."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_be, args=(theirs, sample, vocab), daemon=True)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_be, args=(theirs, vocab), daemon=True)
     with ctrl_c_held():  # inherited: a terminal sends it to the child as well, which this process ends
         child.start()
     theirs.close()
     try:
+        ours.send(sample)  # not an argument: `start` would wait for ever for a child that dies before it reads them
         model, complaint = ours.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):
         raise TrainingError("its process died (killed, or out of memory)") from None
     finally:
         child.kill()
@@ -44,13 +45,14 @@ def train_apart(sample: list[str], vocab: int) -> bytes:
     return model
 
 
-def _be(to: Connection, sample: list[str], vocab: int) -> None:
-    """Train in the child process, and send the model or the complaint."""
+def _be(parent: Connection, vocab: int) -> None:
+    """Train in the child process on the sample that comes, and send the model or the complaint."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    sample = parent.recv()
     try:
-        to.send((_train(sample, vocab), ""))
+        parent.send((_train(sample, vocab), ""))
     except RuntimeError as error:
-        to.send((b"", str(error) or "no message"))
+        parent.send((b"", str(error) or "no message"))
 
 
 def _end_with_parent() -> None:
