@@ -1,11 +1,12 @@
 """Preprocessing and tokenizer training beside plain sentencepiece and HuggingFace's tokenizers.
 
-    python scripts/bench/data.py [--megabytes 4] [--vocab 8192] [--processes 1 2] [--launches 3] [--pairs 21] [--json]
+    python scripts/bench/data.py [--megabytes 32] [--vocab 8192] [--processes 1 2] [--launches 3] [--pairs 21] [--json]
                                  [--save]
 
-The text is the sources of Python's standard library, as scripts/quickstart_data.py takes them, the first --megabytes of
-them: a document for each source file, a document on each line of a .jsonl file, which is in the page cache. With "N
-processes" every system may use N cores, and has N processes or threads that encode.
+The text is the sources of Python's standard library, as scripts/quickstart_data.py takes them, and behind them those of
+the packages that are installed, the first --megabytes of them: a document for each source file, a document on each line
+of a .jsonl file, which is in the page cache. With "N processes" every system may use N cores, and has N processes or
+threads that encode.
 
 preprocessing: from that file to token files, with an end-of-document id after each document.
     sentencepiece        one process, whatever N is: it reads a line, encodes its text, writes the ids
@@ -35,11 +36,12 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import Pool
 from pathlib import Path
 from typing import ClassVar
@@ -80,7 +82,7 @@ SERVE = "import sys; from scripts.bench.data import serve; serve(*sys.argv[1:])"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=4, help="of text, at most (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=32, help="of text, at most (default: %(default)s)")
     parser.add_argument("--vocab", type=int, default=8192, help="pieces (default: %(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     add_options(parser)
@@ -152,7 +154,7 @@ def make_data(folder: Path, megabytes: float, vocab: int) -> None:
     """Write the text, the vocabularies of ours and of the peer, and the token files that ours makes."""
     size = 0
     with (folder / CORPUS).open("w") as file:
-        for path in quickstart_data._sources():
+        for path in chain(quickstart_data._sources(), sorted(Path(sysconfig.get_path("purelib")).rglob("*.py"))):
             text = quickstart_data._utf8(path)
             if not text or quickstart_data.is_table(text):
                 continue

@@ -8,11 +8,12 @@ lossy.
 
 A lossless BPE model none of whose pieces reaches over the beginning of a word is asked for each word once. Merges are
 made in the order of their scores, and of their places where those are equal; none joins two words, so those of a word
-do not depend on what stands around it: the ids of a text are those of its words, end to end.
+do not depend on what stands around it: the ids of a text are those of its words, end to end. The shorter the words, the
+more of them have been there: where the pieces allow it, they are letters and digits, or signs ("self", ".", "name").
 """
 
 import re
-from itertools import chain
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,12 @@ from megazero.data.tokenizers.common import (
     require_text,
 )
 
-_WORD = re.compile(r" *[^ \n\t]+| +|[\n\t]")  # its spaces are before it; line ends and tabs stand alone
-_WORDS, _WORD_CHARACTERS = 1 << 18, 64  # that are remembered, with their ids: some 100 MB at most
+# What a text is divided into, shortest first: the spaces of a word are before it; line ends and tabs stand alone.
+_WORDS = (
+    re.compile(r" *+(?:[^\W_]++|(?:_|[^\w \n\t])++)| ++|[\n\t]"),  # letters and digits, or signs
+    re.compile(r" *+[^ \n\t]++| ++|[\n\t]"),  # either
+)
+_MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 50 MB at most
 _BPE = 2  # ModelProto.trainer_spec.model_type
 
 
@@ -45,7 +50,7 @@ class SentencePiece:
         self.path = Path(path)
         content = read_tokenizer(self.path)
         self._bytes_of_mark: list[int] | None = None
-        self._words: _Words | None = None
+        self._words: _Remembered | None = None
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size: int = self._model.vocab_size()
@@ -59,8 +64,8 @@ class SentencePiece:
             self.lossless = gives_back(self)
             if not self.lossless:
                 self._bytes_of_mark = None  # each part of the text would get a prefix of its own
-            elif _model_type(content) == _BPE and self._has_words():
-                self._words = _Words(self._model)
+            elif _model_type(content) == _BPE:
+                self._words = self._remembered()
         except (RuntimeError, ValueError, IndexError) as error:  # also words of the library's that are no UTF-8
             if isinstance(error, UserError):
                 raise
@@ -97,14 +102,16 @@ class SentencePiece:
     def _ids(self, text: str) -> list[int]:
         if self._words is None:
             return self._model.encode(text)
-        return list(chain.from_iterable(map(self._words.__getitem__, _WORD.findall(text))))
+        return np.frombuffer(self._words.ids_of(text), np.int32).tolist()
 
-    def _has_words(self) -> bool:
-        """Return whether no piece reaches over the beginning of a word."""
+    def _remembered(self) -> "_Remembered | None":
+        """Return what remembers the ids of words; None where a piece reaches over the beginning of one."""
         if any(self._model.is_unused(i) for i in range(self.vocab_size)):  # such a piece is taken apart afterwards
-            return False
-        ids = (i for i in range(self.vocab_size) if self._sizes[i] > 1)
-        return all(len(_WORD.findall(self._model.id_to_piece(i).replace(SPACE_MARK, " "))) == 1 for i in ids)
+            return None
+        ids = [i for i in range(self.vocab_size) if self._sizes[i] > 1]
+        pieces = [self._model.id_to_piece(i).replace(SPACE_MARK, " ") for i in ids]
+        found = (word for word in _WORDS if all(word.fullmatch(piece) for piece in pieces))
+        return next((_Remembered(self._model, word) for word in found), None)
 
     def _piece_bytes(self, i: int) -> int:
         if self._model.is_control(i) or self._model.is_unknown(i):
@@ -114,16 +121,20 @@ class SentencePiece:
         return len(self._model.id_to_piece(i).replace(SPACE_MARK, " ").encode())
 
 
-class _Words(dict[str, list[int]]):
-    """The ids of words, which are asked for once; of the first ones, and not of very long ones."""
+class _Remembered(dict[str, bytes]):
+    """The ids, int32, of words, which are asked for once; of the first ones, and not of very long ones."""
 
-    def __init__(self, model: sentencepiece.SentencePieceProcessor):
+    def __init__(self, model: sentencepiece.SentencePieceProcessor, word: re.Pattern[str]):
         super().__init__()
-        self._model = model
+        self._model, self._word = model, word
 
-    def __missing__(self, word: str) -> list[int]:
-        ids = self._model.encode(word)
-        if len(self) < _WORDS and len(word) <= _WORD_CHARACTERS:
+    def ids_of(self, text: str) -> bytes:
+        """Return the ids of a text."""
+        return b"".join(map(self.__getitem__, self._word.findall(text)))
+
+    def __missing__(self, word: str) -> bytes:
+        ids = array("i", self._model.encode(word)).tobytes()
+        if len(self) < _MOST and len(word) <= _MOST_CHARACTERS:
             self[word] = ids
         return ids
 
