@@ -1,6 +1,7 @@
 """Compare settings of the quickstart: which model, vocabulary and optimizer learn most in the same seconds of training.
 
-    python scripts/bench/quickstart.py [--seconds 300] [--only PATTERN...] [--launches 1] [--json] [--save]
+    python scripts/bench/quickstart.py [--seconds 300] [--only PATTERN...] [--launches 1] [--folder DIR] [--json]
+                                       [--save]
 
 Every setting is trained as `make quickstart` trains (two local ranks of one thread, ZeRO stage 2, fp32) on the same
 corpus, for as many steps as fit into the seconds: a run of 12 steps tells how many. Each setting names what it changes
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+import xxhash
 
 from data_tools import preprocess, train_tokenizer
 from scripts import quickstart_data
@@ -79,7 +82,11 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=1, help="of every setting, with other seeds (default: 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its table")
+    parser.add_argument("--folder", type=Path, help="keep data and what is measured there (default: nowhere)")
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        return figures.tell(reports(options, options.folder.resolve()), as_json=options.json, save=options.save)
     with tempfile.TemporaryDirectory(prefix="bench-quickstart-") as folder:
         return figures.tell(reports(options, Path(folder)), as_json=options.json, save=options.save)
 
@@ -89,12 +96,21 @@ def reports(options: argparse.Namespace, folder: Path) -> Iterator[figures.Repor
     rows = []
     for name in (name for name in SETTINGS if any(fnmatchcase(name, pattern) for pattern in options.only)):
         setting = {**BASE, **SETTINGS[name]}
-        found = [trained(setting, options.seconds, folder, seed=seed) for seed in range(1, options.launches + 1)]
+        found = [measured(setting, options.seconds, folder, seed=seed) for seed in range(1, options.launches + 1)]
         columns = min(found, key=lambda one: one["bits/byte"])
         print(f"{name}: {columns['bits/byte']:.3f} bits per byte", file=sys.stderr, flush=True)
         rows.append({"system": name, "columns": columns})
     rows.sort(key=lambda row: row["columns"]["bits/byte"])
     yield figures.report_of(f"{options.seconds:.0f} s of training", rows, launches=options.launches)
+
+
+def measured(setting: Mapping[str, Any], seconds: float, folder: Path, *, seed: int) -> dict[str, float]:
+    """Return the row of a setting: the one that is kept in the folder, or that of a training."""
+    key = json.dumps([setting, seconds, seed], sort_keys=True)
+    kept = folder / f"{xxhash.xxh3_64_hexdigest(key.encode())}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(trained(setting, seconds, folder, seed=seed)))
+    return json.loads(kept.read_text())
 
 
 def trained(setting: Mapping[str, Any], seconds: float, folder: Path, *, seed: int) -> dict[str, float]:
