@@ -159,7 +159,7 @@ def build_trainer(
         _stopping(None if config.run.time_limit is None else config.run.time_limit - spent, grid, device, site),
         lambda: write_ledger(folder, grid, device),
         now,
-        lambda own, say: _blame(own, say, grid, device),
+        lambda own, say: _blame(own, say, grid, device, folder),
     )
     return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
 
@@ -210,13 +210,21 @@ def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> Ba
 
 
 def _blame(
-    own: Fault | None, say: Callable[[int, str | None], UserError], grid: Grid, device: torch.device
+    own: Fault | None,
+    say: Callable[[int, str | None], UserError],
+    grid: Grid,
+    device: torch.device,
+    folder: RunFolder,
 ) -> UserError:
     """Return the error of the first rank that has found a fault of its own; of rank 0 if none has."""
     found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid["world"], "agree", device)]
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
-    return say(rank, own[1] if own else None) if rank == grid["world"].rank else FailedElsewhere(rank, 301)
+    if rank != grid["world"].rank:
+        return FailedElsewhere(rank, 301)
+    error = say(rank, own[1] if own else None)
+    look = f"`python -m megazero data --run {folder.path} --step {error.step}` shows the text"
+    return UserError(error.code, error.what, f"{error.do}; {look}", rank=rank, step=error.step)
 
 
 def _work(part: Part, device: torch.device, ranks: int) -> Work:
