@@ -8,9 +8,10 @@ in the second two, of which neighbours of a host keep second shards; each rank o
 sockets: within a host nothing holds them up. The model (4 layers, hidden 512, vocabulary 4,096, sequence 256) trains in
 stage 3, one sequence on each rank, in fp32.
 
-Before the steps, `megazero doctor` measures the machine and an all-gather of 16 MB each kind of link; with these `plan`
-says the seconds of each step. *Planned* are these, *planned ratio* is that to the plan of the reference, and *planned /
-measured* the ratio of that to the measured one.
+Before the steps, `megazero doctor` measures the machine, and an all-gather of 16 MB each kind of link: bandwidth,
+latency, and the share of the time in which the processor is free to compute. With these `plan` says the seconds of each
+step. *Planned* are these, *planned ratio* is that to the plan of the reference, and *planned / measured* the ratio of
+that to the measured one.
 """
 
 import argparse
@@ -62,10 +63,15 @@ TABLES = {"one rank on each host": (2, 4), "two ranks on each host": (4, 6)}  # 
 
 @dataclass(frozen=True)
 class Link:
-    """What a kind of link was measured to do: bytes a second of a rank, all sending, and seconds of a message."""
+    """What a kind of link was measured to do: bytes a second of a rank, all sending, and seconds of a message.
+
+    Attributes:
+        free: the share of the time of a large message in which a rank's processor has nothing to do with it.
+    """
 
     bandwidth: float
     latency: float
+    free: float
 
 
 def main() -> int:
@@ -111,9 +117,10 @@ def linked(machine: Machine, ranks: int) -> Machine:
         found = {}
         for kind in ("between hosts", *["in a host"] * (each > 1)):
             calls = (f"{kind}, {size}" for size in ("large", "small"))
-            large, small = (min(one.do(call).seconds for _ in range(_TRIES)) for call in calls)
+            large, small = (min((one.do(call) for _ in range(_TRIES)), key=lambda done: done.seconds) for call in calls)
             others = len(HOSTS) - 1 if kind == "between hosts" else each - 1
-            found[kind] = Link(others * _MESSAGE / (large - small), small / others)
+            bandwidth = others * _MESSAGE / (large.seconds - small.seconds)
+            found[kind] = Link(bandwidth, small.seconds / others, 1 - large.processor / (ranks * large.seconds))
     far = found["between hosts"]
     near = found.get("in a host", far)
     return replace(
@@ -123,7 +130,7 @@ def linked(machine: Machine, ranks: int) -> Machine:
         in_node_latency=near.latency,
         cross_node_bandwidth=far.bandwidth,
         cross_node_latency=far.latency,
-        reached=replace(machine.reached, in_node=1.0, cross_node=1.0),
+        reached=replace(machine.reached, in_node=1.0, cross_node=1.0, beside=max(0.0, far.free)),
     )
 
 
