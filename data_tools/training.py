@@ -8,7 +8,7 @@ import io
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 
 import sentencepiece
@@ -34,7 +34,7 @@ def train_apart(sample: list[str], vocab: int) -> bytes:
     try:
         ours.send(sample)  # not an argument: `start` would wait for ever for a child that dies before it reads them
         model, complaint = ours.recv()
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError):  # OSError without a number: the pipe ended within a message
         raise TrainingError("its process died (killed, or out of memory)") from None
     finally:
         child.kill()
@@ -51,8 +51,8 @@ def _be(parent: Connection, vocab: int) -> None:
     sample = parent.recv()
     try:
         parent.send((_train(sample, vocab), ""))
-    except RuntimeError as error:
-        parent.send((b"", str(error) or "no message"))
+    except (RuntimeError, MemoryError) as error:
+        parent.send((b"", str(error) or type(error).__name__))
 
 
 def _end_with_parent() -> None:
@@ -62,7 +62,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _sentences(sample: list[str]) -> Iterator[str]:
+def sentences(sample: Iterable[str]) -> Iterator[str]:
     """Yield lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
     size = SENTENCE_BYTES // 4
     for text in sample:
@@ -73,7 +73,7 @@ def _sentences(sample: list[str]) -> Iterator[str]:
 def _train(sample: list[str], vocab: int) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=_sentences(sample),
+        sentence_iterator=sentences(sample),
         model_writer=model,
         model_type="bpe",
         vocab_size=vocab,

@@ -1,6 +1,7 @@
 """Build a run from a config: trainer, data, validation, sinks, and what is written at the end."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -223,8 +224,8 @@ def _blame(
     if rank != grid["world"].rank:
         return FailedElsewhere(rank, 301)
     error = say(rank, own[1] if own else None)
-    look = f"`python -m megazero data --run {folder.path} --step {error.step}` shows the text"
-    return UserError(error.code, error.what, f"{error.do}; {look}", rank=rank, step=error.step)
+    look = f"`megazero data --run {shlex.quote(str(folder.path))} --step {error.step}` shows its text"
+    return UserError(error.code, error.what, f"{look}; {error.do}", rank=rank, step=error.step)
 
 
 def _work(part: Part, device: torch.device, ranks: int) -> Work:

@@ -19,7 +19,7 @@ preprocessing: from that file to token files, with an end-of-document id after e
 All but the last have the same vocabulary. They must write the same ids, or the script fails.
 
 tokenizer training: from that file to a vocabulary of --vocab pieces.
-    sentencepiece        the library's trainer in this process, with the settings of ours
+    sentencepiece        the library's trainer in this process, with the settings and the lines of ours
     ours                 data_tools/train_tokenizer.py: the same trainer in a process of its own, and a check of the
                          vocabulary on the text. It must find the same pieces, or the script fails
     tokenizers           HuggingFace's trainer of a byte-level BPE, which splits the text into words first
@@ -52,6 +52,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from data_tools import preprocess, train_tokenizer
+from data_tools.training import sentences
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from scripts import quickstart_data
 from scripts.bench import figures
@@ -247,7 +248,7 @@ def byte_level_preprocessing(folder: Path, vocab: int, cores: int) -> Act:
 def plain_training(folder: Path, vocab: int, cores: int) -> Act:
     def act() -> None:
         model = io.BytesIO()
-        lines = (line for text in texts_of(folder) for line in text.splitlines(keepends=True))
+        lines = sentences(texts_of(folder))
         SentencePieceTrainer.train(sentence_iterator=lines, model_writer=model, vocab_size=vocab, **SETTINGS)
         (folder / "plain.model").write_bytes(model.getvalue())
 

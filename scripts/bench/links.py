@@ -9,13 +9,14 @@ sockets: within a host nothing holds them up. The model (4 layers, hidden 512, v
 stage 3, one sequence on each rank, in fp32.
 
 Before the steps, `megazero doctor` measures the machine, and an all-gather of 16 MB each kind of link: bandwidth,
-latency, and the share of the time in which the processor is free to compute. With these `plan` says the seconds of each
+latency, and the share of the time in which processors are free to compute. With these `plan` says the seconds of each
 step. *Planned* are these, *planned ratio* is that to the plan of the reference, and *planned / measured* the ratio of
 that to the measured one.
 """
 
 import argparse
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -66,7 +67,7 @@ class Link:
     """What a kind of link was measured to do: bytes a second of a rank, all sending, and seconds of a message.
 
     Attributes:
-        free: the share of the time of a large message in which a rank's processor has nothing to do with it.
+        free: the share of the time of a large message in which the processors have nothing to do with it.
     """
 
     bandwidth: float
@@ -120,7 +121,8 @@ def linked(machine: Machine, ranks: int) -> Machine:
             large, small = (min((one.do(call) for _ in range(_TRIES)), key=lambda done: done.seconds) for call in calls)
             others = len(HOSTS) - 1 if kind == "between hosts" else each - 1
             bandwidth = others * _MESSAGE / (large.seconds - small.seconds)
-            found[kind] = Link(bandwidth, small.seconds / others, 1 - large.processor / (ranks * large.seconds))
+            busy = large.processor / (min(ranks, len(os.sched_getaffinity(0))) * large.seconds)
+            found[kind] = Link(bandwidth, small.seconds / others, 1 - busy)
     far = found["between hosts"]
     near = found.get("in a host", far)
     return replace(

@@ -6,7 +6,8 @@
 Every setting is trained as `make quickstart` trains (two local ranks of one thread, ZeRO stage 2, fp32) on the same
 corpus, for as many steps as fit into the seconds: a run of 12 steps tells how many. Each setting names what it changes
 of `BASE`. Held out are the same documents for all (their numbers decide, and the corpus is one); the figure is bits per
-byte of all of their text, so that vocabularies can be compared.
+byte of all of their text, so that vocabularies can be compared. What DIR has of an earlier run is not measured again:
+name a new one when the code has changed.
 
 Columns: pieces of the vocabulary, parameters in millions, tokens of a step, steps, passes through the corpus, tokens
 per second, seconds of the steps alone, and bits per byte at the end, the least of the launches.
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 import xxhash
 
 from data_tools import preprocess, train_tokenizer
+from megazero.base.atomic import write_atomically
 from scripts import quickstart_data
 from scripts.bench import figures
 from scripts.bench.figures import ROOT
@@ -37,7 +39,7 @@ RANKS = 2
 HARDWARE = ("--hardware", "a100-80gb")  # which the number of parameters does not depend on
 LLAMA = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.position": "rotary"}
 BASE: Mapping[str, Any] = {
-    "model.layers": 4,
+    "model.layers": 2,
     "model.hidden": 256,
     "model.heads": 4,
     "model.vocab": 4096,
@@ -50,28 +52,25 @@ OLD = {"model.norm": "layernorm", "model.activation": "gelu", "model.position": 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "before": {"model.layers": 6, "model.hidden": 320, "model.vocab": 8192, "optimizer.lr": 2e-3} | OLD,
     "base": {},
-    "gpt parts": OLD,
-    "2,048 pieces": {"model.vocab": 2048},
-    "1,024 pieces": {"model.vocab": 1024},
-    "8,192 pieces": {"model.vocab": 8192},
-    "2 layers": {"model.layers": 2},
-    "6 layers": {"model.layers": 6},
-    "hidden 128": {"model.hidden": 128},
-    "hidden 192": {"model.hidden": 192},
-    "hidden 320": {"model.hidden": 320},
-    "hidden 192, 6 layers": {"model.hidden": 192, "model.layers": 6},
-    "hidden 192, 2,048 pieces": {"model.hidden": 192, "model.vocab": 2048},
+    "4 layers": {"model.layers": 4},
+    "4 layers, 2,048 pieces": {"model.layers": 4, "model.vocab": 2048},
+    "4 layers, hidden 192": {"model.layers": 4, "model.hidden": 192},
     "batch 4": {"batch.global": 4},
-    "batch 2": {"batch.global": 2},
-    "batch 16": {"batch.global": 16},
-    "batch 4, sequence 512": {"batch.global": 4, "model.seq_len": 512},
-    "rate 1.5e-3": {"optimizer.lr": 1.5e-3},
     "rate 6e-3": {"optimizer.lr": 6e-3},
-    "batch 4, rate 6e-3": {"batch.global": 4, "optimizer.lr": 6e-3},
-    "cosine": {"schedule.decay": "cosine"},
+    "2,048 pieces": {"model.vocab": 2048},
+    "batch 4, sequence 512": {"batch.global": 4, "model.seq_len": 512},
+    "beta2 0.98": {"optimizer.betas": [0.9, 0.98]},
+    "hidden 192": {"model.hidden": 192},
+    "3 layers, hidden 192": {"model.layers": 3, "model.hidden": 192},
+    "hidden 320": {"model.hidden": 320},
+    "1 layer": {"model.layers": 1},
+    "gpt parts": OLD,
+    "rate 1.5e-3": {"optimizer.lr": 1.5e-3},
+    "batch 16": {"batch.global": 16},
+    "8,192 pieces": {"model.vocab": 8192},
     "two key-value heads": {"model.kv_heads": 2},
     "untied": {"model.tie_embeddings": False},
-    "beta2 0.98": {"optimizer.betas": [0.9, 0.98]},
+    "cosine": {"schedule.decay": "cosine"},
 }
 
 
@@ -109,7 +108,7 @@ def measured(setting: Mapping[str, Any], seconds: float, folder: Path, *, seed: 
     key = json.dumps([setting, seconds, seed], sort_keys=True)
     kept = folder / f"{xxhash.xxh3_64_hexdigest(key.encode())}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(trained(setting, seconds, folder, seed=seed)))
+        write_atomically(kept, json.dumps(trained(setting, seconds, folder, seed=seed)).encode())
     return json.loads(kept.read_text())
 
 
@@ -141,13 +140,14 @@ def data_of(vocab: int, folder: Path) -> Path:
     """Return the folder with tokenizer.model and train.{bin,idx} of a vocabulary, made where it is not there yet."""
     corpus, where = folder / "corpus.jsonl", folder / f"pieces_{vocab}"
     if not corpus.exists():
-        corpus.write_bytes(quickstart_data.as_lines(quickstart_data.documents()))
+        write_atomically(corpus, quickstart_data.as_lines(quickstart_data.documents()))
     if not where.exists():
-        where.mkdir()
-        model = str(where / "tokenizer.model")
-        words = ["--input", str(corpus), "--output"]
+        words, new = ["--input", str(corpus), "--output"], where.with_suffix(".new")
+        new.mkdir(exist_ok=True)
+        model = str(new / "tokenizer.model")
         quietly(train_tokenizer.__file__, *words, model, "--vocab", str(vocab))
-        quietly(preprocess.__file__, *words, str(where / "train"), "--tokenizer", model)
+        quietly(preprocess.__file__, *words, str(new / "train"), "--tokenizer", model)
+        new.rename(where)
     return where
 
 

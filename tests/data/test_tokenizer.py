@@ -102,6 +102,15 @@ def trained(path: Path, **options: object) -> Path:
     return path
 
 
+def test_rules_that_rewrite_rare_text_make_a_model_lossy(tmp_path: Path):
+    """No example need show it: the model's file has rules."""
+    (tmp_path / "rules.tsv").write_text("71 2E\t77\n")  # "q." -> "w"
+    path = trained(tmp_path / "x.model", normalization_rule_tsv=str(tmp_path / "rules.tsv"))
+    tokenizer = open_tokenizer(path)
+    assert not tokenizer.lossless
+    assert tokenizer.encode("q.") == sentencepiece.SentencePieceProcessor(model_file=str(path)).encode("q.")
+
+
 @pytest.mark.parametrize("options", CHANGES, ids=str)
 def test_models_that_change_text_are_taken_and_say_so(tmp_path: Path, options: dict[str, object]):
     more = {"vocab_size": 25} if options == {"byte_fallback": False} else {}

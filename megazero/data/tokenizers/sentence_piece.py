@@ -35,7 +35,7 @@ _WORDS = (
     re.compile(r" *+(?:[^\W_]++|(?:_|[^\w \n\t])++)| ++|[\n\t]"),  # letters and digits, or signs
     re.compile(r" *+[^ \n\t]++| ++|[\n\t]"),  # either
 )
-_MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 50 MB at most
+_MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 40 MB of English
 _BPE = 2  # ModelProto.trainer_spec.model_type
 
 
@@ -61,10 +61,11 @@ class SentencePiece:
             bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
             if all(self._model.is_byte(i) for i in bytes_of_mark):
                 self._bytes_of_mark = bytes_of_mark
-            self.lossless = gives_back(self)
+            kind, has_rules = _settings(content)
+            self.lossless = gives_back(self) and not has_rules
             if not self.lossless:
                 self._bytes_of_mark = None  # each part of the text would get a prefix of its own
-            elif _model_type(content) == _BPE:
+            elif kind == _BPE:
                 self._words = self._remembered()
         except (RuntimeError, ValueError, IndexError) as error:  # also words of the library's that are no UTF-8
             if isinstance(error, UserError):
@@ -139,18 +140,19 @@ class _Remembered(dict[str, bytes]):
         return ids
 
 
-def _model_type(content: bytes) -> int:
-    """Return trainer_spec.model_type of a model (1 unigram, 2 BPE, ...); protobuf's wire format, read by hand.
+def _settings(content: bytes) -> tuple[int, bool]:
+    """Return the type of a model (1 unigram, 2 BPE, ...), and whether it rewrites text by rules before it encodes.
 
-    Source: sentencepiece_model.proto: ModelProto.trainer_spec = 2, TrainerSpec.model_type = 3, 1 by default.
+    Source: sentencepiece_model.proto: ModelProto.trainer_spec = 2, TrainerSpec.model_type = 3, 1 by default;
+    ModelProto.normalizer_spec = 3, NormalizerSpec.precompiled_charsmap = 2. Protobuf's wire format is read by hand.
     """
-    kind = 1
+    kind, has_rules = 1, False
     for number, value in _fields(content):
-        if number == 2 and isinstance(value, bytes):
-            for inner, found in _fields(value):
-                if inner == 3 and isinstance(found, int):
-                    kind = found
-    return kind
+        for inner, found in _fields(value) if number in (2, 3) and isinstance(value, bytes) else ():
+            if (number, inner) == (2, 3) and isinstance(found, int):
+                kind = found
+            has_rules |= (number, inner) == (3, 2) and bool(found)
+    return kind, has_rules
 
 
 def _fields(content: bytes) -> list[tuple[int, int | bytes]]:
