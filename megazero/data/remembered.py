@@ -14,6 +14,8 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,8 @@ class Memory:
                 descriptor = os.open(self._base / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 with doing("waiting for another process that looks through the same token files"):
                     fcntl.flock(descriptor, fcntl.LOCK_EX)
+                for left in chain.from_iterable(self._base.glob(f"{escape(name)}{end}.tmp-*") for end in ("", ".data")):
+                    left.unlink(missing_ok=True)  # by a writer that was killed; nobody else writes this now
         try:
             yield
         finally:

@@ -296,3 +296,13 @@ def test_what_an_older_version_has_found_is_found_again(make_dataset, small_memo
     assert memory is not None and memory.recall("checked") == b""
     monkeypatch.setattr(remembered, "_VERSION", 0)
     assert memory.recall("checked") is None
+
+
+def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "data", "as it is")
+    memory.once("other", lambda: b"")
+    left = [memory.path_of(f"{name}.tmp-0123") for name in ("checked[0]", "checked[0].data", "other")]
+    for path in left:
+        path.write_bytes(b"half")
+    assert memory.once("checked[0]", lambda: b"found") == b"found"
+    assert [path.exists() for path in left] == [False, False, True], "another record's may be written now"
