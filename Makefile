@@ -2,7 +2,7 @@
 #                  (TORCH="torch==..." for another build, not locked; TORCH=locked goes back;
 #                  EXTRAS=bench for the peers that the benchmarks compare with)
 # make data        the quickstart's corpus, tokenizer and token files, in data/quickstart
-# make quickstart  all of the above, then trains a GPT of 10M parameters and shows a sample
+# make quickstart  all of the above, then trains a GPT of 1M parameters and shows a sample
 # make test        the tests, WORKERS (2) at a time; make test-all: with the full matrices; make check: ruff and pyright
 
 PYTHON ?= python3

@@ -1,7 +1,7 @@
 """Run the whole way on one machine: text, tokenizer, token files, training, a sample (`make quickstart`).
 
-Trains configs/tiny.yaml into a fresh numbered folder runs/quickstart_N, on two local ranks with ZeRO stage 2 (on one
-where there is one GPU). Extra arguments are overrides for the training run, e.g.
+Trains configs/quickstart.yaml into a fresh numbered folder runs/quickstart_N, on two local ranks with ZeRO stage 2 (on
+one where there is one GPU). Extra arguments are overrides for the training run, e.g.
 `python scripts/quickstart.py run.steps=20`.
 """
 
@@ -24,7 +24,7 @@ STAGE_2 = ["zero.stage=2", "batch.micro=4"]
 
 def main(overrides: list[str]) -> int:
     folder = fresh_folder(ROOT / "runs")
-    training = ["train.py", "--config", "tiny.yaml", *STAGE_2, f"run.dir={folder}", *overrides, "--nproc"]
+    training = ["train.py", "--config", "quickstart.yaml", *STAGE_2, f"run.dir={folder}", *overrides, "--nproc"]
     return (
         run("data", "scripts/quickstart_data.py")
         or run("training", *training, ranks())

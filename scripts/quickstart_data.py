@@ -7,7 +7,7 @@ entities, of help texts: a model that learns them spends its words on them): som
 download. Three steps, each skipped when its result is there and sound; a step that runs makes the later ones run:
 
     corpus.jsonl      one source file per line; recipe.txt says by which recipe, and another one's is made again
-    tokenizer.model   8,192 pieces
+    tokenizer.model   4,096 pieces
     train.bin, .idx   the tokens; configs split validation off by documents
 """
 
@@ -36,7 +36,7 @@ from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from megazero.data.tokenizer import open_tokenizer
 
-VOCAB = 8192
+VOCAB = 4096
 RECIPE = "2: without tables"  # of the corpus; another text for another choice of files
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 _ROW = re.compile(r"""[\[({]*(?:0x|-?\d|[bru]?['"]).*[,'")\]}](?:\s*#.*)?""")  # a line that is a literal, of a table

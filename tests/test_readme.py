@@ -64,12 +64,12 @@ def test_links_lead_to_sections():
 
 def test_every_shipped_config_starts_and_fits_where_it_is_said():
     configs = {path.stem: load(path.stem) for path in CONFIGS.glob("*.yaml")}
-    tiny = configs.pop("tiny")
-    assert plan(tiny, 1, MACHINES["a100-80gb"]).fullest.peak < 1e9, "a laptop"
+    for small in (configs.pop("tiny"), configs.pop("quickstart")):
+        assert plan(small, 1, MACHINES["a100-80gb"]).fullest.peak < 1e9, "a laptop"
     least = {name: fitting(config) for name, config in configs.items()}
     order = sorted(configs, key=lambda name: (least[name], model_shape(configs[name]).parameters()))
     said = ", ".join(f"`{name}` {least[name]}" for name in order)
-    assert f"`tiny` on a laptop; of A100s with 80 GB {said}." in " ".join(README.split()), said
+    assert f"`quickstart` and `tiny` on a laptop; of A100s with 80 GB {said}." in " ".join(README.split()), said
 
 
 def test_the_picture_is_drawn_by_the_command_below_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -52,25 +52,24 @@ OLD = {"model.norm": "layernorm", "model.activation": "gelu", "model.position": 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "before": {"model.layers": 6, "model.hidden": 320, "model.vocab": 8192, "optimizer.lr": 2e-3} | OLD,
     "base": {},
+    "1 layer": {"model.layers": 1},
     "4 layers": {"model.layers": 4},
     "4 layers, 2,048 pieces": {"model.layers": 4, "model.vocab": 2048},
     "4 layers, hidden 192": {"model.layers": 4, "model.hidden": 192},
-    "batch 4": {"batch.global": 4},
-    "rate 6e-3": {"optimizer.lr": 6e-3},
-    "2,048 pieces": {"model.vocab": 2048},
-    "batch 4, sequence 512": {"batch.global": 4, "model.seq_len": 512},
-    "beta2 0.98": {"optimizer.betas": [0.9, 0.98]},
-    "hidden 192": {"model.hidden": 192},
     "3 layers, hidden 192": {"model.layers": 3, "model.hidden": 192},
-    "hidden 320": {"model.hidden": 320},
-    "1 layer": {"model.layers": 1},
+    "hidden 192": {"model.hidden": 192},
+    "hidden 128": {"model.hidden": 128},
     "gpt parts": OLD,
-    "rate 1.5e-3": {"optimizer.lr": 1.5e-3},
+    "2,048 pieces": {"model.vocab": 2048},
+    "batch 4": {"batch.global": 4},
     "batch 16": {"batch.global": 16},
-    "8,192 pieces": {"model.vocab": 8192},
-    "two key-value heads": {"model.kv_heads": 2},
-    "untied": {"model.tie_embeddings": False},
-    "cosine": {"schedule.decay": "cosine"},
+    "batch 4, sequence 512": {"batch.global": 4, "model.seq_len": 512},
+    "rate 2e-3": {"optimizer.lr": 2e-3},
+    "beta2 0.98": {"optimizer.betas": [0.9, 0.98]},
+    "hidden 192, 2,048 pieces": {"model.hidden": 192, "model.vocab": 2048},
+    "the same, beta2 0.98": {"model.hidden": 192, "model.vocab": 2048, "optimizer.betas": [0.9, 0.98]},
+    "hidden 128, 2,048 pieces": {"model.hidden": 128, "model.vocab": 2048},
+    "hidden 128, 4 layers": {"model.hidden": 128, "model.layers": 4},
 }
 
 
@@ -175,7 +174,7 @@ def words_of(setting: Mapping[str, Any], data: Path, folder: Path, seed: int) ->
         "data.valid_samples": "null",
         "observe.every": 1,
     }
-    return [f"{key}={json.dumps(value) if isinstance(value, bool | list) else value}" for key, value in whole.items()]
+    return [f"{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in whole.items()]
 
 
 def parameters(setting: Mapping[str, Any], data: Path) -> int:

@@ -19,8 +19,14 @@ GPT: Mapping[str, tuple[int, int, int, int]] = {
     "gpt170b": (212, 8192, 50257, 1024),
     "gpt1t": (128, 25600, 51200, 2048),
 }
-PUBLISHED = {"gpt2_124m": 124_439_808, "gpt2_1.5b": 1_557_611_200, "llama8b": 8_030_261_248, "sft": 134_515_008}
-NAMES = [*GPT, "llama8b", "sft"]
+PUBLISHED = {
+    "gpt2_124m": 124_439_808,
+    "gpt2_1.5b": 1_557_611_200,
+    "llama8b": 8_030_261_248,
+    "quickstart": 1_049_216,
+    "sft": 134_515_008,
+}
+NAMES = [*GPT, "llama8b", "quickstart", "sft"]
 
 
 def closed_count(name: str) -> int:

@@ -13,8 +13,8 @@ TEXTS = [f"def function_{n}(value):\n    return value + {n}\n" * 40 for n in ran
 
 def test_settings_name_options_and_are_twenty_at_least():
     assert len(quickstart.SETTINGS) >= 20
-    words = quickstart.words_of({**quickstart.BASE, **quickstart.SETTINGS["untied"]}, Path("data"), Path("run"), 1)
-    assert {"model.tie_embeddings=false", "model.vocab=4096", "batch.micro=4", "data.train=data/train"} <= set(words)
+    words = quickstart.words_of({**quickstart.BASE, **quickstart.SETTINGS["beta2 0.98"]}, Path("data"), Path("run"), 1)
+    assert {"optimizer.betas=[0.9, 0.98]", "model.vocab=4096", "batch.micro=4", "data.train=data/train"} <= set(words)
     wholes = [str({**quickstart.BASE, **setting}) for setting in quickstart.SETTINGS.values()]
     assert len(set(wholes)) == len(wholes), "no setting is there twice"
 
