@@ -17,6 +17,20 @@ from data_tools.ctrl_c import ctrl_c_held
 from megazero.data.tokenizers.common import SPACE_MARK
 
 SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
+SETTINGS = {  # of the library's trainer
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "user_defined_symbols": ["\n", "\t"],
+    "split_digits": True,
+    "character_coverage": 0.9999,
+    "required_chars": SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
+    "max_sentence_length": SENTENCE_BYTES,
+    "minloglevel": 2,  # errors only
+}
 
 
 class TrainingError(Exception):
@@ -73,20 +87,6 @@ def sentences(sample: Iterable[str]) -> Iterator[str]:
 def _train(sample: list[str], vocab: int) -> bytes:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences(sample),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        user_defined_symbols=["\n", "\t"],
-        split_digits=True,
-        character_coverage=0.9999,
-        required_chars=SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
-        max_sentence_length=SENTENCE_BYTES,
-        minloglevel=2,  # errors only
+        sentence_iterator=sentences(sample), model_writer=model, vocab_size=vocab, **SETTINGS
     )
     return model.getvalue()

@@ -52,7 +52,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from data_tools import preprocess, train_tokenizer
-from data_tools.training import sentences
+from data_tools.training import SETTINGS, sentences
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from scripts import quickstart_data
 from scripts.bench import figures
@@ -64,20 +64,6 @@ PLAIN, POOL, OURS, PEER = "sentencepiece", "sentencepiece, pool", "ours", "token
 END = "</s>"
 CHUNK, BATCH = 32, 256  # lines that a worker of the pool takes at a time, documents that the peer's threads share
 MOST_MB = 60  # of more text our trainer takes a sample, and would do less work than the others
-SETTINGS = {  # of ours, see data_tools/training.py
-    "model_type": "bpe",
-    "byte_fallback": True,
-    "normalization_rule_name": "identity",
-    "add_dummy_prefix": False,
-    "remove_extra_whitespaces": False,
-    "allow_whitespace_only_pieces": True,
-    "user_defined_symbols": ["\n", "\t"],
-    "split_digits": True,
-    "character_coverage": 0.9999,
-    "required_chars": "\u2581",
-    "max_sentence_length": 16_384,
-    "minloglevel": 2,
-}
 SERVE = "import sys; from scripts.bench.data import serve; serve(*sys.argv[1:])"
 
 

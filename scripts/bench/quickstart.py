@@ -30,6 +30,7 @@ import xxhash
 
 from data_tools import preprocess, train_tokenizer
 from megazero.base.atomic import write_atomically
+from megazero.base.files import new_folder
 from scripts import quickstart_data
 from scripts.bench import figures
 from scripts.bench.figures import ROOT
@@ -141,12 +142,10 @@ def data_of(vocab: int, folder: Path) -> Path:
     if not corpus.exists():
         write_atomically(corpus, quickstart_data.as_lines(quickstart_data.documents()))
     if not where.exists():
-        words, new = ["--input", str(corpus), "--output"], where.with_suffix(".new")
-        new.mkdir(exist_ok=True)
-        model = str(new / "tokenizer.model")
-        quietly(train_tokenizer.__file__, *words, model, "--vocab", str(vocab))
-        quietly(preprocess.__file__, *words, str(new / "train"), "--tokenizer", model)
-        new.rename(where)
+        with new_folder(where) as new:
+            words, model = ["--input", str(corpus), "--output"], str(new / "tokenizer.model")
+            quietly(train_tokenizer.__file__, *words, model, "--vocab", str(vocab))
+            quietly(preprocess.__file__, *words, str(new / "train"), "--tokenizer", model)
     return where
 
 

@@ -85,8 +85,8 @@ def test_failure_of_a_step_is_the_failure_of_the_script(few_sources, tmp_path: P
 
 @pytest.mark.full
 def test_real_corpus(tmp_path: Path):
-    """4,096 pieces reach 3.1 bytes per token on the standard library."""
+    """4,096 pieces reach 3.2 bytes per token on the standard library."""
     make(tmp_path)
     dataset, tokenizer = IndexedDataset(tmp_path / "train"), open_tokenizer(tmp_path / "tokenizer.model")
     assert tokenizer.vocab_size == 4096 and dataset.num_documents > 400
-    assert tokenizer.token_bytes()[dataset.read(0, dataset.num_tokens)].mean() > 3.1
+    assert tokenizer.token_bytes()[dataset.read(0, dataset.num_tokens)].mean() > 3.2
