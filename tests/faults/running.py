@@ -33,7 +33,7 @@ def spoil_forward(site: Site, factor: float) -> None:
 @fault(
     "gradients that are not finite",
     "MZ-301 rank=0 step=5: loss …, gradient norm nan; first not finite: "
-    "…; this step did not update; lower optimizer.lr…",
+    "…; this step did not update; `megazero data --run RUN --step 5` shows its text; lower optimizer.lr…",
     SINCE,
 )
 def _(site: Site) -> list[str]:

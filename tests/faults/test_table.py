@@ -22,7 +22,8 @@ assert before and checkpoints and running, "their rows, in this order"
 
 
 def row(fault: Fault) -> str:
-    return f"| {fault.what} | `{fault.line.replace('|', '/')}` | {fault.lost} | {fault.code} |"
+    mark = "``" if "`" in fault.line else "`"
+    return f"| {fault.what} | {mark}{fault.line.replace('|', '/')}{mark} | {fault.lost} | {fault.code} |"
 
 
 def table() -> str:
