@@ -118,9 +118,9 @@ class Job:
         """Return the elements at a multiple of which parameters begin: a block where values are quantised."""
         return ALIGNMENT if self.parameter_bits is None and self.gradient_bits is None else BLOCK
 
-    def units(self, parts: Sequence[range] | None = None) -> list[UnitSize]:
+    def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
         """Return the units of some parts of the model's path, on a tensor rank; see `states.units`."""
-        return units(self.shape, self.tensor, parts, self.tile, self.alignment)
+        return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.tile, self.alignment)
 
     @property
     def shard(self) -> int:

@@ -36,7 +36,7 @@ from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.machines import Machine
 from megazero.plan.peak import peak
 from megazero.plan.pool import pool
-from megazero.plan.states import UnitSize, states
+from megazero.plan.states import states
 
 HOST, DISK = "host_", "nvme_"  # begin the categories of what is offloaded
 _ALIGNED = 16  # bytes, of a tensor among those that are packed
@@ -71,16 +71,14 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     """
     stages = job.layers.of_rank(rank)
     sizes = job.units(list(stages.values()))
+    shares = [unit.padded(job.shard) // job.shard for unit in sizes]
     held = states(sizes, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
-        each = sum(
-            sent_bytes(unit.padded(job.shard) // job.shard, job.parameter_bits, job.bytes.parameter) for unit in sizes
-        )
+        each = sum(sent_bytes(share, job.parameter_bits, job.bytes.parameter) for share in shares)
         held["secondary"] = each * job.shard // job.secondary_ranks
     if job.error_feedback:
-        each = sum(unit.padded(job.shard) for unit in sizes) // job.shard
-        held["residuals"] = (job.shard - 1) * each * job.bytes.gradient
+        held["residuals"] = (job.shard - 1) * sum(shares) * job.bytes.gradient
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
@@ -88,7 +86,7 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     if job.graphs:
         held["graphs"] = 4 * kept_by_block(job.shape, job.micro, "full")
     held["activations"], cause = _activations(job, rank, stages, live, fused)
-    return RankMemory(_offloaded(job, sizes, held), cause)
+    return RankMemory(_offloaded(job, sum(shares), held), cause)
 
 
 def planned(job: Job, rank: int, machine: Machine) -> RankMemory:
@@ -174,8 +172,7 @@ class _Walk:
         """Return the bytes kept between forward and backward."""
         job, micro = self.job, self.job.micro
         each = kept_by_block(job.shape, micro, job.recompute) if job.recompute != "full" else 0
-        stream = kept_by_block(job.shape, micro, "full")
-        head = 2 * stream + logits(job.shape, micro) if self._head else 0
+        head = 2 * kept_by_block(job.shape, micro, "full") + logits(job.shape, micro) if self._head else 0
         return self._blocks * each + head
 
     @cached_property
@@ -192,8 +189,7 @@ class _Walk:
         """
         job = self.job
         tokens = job.shape.seq_len * job.micro_batch * job.bytes.parameter
-        still_there = tokens * job.shape.ffn // job.tensor  # what the last product was made from, and its gradient
-        still_there += tokens * job.shape.hidden
+        still_there = tokens * (job.shape.ffn // job.tensor + job.shape.hidden)  # the last product's input, gradient
         first, last = self._peak(self._blocks, head=False), self._peak(1, head=False)
         others = self.noted - self._noted_by_block
         return max((self._noted_by_head + first[0] + still_there, first[1]), (others + last[0] + still_there, last[1]))
@@ -231,9 +227,8 @@ class _Walk:
         )
 
 
-def _offloaded(job: Job, sizes: list[UnitSize], held: dict[str, int]) -> dict[str, int]:
+def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:
     found, item = dict(held), job.bytes
-    share = sum(unit.padded(job.shard) for unit in sizes) // job.shard
     if item.master == item.parameter and not job.one_home:  # else parameters are their own masters
         found["optimizer"] += item.master * share
     if job.parameters_away:

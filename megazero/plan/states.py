@@ -14,6 +14,7 @@ p = m parameters are their own masters and k = 2 m, else k = 3 m):
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from megazero.base.tiles import tile_rows
 from megazero.plan.model import ModelShape
@@ -45,10 +46,7 @@ class Bytes:
 
     @property
     def moved_by_update(self) -> int:
-        """Return the bytes that an update reads and writes of one element.
-
-        Moments and master in and out, the gradient in, the parameter out where it is not its own master.
-        """
+        """Return the bytes that an update moves of one element: moments and master in and out, gradient, parameter."""
         return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
 
 
@@ -69,37 +67,39 @@ class UnitSize:
     alignment: int = ALIGNMENT
     weight: str = ""
 
-    @property
+    @cached_property
     def tail(self) -> int:
         """Return the element of the flat buffer from which on it is whole on every tensor rank."""
         return sum(aligned(numel, alignment=self.alignment) for numel in self.split)
 
+    @cached_property
+    def end(self) -> int:
+        """Return the element of the flat buffer at which what is no multiple of a shard ends."""
+        return self.tail + sum(aligned(numel, alignment=self.alignment) for numel in self.whole)
+
     def padded(self, shard: int) -> int:
         """Return the elements of the flat buffer that `shard` ranks share."""
-        whole = sum(aligned(numel, alignment=self.alignment) for numel in self.whole)
-        return aligned(self.tail + whole, shard, self.alignment)
+        return aligned(self.end, shard, self.alignment)
 
 
+@cache  # a search asks for those of the same parts thousands of times
 def units(
     shape: ModelShape,
     tensor: int,
-    parts: Sequence[range] | None = None,
+    parts: tuple[range, ...] | None = None,
     tile: int | None = None,
     alignment: int = ALIGNMENT,
-) -> list[UnitSize]:
+) -> Sequence[UnitSize]:
     """Return the units of some parts of the model's path (0 the embedding, the last the head), in forward order.
 
     Args:
         parts: None: all.
         tile: elements of the largest weight of a block that is not cut into tiles, which are units; None: none is.
-        alignment: every parameter begins at a multiple of so many elements.
     """
-    paths = parts or [range(shape.layers + 2)]
-    own = {i for path in paths for i in path}
+    own = {i for path in parts or [range(shape.layers + 2)] for i in path}
     vocabulary = (-(-shape.vocab // tensor) * shape.hidden,)
     own_vocabulary = () if shape.tied else vocabulary
-    ends = own & {0, shape.layers + 1}
-    found = [UnitSize("tied", vocabulary, (), alignment)] if shape.tied and ends else []
+    found = [UnitSize("tied", vocabulary, (), alignment)] if shape.tied and own & {0, shape.layers + 1} else []
     if 0 in own:
         positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
         found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
@@ -107,7 +107,7 @@ def units(
         found += _block(shape, tensor, i - 1, tile, alignment)
     if shape.layers + 1 in own:
         found.append(UnitSize("head", own_vocabulary, _norm(shape), alignment))
-    return [unit for unit in found if unit.split or unit.whole]
+    return tuple(unit for unit in found if unit.split or unit.whole)
 
 
 def _norm(shape: ModelShape) -> tuple[int, ...]:

@@ -153,7 +153,10 @@ def test_a_machine_without_a_peak() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(UserError, match=r"MZ-341 .*the least is .* GB of 32\.\d and of the host .*; more devices"):
+    with pytest.raises(
+        UserError,
+        match=r"MZ-341 .*the least is .* GB of 32\.\d, of the host .*, of the disks 2,\d+\.\d GB of 1,756\.2; more",
+    ):
         find(load("gpt1t", ["batch.micro=1", "precision.dtype=fp16"]), 8, MACHINES["v100-32gb"])
     with pytest.raises(UserError, match=r"MZ-341 .*batch\.global 256 cannot be spread over 257 ranks evenly"):
         find(load("gpt13b"), 257, MACHINES["a100-80gb"])

@@ -9,7 +9,7 @@ Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what mu
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -21,8 +21,6 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.build.job import job_of, laid_out
 from megazero.build.pipeline import check_world
-from megazero.config.file import flatten
-from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config
 from megazero.launcher.interruption import Interruption
 from megazero.launcher.scratch import scratch_folder
@@ -34,6 +32,7 @@ from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
 from megazero.tools.certify.training import Plant, nothing, settings, train_rank
+from megazero.tools.planning.permission import permission
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
 OFFLOADS = [
@@ -76,7 +75,7 @@ class Row(Certified):
 
 def layouts_of(config: Config, max_ranks: int) -> list[Job]:
     """Return the config's job in all layouts of 2 to `max_ranks` ranks that the config admits."""
-    alone = alone_of(config)
+    alone, admits = alone_of(config), admission(config)
     sizes = range(1, max_ranks + 1)
     grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
     found = []
@@ -101,7 +100,7 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
             sharded |= {"secondary_ranks": secondary_ranks, "tensor_chunks": tensor_chunks}
             layout = replace(spread, **pipelined, **sharded, **memory, **offload)
             both = (layout, in_tiles(layout)) if _may_tile(layout) else (layout,)
-            found += [one for one in both if admits(config, one)]
+            found += [one for one in both if admits(one)]
     return found
 
 
@@ -291,17 +290,20 @@ def _configured(config: Config, layout: Job, folder: Path) -> Config:
     return changed.model_copy(update={"zero": changed.zero.model_copy(update={"offload": offload})})
 
 
-def admits(config: Config, layout: Job) -> bool:
-    """Return whether a config can be trained in a layout."""
-    changed = _configured(config, layout, Path("anywhere"))
-    values = flatten(changed)
-    if broken_relations(values) or broken_exclusions(values):
-        return False
-    try:
-        check_world(changed, layout.ranks)
-    except UserError:
-        return False
-    return True
+def admission(config: Config) -> Callable[[Job], bool]:
+    """Return a function that says whether a config can be trained in a layout."""
+    permits = permission(config)
+
+    def admits(layout: Job) -> bool:
+        if not permits(layout):
+            return False
+        try:
+            check_world(laid_out(config, layout), layout.ranks)
+        except UserError:
+            return False
+        return True
+
+    return admits
 
 
 def _options(layout: Job) -> dict[str, Any]:

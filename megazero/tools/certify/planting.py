@@ -15,7 +15,7 @@ from megazero.base.errors import UserError
 from megazero.config.schema import Config
 from megazero.launcher.interruption import Interruption
 from megazero.plan.job import Job
-from megazero.tools.certify.certify import Certificate, admits, alone_of
+from megazero.tools.certify.certify import Certificate, admission, alone_of
 from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault, scaled
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
@@ -61,8 +61,9 @@ def plant(
     """
     config = _suited(config)
     faults = [fault for fault in _faults(config) if fault.name in chosen]
+    admits = admission(config)
     for layout in _layouts(config):
-        if not admits(config, layout):
+        if not admits(layout):
             what = f"the config cannot be trained as {layout}, into which faults are planted"
             raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
     for dtype in DTYPES:

@@ -10,8 +10,6 @@ from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.build.job import job_of, options_of
-from megazero.config.file import flatten
-from megazero.config.rules import broken_exclusions, broken_relations
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.activations import logits
@@ -24,6 +22,7 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
+from megazero.tools.planning.permission import permission
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
@@ -136,14 +135,8 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     """
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
     job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False, graphs=False)
-    values = flatten(config)
-
-    def allowed(layout: Job) -> bool:
-        changed = values | options_of(layout)
-        return not broken_relations(changed) and not broken_exclusions(changed)
-
     _check_peak(config, machine)
-    found = search(job, ranks, machine, allowed)
+    found = search(job, ranks, machine, permission(config))
     if not found.best:
         raise UserError(341, *_shortage(found, job, ranks, machine), where="plan")
     return found
@@ -155,10 +148,11 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
     if near is None:
         sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"
         return f"{sizes} cannot be spread over {ranks} ranks evenly", "another number of ranks or another batch.global"
-    need = f"{near.fullest.peak / 1e9:,.1f} GB of {usable(machine) / 1e9:,.1f}"
-    host = f"{near.fullest.host / 1e9:,.1f} GB of {machine.host_memory_bytes / 1e9:,.1f}"
-    what = f"{shape.parameters() / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {need} and of the host"
-    return f"{what} {host}", "more devices, or larger ones"
+    needs = [("", near.fullest.peak, usable(machine)), ("of the host ", near.fullest.host, machine.host_memory_bytes)]
+    needs += [("of the disks ", near.fullest.disk, machine.disk_bytes)] if near.fullest.disk else []
+    least = ", ".join(f"{where}{need / 1e9:,.1f} GB of {there / 1e9:,.1f}" for where, need, there in needs)
+    what = f"{shape.parameters() / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {least}"
+    return what, "more devices, or larger ones"
 
 
 def as_json(found: Plan) -> dict[str, Any]:

@@ -1,0 +1,20 @@
+"""Say which layouts the rules of options permit, for those who try all layouts."""
+
+from collections.abc import Callable
+
+from megazero.build.job import options_of
+from megazero.config.file import flatten
+from megazero.config.rules import broken_exclusions, broken_relations
+from megazero.config.schema import Config
+from megazero.plan.job import Job
+
+
+def permission(config: Config) -> Callable[[Job], bool]:
+    """Return a function that says whether the rules permit the config to be laid out as a job is."""
+    values = flatten(config)
+
+    def permits(layout: Job) -> bool:
+        changed = values | options_of(layout)
+        return not broken_relations(changed) and not broken_exclusions(changed)
+
+    return permits
