@@ -31,6 +31,7 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
+from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.memory import memory
 from megazero.plan.time import step_time
@@ -61,6 +62,14 @@ class Layout:
     def config(self) -> Config:
         options = [*(f"model.{size}" for size in BASE), "batch.global=4", "batch.micro=4", *self.options]
         return load("tiny", options)
+
+    def job(self) -> Job:
+        return job_of(self.config(), self.ranks)
+
+    def planned_bytes(self) -> int:
+        """Return the bytes of the fullest rank."""
+        job = self.job()
+        return max(memory(job, rank).peak for rank in range(job.pipeline))
 
 
 def _on_two(name: str, *options: str) -> Layout:
@@ -147,11 +156,9 @@ def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
     machines = {count: faster(before[count], measured_machine(count)) for count in ranks}
     found = []
     for layout in layouts:
-        job = job_of(layout.config(), layout.ranks)
-        most = max(memory(job, rank).peak for rank in range(job.pipeline))
         seconds, size, foreign = real[layout.name]
-        planned = step_time(job, machines[layout.ranks]).step_s
-        found.append(Compared(layout.name, layout.ranks, planned, seconds, most, size, foreign))
+        planned = step_time(layout.job(), machines[layout.ranks]).step_s
+        found.append(Compared(layout.name, layout.ranks, planned, seconds, layout.planned_bytes(), size, foreign))
     return found
 
 
