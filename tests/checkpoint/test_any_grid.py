@@ -65,11 +65,16 @@ COVER = {
     **{name: tuple(dict.fromkeys([name, *list(LAYOUTS)[k :: len(READERS)]])) for k, name in enumerate(READERS)},
 }
 
+QUICK = ("one", "tp2-dp2-stage3-tiles", "pp2-interleaved-dp2-stage2")
+
 
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        *(pytest.param(name, others, id=f"{name}-{len(others)}") for name, others in COVER.items()),
+        *(
+            pytest.param(name, others, id=f"{name}-{len(others)}", marks=() if name in QUICK else pytest.mark.full)
+            for name, others in COVER.items()
+        ),
         *(pytest.param(n, tuple(LAYOUTS), id=n, marks=pytest.mark.full) for n in LAYOUTS if n != "one"),
     ],
 )

@@ -20,7 +20,8 @@ def tmp_path() -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("kills", "ranks", "seed"),
     [
-        (12, 2, 1),
+        (5, 2, 1),
+        pytest.param(12, 2, 1, marks=pytest.mark.full),
         pytest.param(740, 2, 2, marks=pytest.mark.full),
         pytest.param(150, 1, 3, marks=pytest.mark.full),
         pytest.param(50, 4, 4, marks=pytest.mark.full),

@@ -276,8 +276,14 @@ def spoil(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("background", ["false", "true"])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    ("bad", "background"),
+    [
+        (0, "true"),
+        (1, "false"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, "false"), (1, "true"))),
+    ],
+)
 def test_the_rank_whose_disk_is_full_is_named(
     tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd, bad: int, background: str
 ) -> None:

@@ -41,7 +41,13 @@ def edit(folder: Path, change: Callable[[Manifest], dict[str, Any]]) -> None:
     (folder / FILE_NAME).write_bytes(manifest.model_copy(update=change(manifest)).to_bytes())
 
 
-@pytest.mark.parametrize("last", ["batch: {global: 2}", "model: {seq_len: 16}", "optimizer: {lr: 5e-4}"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "batch: {global: 2}",
+        *(pytest.param(text, marks=pytest.mark.full) for text in ("model: {seq_len: 16}", "optimizer: {lr: 5e-4}")),
+    ],
+)
 def test_a_run_whose_last_stage_ended_with_it_gets_longer(
     tiny_data: TinyData, paths, tmp_path: Path, last: str
 ) -> None:

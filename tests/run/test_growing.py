@@ -156,7 +156,7 @@ def test_when_a_document_of_a_shard_was_seen(grown, capsys) -> None:
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("step", [0, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("step", [3, 7, *(pytest.param(step, marks=pytest.mark.full) for step in (0, 2, 4, 6))])
 def test_a_restart_reads_the_same_lists(tiny_data: TinyData, grown, tmp_path: Path, step: int) -> None:
     """At a boundary and between, though the folder has more by now; also without the run's own file."""
     run, line = grown

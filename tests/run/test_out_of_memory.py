@@ -61,6 +61,7 @@ sys.exit(main(line))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 def test_a_model_that_fits_only_with_pa(tiny_data: TinyData, tmp_path: Path) -> None:
     def run(limit: int, name: str, *options: str):
