@@ -167,6 +167,12 @@ def _kept(size: int) -> _Ranks:
     return _KEPT[size]
 
 
+def end_kept_ranks() -> None:
+    """End the ranks that wait for calls, for a test that needs their memory."""
+    while _KEPT:
+        _KEPT.popitem()[1].end()
+
+
 def _pickled(call: Call) -> bytes | None:
     try:
         return pickle.dumps(call)
