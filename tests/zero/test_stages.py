@@ -120,12 +120,13 @@ def test_traffic_is_the_formula(tensor: int, data: int, stage: int, accumulation
         }
 
 
-def resident() -> int:
-    """Bytes, after everything that can be given back has been."""
+def resident(kind: str) -> int:
+    """Bytes of a kind of proc(5), after everything that can be given back has been."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith(f"{kind}:"))
+    return int(line.split()[1]) * 1024
 
 
 HALF_A_BILLION = replace(
@@ -136,7 +137,7 @@ HALF_A_BILLION = replace(
 def born(grid: Grid) -> tuple[int, int, int, int]:
     """Parameters of the model; of this rank, bytes that it keeps, most bytes allocated on the way, resident bytes."""
     layout = job_on(1, grid["data"].size, stage=3)
-    before = resident()
+    before = resident("VmRSS")
     with Allocations() as counted:
         rank = Rank(grid, layout, HALF_A_BILLION, FP32)
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
@@ -182,7 +183,7 @@ def many_steps(
             rank.engine.gather.unshard(rank.engine.units)
             rank.engine.gather.reshard(rank.engine.units)
             held.append({category: held.now for category, held in ledger.bytes.items()})
-            resident_at.append(resident())
+            resident_at.append(resident("RssAnon"))  # pages of files come and go where the machine is short of memory
             memory_at.append(memory())
     return [held[0], held[-1]], min(resident_at[2:]) - resident_at[1], memory_at[0], memory_at[-1]
 
