@@ -65,6 +65,7 @@ COVER = {
     **{name: tuple(dict.fromkeys([name, *list(LAYOUTS)[k :: len(READERS)]])) for k, name in enumerate(READERS)},
 }
 
+# Of the quick half: what one process reads, tiles, and a pipeline.
 QUICK = ("one", "tp2-dp2-stage3-tiles", "pp2-interleaved-dp2-stage2")
 
 

@@ -11,7 +11,7 @@ from megazero.data.sampler import window_of
 SEEDS = [11, 22, 33, 44]
 
 
-@settings(max_examples=10)  # each asks for every window by itself
+@settings(max_examples=30)  # each asks for every window by itself
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=3), st.integers(1, 8))
 def test_each_window_comes_once_in_a_pass(grows: list[tuple[int, int]], windows: int) -> None:
     """What is left of a pass and what is new are one pass; passes of all windows follow."""

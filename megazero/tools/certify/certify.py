@@ -32,7 +32,7 @@ from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
 from megazero.tools.certify.training import Plant, nothing, settings, train_rank
-from megazero.tools.planning.permission import permission
+from megazero.tools.planning.allowed import allowed_by_rules
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
 OFFLOADS = [
@@ -292,10 +292,10 @@ def _configured(config: Config, layout: Job, folder: Path) -> Config:
 
 def admission(config: Config) -> Callable[[Job], bool]:
     """Return a function that says whether a config can be trained in a layout."""
-    permits = permission(config)
+    allowed = allowed_by_rules(config)
 
     def admits(layout: Job) -> bool:
-        if not permits(layout):
+        if not allowed(layout):
             return False
         try:
             check_world(laid_out(config, layout), layout.ranks)

@@ -22,7 +22,7 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
-from megazero.tools.planning.permission import permission
+from megazero.tools.planning.allowed import allowed_by_rules
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
@@ -136,7 +136,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
     job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False, graphs=False)
     _check_peak(config, machine)
-    found = search(job, ranks, machine, permission(config))
+    found = search(job, ranks, machine, allowed_by_rules(config))
     if not found.best:
         raise UserError(341, *_shortage(found, job, ranks, machine), where="plan")
     return found

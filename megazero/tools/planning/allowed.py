@@ -1,4 +1,4 @@
-"""Say which layouts the rules of options permit, for those who try all layouts."""
+"""Say which layouts the rules of options allow, for those who try all layouts."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from megazero.config.schema import Config
 from megazero.plan.job import Job
 
 
-def permission(config: Config) -> Callable[[Job], bool]:
-    """Return a function that says whether the rules permit the config to be laid out as a job is."""
+def allowed_by_rules(config: Config) -> Callable[[Job], bool]:
+    """Return a function that says whether the rules allow the config to be laid out as a job is."""
     values = flatten(config)
 
-    def permits(layout: Job) -> bool:
+    def allowed(layout: Job) -> bool:
         changed = values | options_of(layout)
         return not broken_relations(changed) and not broken_exclusions(changed)
 
-    return permits
+    return allowed
