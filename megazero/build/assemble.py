@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.base.tiles import tile_elements
 from megazero.build.job import job_of
 from megazero.build.pipeline import layers_of
 from megazero.build.recompute import recompute
-from megazero.build.tiles import give_access
 from megazero.build.units import axes_of, build_units, offload_of, quantizers_of
 from megazero.build.upload import Upload
 from megazero.comm.context import CommContext
@@ -72,10 +70,8 @@ def neighbours_of(config: Config) -> int | None:
     return config.zero.shard_ranks or config.zero.secondary_ranks
 
 
-def build_model(
-    config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None, tile: int | None = None
-) -> Transformer:
-    """Build the model on the meta device: no memory, any size. Without `tensor` and `tile` every matrix is whole."""
+def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
+    """Build the model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
     return Transformer(
         Shape(**{field.name: getattr(config.model, field.name) for field in fields(Shape)}),
         seed=config.run.seed,
@@ -83,7 +79,6 @@ def build_model(
         sequence=config.parallel.sequence,
         ops=ops,
         chunks=config.parallel.tensor_chunks,
-        tile=tile,
     )
 
 
@@ -160,11 +155,10 @@ def build_engine(
         ops=update_ops,
         offload=offload,
     )
-    tiles = give_access(model, units, engine.gather)
     for gradients, parts in zip(engine.stages, stages, strict=True):
         last = parts.stop == len(model.layers)
         own = [model.layers[i] for i in parts]
-        around = [[name for name in on_path[i] if name not in tiles] for i in parts]
+        around = [on_path[i] for i in parts]
         sharded = engine.shard_layers(gradients, own, around, keep_last=last, recomputed=recomputed)
         model.layers[parts.start : parts.stop] = sharded
     return engine
@@ -219,7 +213,7 @@ def assemble(
     """Build the same with initial values of another seed; None: with anything in its memory."""
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
     stages = layers.of_rank(grid["pipeline"].rank)
-    model = build_model(config, ops, grid["tensor"], tile_elements(config.zero.tile_mb, precision.parameters.itemsize))
+    model = build_model(config, ops, grid["tensor"])
     offload = offload_of(config, host, disks)
     updates_there = offload is not None and offload.optimizer is not None
     recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, disks)

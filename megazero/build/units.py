@@ -11,7 +11,6 @@ import torch
 
 from megazero.base.doing import doing
 from megazero.build.job import BITS
-from megazero.build.tiles import tile_of
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
@@ -108,11 +107,7 @@ def build_units(
             unit = Unit(layout, axes(name), precision, device, pools, offload, ops=ops, **told)
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
-            parameters = unit.make_parameters()
-            if (tile := tile_of(members)) is None:
-                model.materialise(parameters)
-            else:
-                tile.materialise(*parameters.values())
+            model.materialise(unit.make_parameters())
             units.append(unit)
             progress.advance()
     return units

@@ -27,6 +27,7 @@ from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
 from megazero.config import changes, rules
 from megazero.config.nearest import nearest, sections_of
+from megazero.config.removed import drop_removed
 from megazero.config.schema import Config, resolved
 from megazero.config.stages import SECTIONS, effective
 
@@ -74,14 +75,17 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
             source.where |= over.where
         else:
             _override(override, source)
-    faults = list(_unknown_keys(source))
+    faults = [
+        UserError(104, f"{key} does not exist any more", do, where=source.locate(key))
+        for key, do in drop_removed(source.values)
+    ]
+    faults += _unknown_keys(source)
     try:
         config = resolved(Config.model_validate(source.values))
     except ValidationError as error:
         raise FaultList(faults + _wrong_values(error, source)) from None
-    violations = list(_violations(config, source))
-    if violations:
-        raise FaultList(violations)
+    if faults := faults or list(_violations(config, source)):
+        raise FaultList(faults)
     return config
 
 

@@ -63,11 +63,6 @@ def _homes(v: Values) -> tuple[str, str, str]:
     return v["zero.offload.optimizer"], v["zero.offload.parameters"], v["memory.offload"]
 
 
-def _row_mb(v: Values) -> float:
-    """Return the MiB of a row of a block's weights, each of which has `model.hidden` columns."""
-    return v["model.hidden"] * {"fp64": 8, "fp32": 4}.get(v["precision.dtype"], 2) / 2**20
-
-
 def _names(v: Values, *options: str) -> list[str]:
     return [each["name"] for option in options for each in v[option] or ()]
 
@@ -180,20 +175,6 @@ RELATIONS: tuple[Relation, ...] = (
         "take zero.secondary_ranks=null: only parameters that rest sharded over all are gathered again",
     ),
     Relation(
-        ("zero.tile_mb", "zero.stage", "parallel.tensor_chunks"),
-        "zero.stage == 3 and parallel.tensor_chunks == 1 with zero.tile_mb",
-        lambda v: v["zero.tile_mb"] is None or (v["zero.stage"] == 3 and v["parallel.tensor_chunks"] == 1),
-        lambda v: f"zero.stage {v['zero.stage']}, parallel.tensor_chunks {v['parallel.tensor_chunks']}",
-        "take zero.tile_mb=null, or parameters that rest sharded (zero.stage=3) and products in one chunk of rows",
-    ),
-    Relation(
-        ("zero.tile_mb", "model.hidden", "precision.dtype"),
-        "zero.tile_mb >= a row of a weight, model.hidden elements",
-        lambda v: v["zero.tile_mb"] is None or v["zero.tile_mb"] >= _row_mb(v),
-        lambda v: f"{v['zero.tile_mb']} < {_row_mb(v):.3g} MiB",
-        "raise zero.tile_mb",
-    ),
-    Relation(
         ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters", "memory.offload"),
         "zero.offload.path given with nvme",
         lambda v: bool(v["zero.offload.path"]) or "nvme" not in _homes(v),
@@ -301,14 +282,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         (None,),
         "codes are added in the dtype of accumulation",
     ),
-    Exclusion("zero.quantize.parameters", ("int8",), "zero.tile_mb", (None,), "a tile's codes would have other scales"),
-    Exclusion(
-        "zero.quantize.gradients",
-        ("int8", "int4"),
-        "zero.tile_mb",
-        (None,),
-        "a tile's codes would have other scales",
-    ),
     Exclusion(
         "zero.quantize.error_feedback",
         (True,),
@@ -336,7 +309,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("memory.cuda_graphs", (True,), "memory.recompute", ("full",), "a graph computes its activations again"),
     Exclusion("memory.cuda_graphs", (True,), "parallel.tensor", (1,), "sums over ranks are not recorded"),
     Exclusion("memory.cuda_graphs", (True,), "model.dropout", (0.0,), "a graph's masks would always be the same"),
-    Exclusion("memory.cuda_graphs", (True,), "zero.tile_mb", (None,), "what a block gathers inside is not recorded"),
     Exclusion("memory.cuda_graphs", (True,), "data.mask_eod", (False,), "documents have other lengths in each batch"),
     Exclusion("memory.cuda_graphs", (True,), "parallel.pipeline", (1,), "to record waits for messages under way"),
     Exclusion(

@@ -157,10 +157,6 @@ class Zero(Section):
         default=None,
         description="Neighbouring data ranks that keep a second shard of parameters (hpZ); null: none do.",
     )
-    tile_mb: Annotated[float, Field(gt=0, le=2**20)] | None = Field(
-        default=None,
-        description="Larger weights of a block are gathered and used in tiles, one by one, MiB; null: none are.",
-    )
     quantize: Quantize = Field(default_factory=Quantize, description="What is rounded to integers on its way (ZeRO++).")
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
 

@@ -88,7 +88,6 @@ class Attention(nn.Module):
     Args:
         rotary: None with learned positions.
         out_std: initial std of the output projection (scaled down with depth as in GPT-2).
-        tile: of both projections, as of `ColumnLinear`.
 
     Attributes:
         core: what lies between the projections. The builder replaces it where it is to be computed again in backward.
@@ -106,15 +105,14 @@ class Attention(nn.Module):
         rotary: Rotary | None,
         out_std: float,
         region: Region,
-        tile: int | None = None,
     ):
         super().__init__()
         assert hidden % heads == 0 and heads % kv_heads == 0 and kv_heads % region.axis.size == 0
         self.head_dim = hidden // heads
         self.queries_per_group = heads // kv_heads
         rows = kv_heads * (self.queries_per_group + 2) * self.head_dim
-        self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region, tile=tile)
-        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region, tile=tile)
+        self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
+        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region)
         self.rotary = rotary
         self.core: Callable[[Tensor, BatchContext], Tensor] = self._core
         self.variable_length: VariableLength | None = None

@@ -18,7 +18,6 @@ from megazero.model.linear import ColumnProducts, RowProduct
 from megazero.model.mlp import GeluMlp, SwigluMlp
 from megazero.model.norm import Norm
 from megazero.model.tape import Tape, apply
-from megazero.model.tiles import TiledColumnProducts, TiledRowProduct
 
 
 class Block(nn.Module):
@@ -48,7 +47,7 @@ class _BeforeCore:
     That is handed on here, so that the gradients that reach x by both ways are added inside of the norm's backward.
     """
 
-    def __init__(self, norm: Norm, qkv: ColumnProducts | TiledColumnProducts):
+    def __init__(self, norm: Norm, qkv: ColumnProducts):
         self._norm, self._qkv, self.owners = norm, qkv, (*norm.owners, *qkv.owners)
 
     def run(self, tape: Tape, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +64,7 @@ class _BehindCore:
 
     def __init__(
         self,
-        out: RowProduct | TiledRowProduct,
+        out: RowProduct,
         norm: Norm,
         mlp: GeluMlp | SwigluMlp,
         dropouts: tuple[Dropout, Dropout],

@@ -10,10 +10,6 @@ Each parameter has two attributes beside those of torch:
     declaration     what the parameter is (`ParameterDeclaration`); the model sets it, `parameter.declare` does that
     gradient_slot   where its gradient goes (`GradientSlot`); the engine sets it, and without an engine there is none
 
-A weight may be cut along its first dimension into tiles that are units of their own, and are there only while a layer
-uses them. The parameter of such a unit has a third attribute, `tile_handle` (`TileHandle`), and the name of the weight
-that it is a part of: its declaration says which rows it has. The layer asks for each tile (`TileAccess`).
-
 A layer that uses a parameter must announce the use in forward (`Tape.use`) and deliver one gradient for it in backward
 (one of the slot's `add`). The engine never reads `.grad`: a gradient that is left there is lost, and the parameter
 trains on zeros.
@@ -58,36 +54,6 @@ class GradientSlot(Protocol):
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except in some rows: values[i] is added to row rows[i]."""
-        ...
-
-
-class TileAccess(Protocol):
-    """The way to a tile, which the engine gives it."""
-
-    def prefetch(self) -> None:
-        """Start to bring the tile, because it will be used soon."""
-        ...
-
-    def acquire(self) -> None:
-        """Wait until the tile is there."""
-        ...
-
-    def release(self) -> None:
-        """Let it go until it is asked for again."""
-        ...
-
-
-class TileHandle(Protocol):
-    """A tile as its layer sees it.
-
-    Attributes:
-        access: None: it is there all the time.
-    """
-
-    access: TileAccess | None
-
-    def materialise(self, weight: nn.Parameter) -> None:
-        """Put a parameter that has memory in the place of the declared one."""
         ...
 
 
@@ -146,10 +112,7 @@ class Model(Protocol):
         ...
 
     def units_of_layers(self) -> list[list[str]]:
-        """Return for each layer the names of the units that it uses, in forward order; without parameters it uses none.
-
-        Those of tiles are among them.
-        """
+        """Return for each layer the names of the units that it uses, in forward order."""
         ...
 
     def materialise(self, parameters: Mapping[str, nn.Parameter]) -> None:

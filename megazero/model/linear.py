@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from megazero.comm.regions import Region
 from megazero.model.parameter import declare
 from megazero.model.tape import Owner, Tape
-from megazero.model.tiles import TiledColumnProducts, TiledRowProduct, cut
 
 
 class ColumnProducts:
@@ -153,39 +152,23 @@ def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | 
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs].
+    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
 
-    Args:
-        tile: elements of the largest weight that stays whole; None: any.
-
-    Attributes:
-        tiles: those of the weight, which then never has memory itself; none where it stays whole.
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region, tile: int | None = None):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()
         self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,), axis=region.axis) if bias else None
-        self.tiles = cut(self.weight, tile)
-        self.product = column_products(region, self)
+        self.product = ColumnProducts(region, self._parameters)
 
 
 class RowLinear(nn.Module):
     """A linear layer whose inputs are split over the tensor axis: weight [inputs, outputs].
 
-    The bias [outputs] is whole on every rank. Arguments and attributes as of `ColumnLinear`.
+    The bias [outputs] is whole on every rank.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region, tile: int | None = None):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()
         self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,)) if bias else None
-        self.tiles, owner = cut(self.weight, tile), self._parameters
-        self.product = TiledRowProduct(region, self.tiles, owner) if self.tiles else RowProduct(region, owner)
-
-
-def column_products(region: Region, *layers: ColumnLinear) -> ColumnProducts | TiledColumnProducts:
-    """Return the products of one input by the weights of some layers, which are all of one shape."""
-    if layers[0].tiles:
-        return TiledColumnProducts(region, *((layer.tiles, layer._parameters) for layer in layers))
-    return ColumnProducts(region, *(layer._parameters for layer in layers))
+        self.product = RowProduct(region, self._parameters)

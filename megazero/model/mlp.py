@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
 from megazero.model.embedding import INITIAL_STD
-from megazero.model.linear import ColumnLinear, RowLinear, column_products
+from megazero.model.linear import ColumnLinear, ColumnProducts, RowLinear
 from megazero.model.parameter import declare
 from megazero.model.tape import Tape
 
@@ -19,21 +19,11 @@ from megazero.model.tape import Tape
 class GeluMlp(nn.Module):
     """The MLP down(gelu(up(x))), with the first bias added inside the activation, which saves a pass over its input."""
 
-    def __init__(
-        self,
-        hidden: int,
-        ffn: int,
-        *,
-        bias: bool,
-        out_std: float,
-        region: Region,
-        ops: Operations,
-        tile: int | None = None,
-    ):
+    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations):
         super().__init__()
-        self.up = ColumnLinear(hidden, ffn, bias=False, std=INITIAL_STD, region=region, tile=tile)
+        self.up = ColumnLinear(hidden, ffn, bias=False, std=INITIAL_STD, region=region)
         self.up_bias = declare((ffn,), axis=region.axis) if bias else None
-        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region, tile=tile)
+        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
         self._inward, self._outward, self._ops = self.up.product, self.down.product, ops
         self.owners = (*self._inward.owners, self._parameters, *self._outward.owners)
 
@@ -64,22 +54,12 @@ class SwigluMlp(nn.Module):
     It keeps gate and up for its backward, which computes silu(gate) again.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        ffn: int,
-        *,
-        bias: bool,
-        out_std: float,
-        region: Region,
-        ops: Operations,
-        tile: int | None = None,
-    ):
+    def __init__(self, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations):
         super().__init__()
-        self.gate = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region, tile=tile)
-        self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region, tile=tile)
-        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region, tile=tile)
-        self._inward = column_products(region, self.gate, self.up)
+        self.gate = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
+        self.up = ColumnLinear(hidden, ffn, bias=bias, std=INITIAL_STD, region=region)
+        self.down = RowLinear(ffn, hidden, bias=bias, std=out_std, region=region)
+        self._inward = ColumnProducts(region, self.gate._parameters, self.up._parameters)
         self._outward, self._ops = self.down.product, ops
         self.owners = (*self._inward.owners, *self._outward.owners)
 
@@ -98,16 +78,8 @@ class SwigluMlp(nn.Module):
 
 
 def make_mlp(
-    kind: str,
-    hidden: int,
-    ffn: int,
-    *,
-    bias: bool,
-    out_std: float,
-    region: Region,
-    ops: Operations,
-    tile: int | None = None,
+    kind: str, hidden: int, ffn: int, *, bias: bool, out_std: float, region: Region, ops: Operations
 ) -> GeluMlp | SwigluMlp:
-    """Return the MLP of a kind, "gelu" or "swiglu"; `tile` as of `ColumnLinear`."""
+    """Return the MLP of a kind, "gelu" or "swiglu"."""
     made = {"gelu": GeluMlp, "swiglu": SwigluMlp}[kind]
-    return made(hidden, ffn, bias=bias, out_std=out_std, region=region, ops=ops, tile=tile)
+    return made(hidden, ffn, bias=bias, out_std=out_std, region=region, ops=ops)

@@ -22,7 +22,7 @@ from megazero.model.block import Block
 from megazero.model.contract import TIED, Layer, UnitDeclaration
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
-from megazero.model.linear import ColumnLinear, ColumnProducts, RowLinear
+from megazero.model.linear import ColumnProducts
 from megazero.model.loss import token_losses
 from megazero.model.mlp import make_mlp
 from megazero.model.norm import Norm, make_norm
@@ -95,7 +95,6 @@ class Transformer(nn.Module):
         sequence: between the matrices, the sequence is split over it too.
         chunks: of what is gathered and summed over it in forward (`Region`).
         ops: the kernels to use.
-        tile: elements of the largest weight of a block that is not cut into tiles; None: none is.
 
     Attributes:
         rotary: the rotary positions that all blocks share; None with learned ones.
@@ -111,7 +110,6 @@ class Transformer(nn.Module):
         sequence: bool,
         ops: Operations,
         chunks: int = 1,
-        tile: int | None = None,
     ):
         super().__init__()
         self.shape, self.tensor, self.ops = shape, tensor, ops
@@ -120,9 +118,7 @@ class Transformer(nn.Module):
             self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
         embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
-        blocks = (
-            _block(shape, i, self.rotary, seed=seed, region=block, ops=ops, tile=tile) for i in range(shape.layers)
-        )
+        blocks = (_block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
         self.blocks = nn.ModuleList(blocks)
         self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
@@ -162,33 +158,22 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.tokens.weight
 
     def units(self) -> list[UnitDeclaration]:
-        """Return the units in forward order.
-
-        The tied weight, if there is one, the embedding, each block with its tiles behind it, the head.
-        """
+        """Return the units in forward order: the tied weight, if there is one, the embedding, each block, the head."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         tied = [(TIED, [(names[p], p) for p in self._tied()])] if self._tied() else []
-        return tied + [unit for part in self._units_of_parts() for unit in part]
+        return tied + [unit for unit in self._own_units() if unit[1]]
 
     def units_of_layers(self) -> list[list[str]]:
         """Return for each layer the names of the units that it uses."""
-        tied, parts = [TIED] * len(self._tied()), self._units_of_parts()
-        return [tied * (part is parts[0] or part is parts[-1]) + [name for name, _ in part] for part in parts]
+        tied, own = [TIED] * len(self._tied()), self._own_units()
+        ends = (0, len(own) - 1)
+        return [tied * (i in ends) + [name] * bool(members) for i, (name, members) in enumerate(own)]
 
-    def _units_of_parts(self) -> list[list[UnitDeclaration]]:
-        """Return the units of each part of the path, without the tied weight."""
-        names, found = {parameter: name for name, parameter in self.named_parameters()}, []
-        for name, part in self._named_parts():
-            cut = _tiled(part)
-            elsewhere = {id(p) for p in (*self._tied(), *(linear.weight for linear in cut))}
-            whole = [(names[p], p) for p in part.parameters() if id(p) not in elsewhere]
-            tiles = [
-                (f"{names[linear.weight]}.{number}", [(names[linear.weight], tile.weight)])
-                for linear in cut
-                for number, tile in enumerate(linear.tiles)
-            ]
-            found.append([(name, whole)] * bool(whole) + tiles)
-        return found
+    def _own_units(self) -> list[UnitDeclaration]:
+        """Return a unit for each layer, without the tied weight; it may have no members."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        tied, found = {id(p) for p in self._tied()}, self._named_parts()
+        return [(name, [(names[p], p) for p in part.parameters() if id(p) not in tied]) for name, part in found]
 
     def _tied(self) -> list[nn.Parameter]:
         return [self.embedding.tokens.weight] if self.shape.tie_embeddings else []
@@ -196,11 +181,6 @@ class Transformer(nn.Module):
     def _named_parts(self) -> list[tuple[str, nn.Module]]:
         blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
         return [("embedding", self.embedding), *blocks, ("head", self.head)]
-
-
-def _tiled(part: nn.Module) -> list[ColumnLinear | RowLinear]:
-    """Return the linear layers of a part whose weights are cut, in forward order."""
-    return [inner for inner in part.modules() if isinstance(inner, ColumnLinear | RowLinear) and inner.tiles]
 
 
 def _block(
@@ -211,7 +191,6 @@ def _block(
     seed: int,
     region: Region,
     ops: Operations,
-    tile: int | None,
 ) -> Block:
     # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
     out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
@@ -223,7 +202,6 @@ def _block(
         rotary=rotary,
         out_std=out_std,
         region=region,
-        tile=tile,
     )
     mlp = make_mlp(
         shape.activation,
@@ -233,7 +211,6 @@ def _block(
         out_std=out_std,
         region=region,
         ops=ops,
-        tile=tile,
     )
     return Block(
         make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.base.quantized import BLOCK
-from megazero.base.tiles import tile_elements
 from megazero.plan.model import Micro, ModelShape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes, UnitSize, units
@@ -30,7 +29,6 @@ class Job:
         stage: of ZeRO, a row of `placements.STAGES`.
         shard_ranks: data ranks over which it shards; None: all.
         secondary_ranks: data ranks that keep a second shard of parameters; None: nobody does.
-        tile_mb: MiB of the largest weight of a block that is not cut into tiles; None: none is.
         micro_batch, global_batch: sequences.
         recompute: none | selective | full.
         partition, offload, disk_inputs: of the inputs that full recompute keeps (Pa, Pa+cpu, Pa+nvme).
@@ -57,7 +55,6 @@ class Job:
     stage: int = 1
     shard_ranks: int | None = None
     secondary_ranks: int | None = None
-    tile_mb: float | None = None
     micro_batch: int = 1
     global_batch: int = 1
     recompute: str = "none"
@@ -83,7 +80,6 @@ class Job:
         words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
         words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
         words += [f"secondary{self.secondary_ranks}"] * (self.secondary_ranks is not None)
-        words += [f"tiles{self.tile_mb}"] * (self.tile_mb is not None)
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
@@ -109,18 +105,13 @@ class Job:
         return Micro(self.micro_batch, self.tensor, self.sequence, self.bytes.parameter, self.dropout, self.documents)
 
     @property
-    def tile(self) -> int | None:
-        """Return the most elements of a weight of a block that is not cut into tiles; None: any number."""
-        return tile_elements(self.tile_mb, self.bytes.parameter)
-
-    @property
     def alignment(self) -> int:
         """Return the elements at a multiple of which parameters begin: a block where values are quantised."""
         return ALIGNMENT if self.parameter_bits is None and self.gradient_bits is None else BLOCK
 
     def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
         """Return the units of some parts of the model's path, on a tensor rank; see `states.units`."""
-        return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.tile, self.alignment)
+        return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.alignment)
 
     @property
     def shard(self) -> int:

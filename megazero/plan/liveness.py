@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from megazero.plan.job import Job
-from megazero.schedules.actions import Kind, before_forward
+from megazero.schedules.actions import Kind
 from megazero.schedules.catalogue import make
 
 
@@ -47,15 +46,6 @@ def liveness(schedule: str, ranks: int, micro_batches: int, chunks: int, rank: i
 def _enough(micro_batches: int, ranks: int, chunks: int) -> int:
     """Return as many micro-batches as show all that happens in a step of so many."""
     return min(micro_batches, 2 * ranks * (2 if chunks > 1 else 1))
-
-
-def embeds_ahead(job: Job) -> bool:
-    """Return whether the first stage's next forward comes right behind one of its backwards in a step.
-
-    Then the embedding's parameters are gathered beside the end of that backward (`zero/hooks.py`).
-    """
-    made = _made(job.schedule, job.pipeline, _enough(job.micro_batches, job.pipeline, job.chunks), job.chunks)
-    return any(stage == 0 for stage, _ in before_forward(made.ranks[made.rank_of[0]]))
 
 
 @cache

@@ -223,7 +223,6 @@ class _Walk:
             head=head,
             fused=self.fused,
             widened=job.bytes.gradient > job.bytes.parameter,
-            tile=job.tile,
         )
 
 

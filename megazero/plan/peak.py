@@ -21,13 +21,12 @@ elements of fp32 or wider, and K what a block keeps, in bytes beside what the ot
     norm         K - 2 f + n + 4 w   RMSNorm, not fused: as above; what the block's MLP kept is gone (3 f gated)
 
 Where gradients are wider than parameters, a weight's gradient is made in the narrow type first: loss, down and up have
-a matrix more, or a tile of it. With full recompute K is what the replayed block keeps, less its input, which lies in
+a matrix more. With full recompute K is what the replayed block keeps, less its input, which lies in
 the arena.
 """
 
 from collections.abc import Iterator
 
-from megazero.base.tiles import tile_rows
 from megazero.plan.activations import kept_by_block, logits
 from megazero.plan.model import Micro, ModelShape
 
@@ -41,7 +40,6 @@ def moments(
     head: bool,
     fused: bool,
     widened: bool,
-    tile: int | None = None,
 ) -> Iterator[tuple[str, int]]:
     """Yield (where in backward, bytes) of one micro-batch on a stage.
 
@@ -50,7 +48,6 @@ def moments(
         head: the stage has it too.
         fused: operations make no copies of their own.
         widened: gradients are wider than parameters.
-        tile: elements of the largest weight of a block that is not cut into tiles; None: none is.
     """
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
     whole = tokens * shape.hidden * item
@@ -60,7 +57,6 @@ def moments(
     ffn = tokens * shape.ffn * item // t
     kept = blocks * kept_by_block(shape, micro, recompute) if recompute != "full" else 0
     matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
-    weight = tile_rows(shape.ffn // t, shape.hidden, tile) * shape.hidden * item if widened else 0
     if head:
         yield "loss", kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix
         if not shape.layernorm and not fused:
@@ -70,29 +66,21 @@ def moments(
     kept += kept_by_block(shape, micro, "none") - stream if recompute == "full" else 0
     if micro.dropout and not fused:
         yield "mask", kept + stream + 8 * stream // item
-    yield "down", kept + stream + ffn + gathered + (stream if micro.dropout else 0) + weight
+    yield "down", kept + stream + ffn + gathered + (stream if micro.dropout else 0) + shape.ffn * matrix
     if shape.gated:
         yield "silu x up", kept + stream + 2 * ffn
     else:
         yield "gelu", kept + stream + ffn * (1 if fused or not shape.layernorm else 2)
     both = (3 if shape.gated else 2) * ffn
     after = kept - both + stream
-    yield "up", after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + weight
+    yield "up", after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + shape.ffn * matrix
     if not shape.layernorm and not fused:
         yield "norm", after + wide
 
 
 def peak(
-    shape: ModelShape,
-    micro: Micro,
-    blocks: int,
-    recompute: str,
-    *,
-    head: bool,
-    fused: bool,
-    widened: bool,
-    tile: int | None = None,
+    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
 ) -> tuple[int, str]:
     """Return the largest of `moments`, as (bytes, where)."""
-    every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened, tile=tile)
+    every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)
     return max((size, where) for where, size in every)

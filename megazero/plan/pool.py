@@ -4,12 +4,10 @@ A buffer is kept for the next unit of its size, whatever that is (`comm/pool.py`
 pool of gradients each hold, of every size, as many buffers as were ever in use at once. Which units are in use at once
 depends on their kind (embedding, block, head, tied weight) and not on their size:
 
-    parameters   the units of a part of the model's path and those of the part after it, which are on their way; of a
-                 weight in tiles the one in use, and the next one
+    parameters   the units of a part of the model's path and those of the part after it, which are on their way
     gradients    the unit that backward delivers to (two at the head: a tied weight waits for the norm); the unit
                  reduced before it, which is on its way; and a tied weight of which both uses are on this rank, from the
-                 head's backward to the embedding's; while a block's tiles are delivered and reduced, the block's own
-                 unit, as soon as something of it has been
+                 head's backward to the embedding's
     shards       with the update on the host: of a unit that is reduced, and of the one before it
     codes        of what is quantised on its way: of the units of a part that are gathered at once; of each reduction
                  under way those that are sent and those that come
@@ -19,11 +17,10 @@ depends on their kind (embedding, block, head, tied weight) and not on their siz
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice, pairwise
+from itertools import pairwise
 
 from megazero.base.quantized import quantized_bytes
 from megazero.plan.job import Job
-from megazero.plan.liveness import embeds_ahead
 from megazero.plan.states import UnitSize
 
 StageUnits = Sequence[UnitSize]
@@ -40,9 +37,7 @@ def pool(job: Job, stages: Sequence[range]) -> int:
     ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
     whole, gradients = Counter[int](), Counter[int]()
     if job.shards_parameters and (shard > 1 or job.parameters_away):
-        ahead = job.tile_mb is not None and embeds_ahead(job)  # else no unit gathered beside has its size
-        firsts = [ahead and parts.start == 0 for parts in stages]
-        for there in (moment for path, first in zip(paths, firsts, strict=True) for moment in _gathered(path, first)):
+        for there in ({*part, *after} for path in paths for part, after in pairwise([*path, ()])):
             whole |= Counter(unit.padded(shard) for unit in there)
     if job.shards_gradients and (shard > 1 or job.optimizer_away):
         shards = shard > 1 and job.optimizer_away
@@ -108,21 +103,6 @@ def _path(job: Job, parts: range) -> list[StageUnits]:
     return [job.units([range(i, i + 1)]) for i in kept]
 
 
-def _gathered(path: Sequence[StageUnits], ahead: bool) -> Iterator[set[UnitSize]]:
-    """Yield the sets of units whose parameters are gathered at once.
-
-    Args:
-        ahead: the first part's are gathered for the next forward beside the backward of the part behind it.
-    """
-    for number, (part, following) in enumerate(pairwise([*path, ()])):
-        around = {unit for unit in (*part, *following) if not unit.weight}
-        yield around
-        if ahead and number == 1:
-            around |= set(path[0])
-        for _, tiles in groupby((unit for unit in part if unit.weight), key=lambda unit: unit.weight):
-            yield {*around, *islice(tiles, 2)}
-
-
 def _reduced(
     job: Job, path: Sequence[StageUnits], ties: Sequence[UnitSize]
 ) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
@@ -138,10 +118,8 @@ def _reduced(
         due = [unit for unit in reversed(part) if not (at_head and unit in lasting)]  # reduced in this order
         for i, unit in enumerate(due):
             # The head's product delivers to the tied weight before its norm is complete, which is reduced first; the
-            # embedding's positions are complete before its lookup delivers anything. A block delivers its last bias, or
-            # without biases the norm before the MLP, before the tiles that its backward comes to then.
-            begun = due[-1:] if job.shape.layernorm or unit.weight.startswith("attention") else []
-            there = due[i:] if at_head else [unit, *(begun if unit.weight else [])]
+            # embedding's positions are complete before its lookup delivers anything.
+            there = due[i:] if at_head else [unit]
             yield {*there, *before, *lasting}, {unit, *before}
             before = {unit}
 

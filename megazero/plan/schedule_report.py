@@ -11,7 +11,6 @@ from typing import Any
 
 from megazero.base.terminal import wrapped
 from megazero.plan.job import Job
-from megazero.plan.traffic import replays
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.layers import lowered
 from megazero.schedules.lower import TrafficBill, add_bill
@@ -93,17 +92,12 @@ def costs_of(job: Job) -> list[Costs]:
 def bill_of(job: Job) -> TrafficBill:
     """Return the bytes that each action sends or gathers."""
     layers, data, shape, last = job.layers, job.shard, job.shape, job.shape.layers + 1
-    of_parts = [job.units([range(i, i + 1)]) for i in range(last + 1)]
-    on_path = [{unit.name: unit.padded(data) for unit in of_part} for of_part in of_parts]
+    on_path = [{unit.name: unit.padded(data) for unit in job.units([range(i, i + 1)])} for i in range(last + 1)]
     sizes = {name: size for part in on_path for name, size in part.items()}
     share = (data - 1) / data
 
     def of(parts: range, *, without: Sequence[int] = ()) -> int:
         return sum(sum(on_path[i].values()) for i in parts if i not in without)
-
-    def again(parts: range) -> int:
-        tiles = (unit for i in parts for unit in of_parts[i] if unit.weight)
-        return sum(unit.padded(data) * replays(job, unit.weight) for unit in tiles)
 
     def own(index: int) -> list[int]:
         """Return the elements of each unit whose gradients are complete with this stage: the first of a rank."""
@@ -120,7 +114,7 @@ def bill_of(job: Job) -> TrafficBill:
         sequence * job.micro_batch * shape.hidden * item.parameter,
         [round(times * share * sum(own(k))) * item.summed for k in stages],
         [round(share * of(layers.parts[k])) * gathered for k in stages],
-        [round(share * (of(layers.parts[k], without=(0, last)) + again(layers.parts[k]))) * gathered for k in stages],
+        [round(share * of(layers.parts[k], without=(0, last))) * gathered for k in stages],
         tie * item.summed,
         [2 * (job.replicas - 1) * sum(-(-n // data // job.replicas) for n in own(k)) * item.summed for k in stages],
     )

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megazero.base.tiles import tile_rows
 from megazero.plan.model import ModelShape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
 
@@ -58,14 +57,12 @@ class UnitSize:
         split: those of what is split over the tensor axis.
         whole: those of what is whole on every tensor rank, which lies behind it.
         alignment: every parameter begins at a multiple of so many elements.
-        weight: of a tile, the weight that it is a part of, by its name in a block; "": of other units.
     """
 
     name: str
     split: tuple[int, ...]
     whole: tuple[int, ...] = ()
     alignment: int = ALIGNMENT
-    weight: str = ""
 
     @cached_property
     def tail(self) -> int:
@@ -87,14 +84,12 @@ def units(
     shape: ModelShape,
     tensor: int,
     parts: tuple[range, ...] | None = None,
-    tile: int | None = None,
     alignment: int = ALIGNMENT,
 ) -> Sequence[UnitSize]:
     """Return the units of some parts of the model's path (0 the embedding, the last the head), in forward order.
 
     Args:
         parts: None: all.
-        tile: elements of the largest weight of a block that is not cut into tiles, which are units; None: none is.
     """
     own = {i for path in parts or [range(shape.layers + 2)] for i in path}
     vocabulary = (-(-shape.vocab // tensor) * shape.hidden,)
@@ -103,8 +98,7 @@ def units(
     if 0 in own:
         positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
         found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
-    for i in (i for i in sorted(own) if 1 <= i <= shape.layers):
-        found += _block(shape, tensor, i - 1, tile, alignment)
+    found += (_block(shape, tensor, i - 1, alignment) for i in sorted(own) if 1 <= i <= shape.layers)
     if shape.layers + 1 in own:
         found.append(UnitSize("head", own_vocabulary, _norm(shape), alignment))
     return tuple(unit for unit in found if unit.split or unit.whole)
@@ -125,21 +119,12 @@ def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> 
     }
 
 
-def _block(shape: ModelShape, tensor: int, layer: int, tile: int | None, alignment: int) -> list[UnitSize]:
-    """Return the unit of a block, and those of its tiles."""
+def _block(shape: ModelShape, tensor: int, layer: int, alignment: int) -> UnitSize:
+    """Return the unit of a block."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn
-    inputs = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
-    rows = {"attention.qkv": h + 2 * kv, "attention.out": h, **dict.fromkeys((*inputs, "mlp.down"), f)}
-    split, whole = list[int](), 2 * _norm(shape)
+    columns = [h + 2 * kv, *[f] * shape.num_mlp_inputs]
+    split, whole = [rows // tensor * h for rows in (*columns, h, f)], 2 * _norm(shape)
     if shape.layernorm:
-        split += [rows[weight] // tensor for weight in ("attention.qkv", *inputs)]
+        split += [rows // tensor for rows in columns]
         whole += (h, h)  # biases of row products
-    name, tiles = f"blocks.{layer}", []
-    for weight, count in rows.items():
-        own = count // tensor
-        each = tile_rows(own, h, tile)
-        if each == own:
-            split.append(own * h)
-        else:
-            tiles += [UnitSize(f"{name}.{weight}.{i}", (each * h,), (), alignment, weight) for i in range(own // each)]
-    return [UnitSize(name, tuple(split), whole, alignment), *tiles]
+    return UnitSize(f"blocks.{layer}", tuple(split), whole, alignment)

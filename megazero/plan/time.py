@@ -23,8 +23,8 @@ others leave it beside them through a device's own part of the network. What cod
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
-waited for, and one unit's part always, because it has nothing to run beside; so has the first tile of each weight that
-is cut. Systems that do not overlap wait for all (`systems.py`).
+waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all
+(`systems.py`).
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.nodes import AWAY, axis_size, exchanged, ranks_in_node
 from megazero.plan.systems import OURS, System
-from megazero.plan.traffic import Flow, Share, flows, gathers, unhidden, updated
+from megazero.plan.traffic import Flow, Share, flows, gathers, updated
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
@@ -134,7 +134,7 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     gathered, elements = gathers(job, share), updated(job, share)
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
     coded = passes(compute, own, m * sum(gathered), reduced)
-    data, hidden = _data(links, own, gathered, unhidden(job, share), busy, system, coded)
+    data, hidden = _data(links, own, gathered, 1 / max(1, share.blocks), busy, system, coded)
     update, offload = _update(machine, compute, own, elements, busy)
     parts = {
         "compute": m * work,

@@ -30,13 +30,11 @@ quantised on its way between shard ranks (`zero.quantize`) in those of codes and
     host, disk      what is offloaded, to and fro
 
 In stage 3 a forward gathers every unit of the stage; a backward those of the blocks, because the embedding needs none
-and the head's are still there. Tiles (`zero.tile_mb`) are freed as soon as they have been used: full recompute gathers
-them once more for its forward, but those of the last product, which it leaves out.
+and the head's are still there.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from megazero.base.quantized import sent_bytes
 from megazero.plan.job import Job
@@ -88,7 +86,6 @@ class _Unit:
 
     Attributes:
         forward, backward: how often stage 3 gathers it in those of a micro-batch.
-        tile: it is a tile.
     """
 
     name: str
@@ -97,7 +94,6 @@ class _Unit:
     count: int
     forward: int = 1
     backward: int = 0
-    tile: bool = False
 
 
 def share_of(job: Job, rank: int) -> Share:
@@ -156,14 +152,6 @@ def gathers(job: Job, share: Share) -> tuple[int, int]:
     return forward, backward
 
 
-def unhidden(job: Job, share: Share) -> float:
-    """Return the share of what a forward gathers that comes beside nothing: one block, and of each weight a tile."""
-    own = _units(job, share)
-    total = sum(unit.padded * unit.count for unit in own)
-    first = {unit.name: unit.padded * share.blocks for unit in own if unit.tile}
-    return max(1 / max(1, share.blocks), sum(first.values()) / max(1, total))
-
-
 def _gathers_of(job: Job, own: list[_Unit]) -> Iterator[Flow]:
     """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards."""
     n, m, near = job.shard, job.micro_batches, job.secondary_ranks
@@ -198,18 +186,9 @@ def _units(job: Job, share: Share) -> list[_Unit]:
     found = [_unit(job, unit, unit.name, 1) for unit in job.units(parts)] if parts else []
     found = [replace(u, forward=share.embedding + share.head) if u.name == "tied" else u for u in found]
     if share.blocks:
-        block, *tiles = job.units([range(1, 2)])
+        (block,) = job.units([range(1, 2)])
         found.append(replace(_unit(job, block, "blocks", share.blocks), backward=1))
-        for weight, same in groupby(tiles, key=lambda tile: tile.weight):
-            first, *more = same
-            tile = _unit(job, first, weight, share.blocks * (1 + len(more)))
-            found.append(replace(tile, backward=1 + replays(job, weight), tile=True))
     return found
-
-
-def replays(job: Job, weight: str) -> int:
-    """Return how often the forward that a backward computes again gathers a weight in tiles."""
-    return int(job.recompute == "full" and weight != "mlp.down")
 
 
 def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
@@ -310,7 +289,7 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.summed)
     copies = len(tied) if share.head else 0
     counted = sum(unit.count for unit in own) - copies
-    everywhere = job.shape.layers + job.shape.tied + _ends(job) + _tiles(job) * job.shape.layers
+    everywhere = job.shape.layers + job.shape.tied + _ends(job)
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
     if job.shards_optimizer:
         sums.append((job.shard_axis, "norm", counted))
@@ -324,11 +303,6 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
 def _ends(job: Job) -> int:
     """Return the number of units of embedding and head beside a tied one."""
     return 2 if job.shape.learned_positions or not job.shape.tied else 1
-
-
-def _tiles(job: Job) -> int:
-    """Return the number of tiles of a block."""
-    return len(job.units([range(1, 2)])) - 1
 
 
 def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:

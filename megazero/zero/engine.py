@@ -39,7 +39,6 @@ from megazero.zero.hooks import Layer, shard_layers
 from megazero.zero.offload import Offload
 from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
 from megazero.zero.stage import StageGradients
-from megazero.zero.tiles import with_whole_weights
 from megazero.zero.unit import Unit
 
 VOTES = 8  # that a rank has in a step, each on a question of its own
@@ -322,13 +321,11 @@ class Engine:
         Values are views that are valid until the next one is asked for. Every rank of the data axis has to go through
         all of them.
         """
-        yield from with_whole_weights(self.units, self._parameters)
-
-    def _parameters(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        self.gather.unshard([unit])
-        for interval in unit.layout.intervals:
-            yield interval.name, unit.parameter(interval.name)
-        self.gather.reshard([unit])
+        for unit in self.units:
+            self.gather.unshard([unit])
+            for interval in unit.layout.intervals:
+                yield interval.name, unit.parameter(interval.name)
+            self.gather.reshard([unit])
 
 
 def _not_finite(unit: Unit) -> list[str]:

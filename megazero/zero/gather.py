@@ -4,7 +4,7 @@ Where parameters rest sharded (stage 3), a layer waits for its units before it r
 layer, whose gathering then goes on beside the computation; afterwards its own are released. At the end of a backward
 the next layer is the first one, if a forward follows. Where only the optimizer
 state is sharded (stages 1 and 2), the gathering of each unit's updated parameters starts right after its update, and
-the next forward waits for each unit when it gets there. A layer asks for the tiles of a weight itself (`tiles.py`).
+the next forward waits for each unit when it gets there.
 """
 
 from contextlib import AbstractContextManager

@@ -44,7 +44,6 @@ LAYOUTS = {
     "delayed": job_on(1, 2, False, 1, 1, offload_optimizer=True, delayed=True),
     "Pa": job_on(2, 1, False, 2, 1, **FULL_RECOMPUTE),
     "Pa+cpu": job_on(2, 1, False, 2, 1, offload=True, **FULL_RECOMPUTE),
-    "tiles": job_on(1, 2, False, 2, 3, tile_mb=0.01, recompute="full"),
     "chunks": job_on(2, 1, False, 2, 1, tensor_chunks=2),
     "chunks, sequence": job_on(2, 2, True, 2, 3, tensor_chunks=3),
 }

@@ -81,10 +81,6 @@ def test_every_rank_comes_to_the_end_in_chunks(job: Job) -> None:
     assert faults(traces_of(job)) == []
 
 
-def test_every_rank_comes_to_the_end_in_tiles() -> None:
-    assert faults(traces_of(job_on(1, 4, False, 2, 3, pipeline=2, tile_mb=0.01, recompute="full"))) == []
-
-
 def test_a_trace_has_what_a_step_does() -> None:
     traces = traces_of(job_on(1, 2, False, 2, 3, pipeline=2), watched=True)
     assert [trace.rank for trace in traces] == list(range(4))

@@ -36,7 +36,6 @@ LAYOUTS = {
     ),
     "dp2-stage1-nvme": job_on(data=2, accumulation=4, stage=1, disk_optimizer=True),
     "tp2-dp2-stage3-nvme": job_on(tensor=2, data=2, accumulation=2, stage=3, disk_optimizer=True, disk_parameters=True),
-    "tp2-dp2-stage3-tiles": job_on(tensor=2, data=2, accumulation=2, stage=3, tile_mb=0.01),
 }
 
 
@@ -54,7 +53,6 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 # One process reads what every grid wrote, and these, together, read it all once more.
 READERS = (
     "tp2-dp2-stage3-nvme",
-    "tp2-dp2-stage3-tiles",
     "dp8-stage3",
     "dp4-shard2-stage3",
     "pp2-interleaved-dp2-stage2",
@@ -65,8 +63,8 @@ COVER = {
     **{name: tuple(dict.fromkeys([name, *list(LAYOUTS)[k :: len(READERS)]])) for k, name in enumerate(READERS)},
 }
 
-# Of the quick half: what one process reads, tiles, and a pipeline.
-QUICK = ("one", "tp2-dp2-stage3-tiles", "pp2-interleaved-dp2-stage2")
+# The quick half: one process as the reader, and a pipeline.
+QUICK = ("one", "pp2-interleaved-dp2-stage2")
 
 
 @pytest.mark.parametrize(

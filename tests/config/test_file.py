@@ -129,6 +129,17 @@ def test_sizes_load_exactly_when_the_equations_hold(file: Path, s: dict[str, int
     assert {key: found[key] for key in s} == s
 
 
+def test_an_option_that_is_gone_may_stay_only_where_it_changed_nothing(file: Path) -> None:
+    file.write_text("zero:\n  tile_mb: null\n")
+    assert "zero.tile_mb" not in flatten(load(str(file)))
+    for overrides, where in (([], f"{file.name}:2"), (["zero.tile_mb=2"], "command line")):
+        file.write_text(f"zero:\n  tile_mb: {'null' if overrides else '1.5'}\n")
+        with pytest.raises(UserError) as caught:
+            load(str(file), overrides)
+        assert str(caught.value).startswith(f"MZ-104 {where}: zero.tile_mb does not exist any more; split")
+
+
+
 def test_a_file_among_the_overrides_goes_over_what_was_given_before(tmp_path: Path) -> None:
     """Shipped ones are found by their names; messages name the file; later overrides win."""
     for name, stage, partition, offload in (("c1", 1, False, "none"), ("c4", 2, True, "none"), ("c5", 2, True, "cpu")):

@@ -157,7 +157,6 @@ OTHERWISE = {
     "zero.shard_ranks",  # tests/zero/test_hybrid.py
     "zero.reduce_dtype",  # tests/zero/test_reduce_dtype.py
     "zero.secondary_ranks",  # tests/zero/test_secondary.py
-    "zero.tile_mb",  # tests/zero/test_tiles.py
     "zero.quantize.parameters",  # tests/zero/test_quantize.py
     "zero.quantize.gradients",  # the same
     "zero.quantize.error_feedback",  # tests/zero/test_error_feedback.py

@@ -42,14 +42,6 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["zero.secondary_ranks=2", "zero.stage=2"],
         "zero.stage=3",
     ),
-    "zero.stage == 3 and parallel.tensor_chunks == 1 with zero.tile_mb": (
-        ["zero.tile_mb=1", "zero.stage=2"],
-        "zero.stage=3",
-    ),
-    "zero.tile_mb >= a row of a weight, model.hidden elements": (
-        ["zero.tile_mb=1e-5", "zero.stage=3"],
-        "zero.tile_mb=1",
-    ),
     "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
     "data.train == null with data.sources": (["data.train=a", "data.sources=[{path: a}]"], "data.train=null"),
     "names of data.sources differ": (["data.sources=[{path: a}, {path: b/a}]"], "data.sources=null"),
@@ -138,9 +130,6 @@ ALSO = [
     (GRAPHS, "data.mask_eod=true", "data.mask_eod=false"),
     (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
-    ([*GRAPHS, "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
-    (["zero.quantize.parameters=int8", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
-    (["zero.quantize.gradients=int4", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
     (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
 ]

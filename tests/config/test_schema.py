@@ -18,7 +18,7 @@ DEFAULTS = {
     "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "tensor_chunks": 1, "timeout": 120}
     | {"start_timeout": 900},
     "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "reduce_dtype": None, "bucket_mb": 64.0}
-    | {"secondary_ranks": None, "tile_mb": None, "quantize.parameters": "none", "quantize.gradients": "none"}
+    | {"secondary_ranks": None, "quantize.parameters": "none", "quantize.gradients": "none"}
     | {"quantize.error_feedback": False}
     | {"offload.optimizer": "none", "offload.parameters": "none", "offload.path": None, "offload.host_mb": 1024}
     | {"offload.delayed": False},

@@ -5,18 +5,6 @@ from collections.abc import Iterator
 
 from tests.house.source import Source, project
 
-# 9,000, and what GPUs need: packed input and pinned memory, documents without a mask, sums in another dtype, channels
-# that are connected before the first step, a monitor of what hangs, marks in its place of works, first uses that are
-# shown, a loader that can be stopped, streams that a checker can record, CUDA graphs; sums of tensor parallelism in
-# chunks beside products; operations that share a function of autograd; of modules of others units that are frozen,
-# whole values that are looked at and changed, gradients that are reduced again, tensors of another dtype in a manifest,
-# units that are gathered for other ranks alone, ranks that are told at once what another one called; units that tell
-# what happens to them; events of CUDA that are used again, splits for channels that are shown; state on disks: homes of
-# what is not in memory, updates in windows, checkpoints that read and write it in parts, kept inputs; values that are
-# quantised on their way, with their specification and formulas, blocks of each parameter alone, sums in two hops,
-# second shards of parameters, what rounding has lost added to what is sent next; weights in tiles: their products,
-# units, sizes and formulas; a gather for the next forward beside the end of a backward; validation sets with names;
-# parts of a run, which end with a saved step and give their memory back.
 LINES = 12_000
 
 

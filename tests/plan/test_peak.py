@@ -67,28 +67,14 @@ def test_the_most_with_fused_kernels_is_the_formula_too(case: tuple, monkeypatch
     check(case, fused=True)
 
 
-TILED = [
-    ("gpt", 0.0, 64, (1, False), "bf16", "none"),
-    ("llama", 0.1, 64, (2, True), "bf16", "full"),
-    ("rotary", 0.0, 64, (2, False), "fp32", "selective"),
-]
-
-
-@pytest.mark.parametrize("case", TILED, ids=ids(TILED))
-def test_the_most_with_weights_in_tiles_is_the_formula_too(case: tuple) -> None:
-    """Where a gradient is made in the narrow type first, it is a tile's."""
-    check(case, fused=False, tile=8192)
-
-
-def check(case: tuple, *, fused: bool, tile: int | None = None) -> None:
+def check(case: tuple, *, fused: bool) -> None:
     flavour, dropout, vocab, (tensor, sequence), dtype, recompute = case
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
-    layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0 if tile is None else 3)
-    layout = replace(layout, tile_mb=None if tile is None else tile * precision.parameters.itemsize / 2**20)
+    layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
     micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize, dropout > 0)
     size = model_shape(config_of(layout, shape, precision))
-    options = {"head": True, "fused": fused, "widened": dtype == "bf16", "tile": tile}
+    options = {"head": True, "fused": fused, "widened": dtype == "bf16"}
     predicted, _ = peak(size, micro, shape.layers, recompute, **options)
     assert predicted == pytest.approx(measured, rel=0.01)
 

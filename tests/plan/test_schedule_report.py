@@ -40,7 +40,7 @@ LAYOUTS = [
     job_on(1, 2, False, 4, 3, pipeline=2, schedule="gpipe"),
     job_on(1, 2, False, 4, 3, pipeline=2, schedule="interleaved", chunks=2),
     job_on(1, 2, False, 4, 2, pipeline=2, schedule="zb-v", chunks=2),
-    job_on(1, 2, False, 4, 3, pipeline=2, recompute="full", tile_mb=0.01),
+    job_on(1, 2, False, 4, 3, pipeline=2, recompute="full"),
 ]
 
 

@@ -193,7 +193,6 @@ REPEATING = [
             ("zero.stage=0",),
             ("zero.stage=2", "model.dropout=0.1"),
             ("zero.stage=3", "memory.recompute=full"),
-            ("zero.stage=3", "memory.recompute=full", "zero.tile_mb=0.25"),
             ("parallel.pipeline=4", "zero.stage=3", "parallel.tensor=2", "parallel.sequence=true"),
             ("parallel.pipeline=2", "pipeline.schedule=interleaved", "pipeline.chunks=2", "zero.stage=2"),
             ("parallel.pipeline=2", "pipeline.schedule=zb-h1", "zero.stage=1", "zero.offload.optimizer=cpu"),
@@ -239,7 +238,6 @@ def by_the_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> Count
             id="tensor",
             marks=pytest.mark.full,
         ),
-        pytest.param(("zero.stage=3", "zero.tile_mb=0.01"), id="tiles", marks=pytest.mark.full),
     ],
 )
 def test_the_verb_says_what_a_run_s_ledger_says(

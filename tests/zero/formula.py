@@ -111,23 +111,8 @@ def quantised() -> Iterator[str]:
         yield f"| {' | '.join(cells)} | {far * node / (2 * psi):.3f} |"
 
 
-def tiled() -> Iterator[str]:
-    """A model of 1.0T parameters on 512 ranks, its weights in tiles: buffers, and what a rank sends in a step."""
-    yield "| `zero.tile_mb` | tiles of a block | GB of the largest | GB in buffers | GB sent | with full recompute |"
-    yield "|---|---|---|---|---|---|"
-    model, ranks = ModelShape(128, 25600, 160, 160, 4 * 25600, 51200, 2048, True, True, False, True), 512
-    plain = Job(model, Bytes(2, 2, 4), data=ranks, stage=3, global_batch=ranks)
-    for tile_mb in (None, 1024, 256, 64):
-        job = replace(plain, tile_mb=tile_mb)
-        block, *tiles = job.units([range(1, 2)])
-        largest = max(unit.padded(ranks) for unit in (block, *tiles)) * job.bytes.parameter
-        gone = (sent(traffic(replace(job, recompute=recompute))) for recompute in ("none", "full"))
-        cells = [f"{size / 1e9:.4g}" for size in (largest, memory(job, 0).held["pool"], *gone)]
-        yield f"| {tile_mb or 'null'} | {len(tiles)} | {' | '.join(cells)} |"
-
-
 RESTING = ("parameters", "gradients", "optimizer", "secondary")
-TABLES = (resting, paper, hybrid, quantised, tiled)
+TABLES = (resting, paper, hybrid, quantised)
 
 if __name__ == "__main__":
     print("\n\n".join("\n".join(table()) for table in TABLES))

@@ -48,7 +48,7 @@ _HOST_MB = 256  # for what is on its way to disks
 TENSOR = {False: [(False, 1)], True: list(product((False, True), (1, 2)))}
 _SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _SPREAD += ("schedule",)
-_SHOWN = (*_SPREAD, "tile_mb", "chunks", "recompute", "partition")  # of a layout in JSON
+_SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
 _SHOWN += ("parameter_bits", "gradient_bits", "error_feedback")
 _PAIRED = (
     *_SPREAD,
@@ -99,23 +99,9 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
             sharded = {"stage": stage, "shard_ranks": shard_ranks, "sequence": sequence}
             sharded |= {"secondary_ranks": secondary_ranks, "tensor_chunks": tensor_chunks}
             layout = replace(spread, **pipelined, **sharded, **memory, **offload)
-            both = (layout, in_tiles(layout)) if _may_tile(layout) else (layout,)
-            found += [one for one in both if admits(one)]
+            if admits(layout):
+                found.append(layout)
     return found
-
-
-def in_tiles(layout: Job, **changes: Any) -> Job:
-    """Return the layout, changed, with each weight of the MLP in four tiles on a rank, larger ones in more."""
-    changed = replace(layout, **changes)
-    weight = changed.shape.hidden * changed.shape.ffn // changed.tensor * changed.bytes.parameter
-    return replace(changed, tile_mb=weight / 4 / 2**20)
-
-
-def _may_tile(layout: Job) -> bool:
-    """Return whether a layout is also certified in tiles: enough of them that every two values go together."""
-    offload = not layout.delayed and layout.offloaded in ("none", "both", "nvme-both")
-    exact = not (layout.parameter_bits or layout.gradient_bits)
-    return layout.shards_parameters and offload and exact and not layout.partition
 
 
 def alone_of(config: Config) -> Job:
@@ -314,7 +300,7 @@ def _options(layout: Job) -> dict[str, Any]:
 
 def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
     values = {name: getattr(layout, name) for name in _PAIRED}
-    values |= {"inputs": layout.inputs, "tiles": layout.tile_mb is not None}
+    values |= {"inputs": layout.inputs}
     return set(combinations(values.items(), 2))
 
 

@@ -18,7 +18,6 @@ from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
 from megazero.plan.job import Job
-from megazero.tools.certify.certify import in_tiles
 from megazero.tools.certify.planted_on_the_way import (
     added_twice,
     block_of,
@@ -26,7 +25,6 @@ from megazero.tools.certify.planted_on_the_way import (
     lost_on_the_way,
     scales_of_another,
     stale_neighbours,
-    swapped_tiles,
     unwritten,
 )
 from megazero.tools.certify.tolerances import DECAY
@@ -44,7 +42,6 @@ ON_DISKS: Variant = partial(replace, data=2, stage=2, disk_optimizer=True)
 DISK_INPUTS: Variant = partial(replace, tensor=2, recompute="full", partition=True, disk_inputs=True)
 QUANTISED: Variant = partial(replace, data=2, stage=3, parameter_bits=8, gradient_bits=8)
 NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
-IN_TILES: Variant = partial(in_tiles, data=2, stage=3)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
 
@@ -319,7 +316,6 @@ FAULTS = (
     Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, unwritten),
     Fault("late-inputs", "a block is computed again from another one's input", DISK_INPUTS, inputs_of_another_block),
     Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, stale_neighbours),
-    Fault("swapped-tiles", "two tiles of a weight get each other's gradients", IN_TILES, swapped_tiles),
     Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, added_twice),
     Fault("other-scales", "a block of codes is multiplied by another one's scale", QUANTISED, scales_of_another),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),

@@ -1,4 +1,4 @@
-"""Faults in what is on its way, or rests elsewhere: on the host, on disks, in codes, in second shards, in tiles."""
+"""Faults in what is on its way, or rests elsewhere: on the host, on disks, in codes, in second shards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +10,6 @@ from megazero.base.quantized import BLOCK, code_bytes
 from megazero.comm.home import Access
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
-from megazero.model.block import Block
 from megazero.tools.certify.training import Rig
 from megazero.zero.unit import Unit
 
@@ -63,14 +62,6 @@ def stale_neighbours(rig: Rig) -> None:
     second = block_of(rig).secondary
     assert second is not None, "the layout has second shards"
     second.forget = lambda: None  # type: ignore[method-assign]
-
-
-def swapped_tiles(rig: Rig) -> None:
-    block = rig.built.model.blocks[0]
-    assert isinstance(block, Block)
-    first, second = (tile.weight for tile in block.mlp.up.tiles[:2])
-    one, other = first.gradient_slot, second.gradient_slot  # type: ignore[attr-defined]
-    first.gradient_slot, second.gradient_slot = other, one  # type: ignore[attr-defined]
 
 
 def added_twice(rig: Rig) -> None:

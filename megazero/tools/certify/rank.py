@@ -15,8 +15,6 @@ from megazero.model.parameter import declarations_by_name
 from megazero.optim.clip import clip_factor
 from megazero.zero.engine import Engine
 from megazero.zero.placement import FlatBuffer, redistribute
-from megazero.zero.tiles import with_whole_weights
-from megazero.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -122,14 +120,11 @@ def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Itera
         applied: what the update multiplied gradients in memory by; those that rest on disks are as they were.
         clipped: the clip factor within it, which depends on all gradients.
     """
-    yield from with_whole_weights(engine.units, lambda unit: _reduced_of(unit, applied, clipped))
-
-
-def _reduced_of(unit: Unit, applied: Tensor, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if unit.offloaded_gradients is not None:
-        unit.offloaded_gradients.wait()  # an update under way changes them
-    factor = clipped / applied if unit.reduced_gradients.is_meta else clipped
-    with unit.reduced_gradients_in_memory() as own:
-        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
-        for interval in unit.layout.intervals:
-            yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor.to(flat.device)
+    for unit in engine.units:
+        if unit.offloaded_gradients is not None:
+            unit.offloaded_gradients.wait()  # an update under way changes them
+        factor = clipped / applied if unit.reduced_gradients.is_meta else clipped
+        with unit.reduced_gradients_in_memory() as own:
+            flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
+            for interval in unit.layout.intervals:
+                yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor.to(flat.device)

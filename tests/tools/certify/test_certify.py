@@ -66,7 +66,7 @@ FEW: list[dict[str, Any]] = [
     {"data": 2, "stage": 3, "recompute": "selective", "offload_parameters": True} | LATE,
     {"tensor": 2, "recompute": "full", "partition": True, "offload": True, "offload_optimizer": True},
     {"tensor": 2, "recompute": "full", "partition": True, "disk_inputs": True},
-    {"data": 2, "stage": 3, "recompute": "full", "tile_mb": 2**-10},
+    {"data": 2, "stage": 3, "recompute": "full"},
 ]
 
 
