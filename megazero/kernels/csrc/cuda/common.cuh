@@ -104,10 +104,25 @@ __device__ __forceinline__ Pack<T, N> load_fixed(const T* from) {
 #endif
 }
 
+// Stores a pack in as few instructions as it has words of 16 bytes. Where its elements are computed one by one, the
+// compiler splits the copy of a struct into 4-byte stores at a stride of 16; an intrinsic of a vector type stays whole.
 template <typename T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
+#ifdef __CUDA_ARCH__
+  constexpr int kBytes = static_cast<int>(sizeof(Pack<T, N>));
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i)
+      __stwb(reinterpret_cast<uint4*>(to) + i, reinterpret_cast<const uint4*>(&pack)[i]);
+  } else if constexpr (kBytes == 8) {
+    __stwb(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(pack));
+  } else {
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  }
+#else
   check_alignment<Pack<T, N>>(to);
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
+#endif
 }
 
 // Keeps a pack as it is: what is computed of its elements before and after has to be computed twice. Without this the
