@@ -30,7 +30,7 @@ from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.joined import open_files
 from megazero.data.origin import require_mask, require_tokenizer
-from megazero.data.token_dataset import Mask, TokenDataset, TokenIds
+from megazero.data.token_dataset import Mask, TokenDataset
 from megazero.data.tokenizer import open_tokenizer
 
 BLOCK = 1 << 22  # tokens read at a time
@@ -42,8 +42,7 @@ def inspect(options: argparse.Namespace) -> None:
         raise UserError(
             190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
         )
-    ids = None if tokenizer is None else TokenIds(tokenizer.vocab_size, tokenizer.eod)
-    dataset = open_files(options.prefix, lambda: ids)
+    dataset = open_files(options.prefix)
     require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high = _scan(dataset, vocab)

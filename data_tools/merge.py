@@ -1,6 +1,7 @@
-"""Join token data sets into one.
+"""Join token data sets into one, and copy those of other projects into our format (`foreign.py`).
 
     python data_tools/merge.py data/books data/web --output data/all
+    python data_tools/merge.py olmo.npy --tokenizer tokenizer.json --output data/olmo
 
 Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
 type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`). Where
@@ -25,6 +26,7 @@ from itertools import pairwise
 import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
+from data_tools.foreign import Vocabulary, is_foreign, open_foreign
 from megazero.base.errors import UserError
 from megazero.base.files import temporary_name
 from megazero.data.choice import Everything
@@ -33,7 +35,7 @@ from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
 from megazero.data.loss_mask import LossMaskWriter, mask_path
 from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_mask
-from megazero.data.token_dataset import TokenDataset, TokenIds
+from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import open_tokenizer
 
 BLOCK = 1 << 22  # tokens copied at a time
@@ -42,8 +44,8 @@ _SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what a
 
 def merge(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
-    ids = None if tokenizer is None else TokenIds(tokenizer.vocab_size, tokenizer.eod)
-    datasets = [open_files(prefix, lambda: ids) for prefix in options.prefix]
+    vocabulary = None if tokenizer is None else Vocabulary(tokenizer.vocab_size, tokenizer.eod)
+    datasets = [open_foreign(path, vocabulary) if is_foreign(path) else open_files(path) for path in options.prefix]
     stored = _SIGNED.get(datasets[0].dtype.name, datasets[0].dtype)
     for dataset in datasets:
         if _SIGNED.get(dataset.dtype.name, dataset.dtype) != stored:

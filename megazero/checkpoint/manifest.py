@@ -88,8 +88,6 @@ class Manifest(Part):
         config: flat, as it was resolved.
         history: what of it was another before, oldest first: {step, key, from, to}; `to` holds behind that step. Left
             out of the file where nothing was.
-        shards: of sources that grow, when each was added: {source: [{first, shards}]} (`run/shards.py`). Left out of
-            the file where no source does.
         software: versions that wrote it.
         digest: SHA-256 of the rest.
     """
@@ -109,7 +107,6 @@ class Manifest(Part):
     config: dict[str, Any]
     software: dict[str, str]
     history: list[dict[str, Any]] = Field(default_factory=list)
-    shards: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)
     digest: str = ""
 
     @property
@@ -136,9 +133,8 @@ class Manifest(Part):
             for name, default in (("row", None), ("carried", 0)):
                 if getattr(self.progress, name) == default:
                     del content["progress"][name]
-        for name in ("history", "shards"):
-            if not content[name]:
-                del content[name]
+        if not content["history"]:
+            del content["history"]
         for logical in content["tensors"].values():
             for name, default in (("dtype", None), ("trained", True)):
                 if logical[name] == default:
@@ -154,12 +150,16 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder, whole and free of contradictions.
 
     Raises:
-        UserError: 410, it is missing, edited or damaged; 401, the system does not let it be read.
+        UserError: 410, it is missing, edited or damaged; 401, the system does not let it be read; 412, it is of a run
+            that this version cannot read.
     """
     path = folder / FILE_NAME
     try:
         raw = read_file(path, _most_bytes(folder), follow=False)
         content = parse_object(raw)
+        if content.get("shards"):  # an earlier version had sources that grew
+            what = "the run reads sources that grow, which this version does not have"
+            raise UserError(412, what, "go on with the version that wrote it", where=path)
         manifest = Manifest.model_validate(content)
         expected = _digest({key: value for key, value in content.items() if key != "digest"})
     except UnexpectedFileError as error:

@@ -84,8 +84,8 @@ def _doubled_sources(v: Values) -> list[str]:
 
 def _moved(v: Values) -> list[str]:
     """Return the names of sources that have several paths, in lists of which each has them once."""
-    places = {(s["name"], s["path"], bool(s["grows"])) for sources in _lists(v) for s in sources}
-    return sorted({*_doubled([name for name, *_ in places])} - {*_doubled_sources(v)})
+    places = {(s["name"], s["path"]) for sources in _lists(v) for s in sources}
+    return sorted({*_doubled([name for name, _ in places])} - {*_doubled_sources(v)})
 
 
 def _rising(v: Values) -> bool:
@@ -218,17 +218,10 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         ("stages", "data.sources"),
-        "a source of stages has one path, and grows or not",
+        "a source of stages has one path",
         lambda v: not _moved(v),
         lambda v: f"two paths are called {', '.join(_moved(v))}",
         "give each its own name",
-    ),
-    Relation(
-        ("data.pack", "data.sources"),
-        "data.pack == false with a source that grows",
-        lambda v: not v["data.pack"] or not any(source["grows"] for sources in _lists(v) for source in sources),
-        lambda v: "data.pack true, and packing depends on all documents",
-        "take data.pack=false, or grows: false",
     ),
     Relation(
         ("stages",),

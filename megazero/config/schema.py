@@ -231,7 +231,7 @@ class Data(Section):
     )
     sources: Sources | None = Field(
         default=None,
-        description="Instead of data.train, token files that are mixed: a list of {path, weight, name, grows}.",
+        description="Instead of data.train, token files that are mixed: a list of {path, weight, name}.",
     )
     max_epochs: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="A run that would go through a source more often is refused; null: none is."

@@ -30,10 +30,6 @@ class Source(Section):
     path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder; or their folder.")
     weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
     name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
-    grows: bool | None = Field(
-        default=None,
-        description="The path is a folder to which shards are added: those that are whole when a stage begins are its.",
-    )
 
 
 class ValidationSet(Section):

@@ -168,10 +168,6 @@ class Course:
         """Return every source of the config as it is and of its stages, by name; None: it has `data.train`."""
         return all_sources(self.config)
 
-    def grows(self) -> bool:
-        """Return whether there is a source that grows: then every stage, and every change of options, is a part."""
-        return any(source.grows for source in self.sources() or ())
-
     def eras(self) -> list[tuple[int, Course]]:
         """Return each time from one change of options to the next: the steps done before, and the course as it was."""
         found = []
@@ -204,22 +200,21 @@ def _lay_out(parts: list[Part], config: Config, first: int, end: int, *, last: b
     """
     tokens = parts[-1].tokens + (first - parts[-1].first) * parts[-1].tokens_per_step if parts else 0
     stages = list(config.stages or ())
-    grows = any(source.grows for source in all_sources(config) or ())
     configs = [effective(config, stage) for stage in stages]
     limits = ((s.until_step, s.until_tokens, tokens_per_step(c)) for s, c in zip(stages, configs, strict=True))
     for number, (stop, each) in enumerate(zip(stage_ends(limits, first, tokens), configs, strict=True)):
         if stop > first and first < end:
-            _add(parts, f"stages[{number}]", first, min(stop, end), each, grows)
+            _add(parts, f"stages[{number}]", first, min(stop, end), each)
             first = min(stop, end)
     if first < end or last:
-        _add(parts, "", first, end, effective(config, None), grows)
+        _add(parts, "", first, end, effective(config, None))
 
 
-def _add(parts: list[Part], name: str, first: int, end: int, config: Config, grows: bool) -> None:
-    """Add steps: to the last part, where they differ from it in nothing but what is trained on, and no source grows."""
+def _add(parts: list[Part], name: str, first: int, end: int, config: Config) -> None:
+    """Add steps: to the last part, where they differ from it only in their sources."""
     before = parts[-1] if parts else None
     mix = Mix(first, config.data.sources)
-    if before is not None and not grows and _but_for_sources(before.config) == _but_for_sources(config):
+    if before is not None and _but_for_sources(before.config) == _but_for_sources(config):
         mixes = before.mixes if before.mixes[-1].sources == mix.sources else (*before.mixes, mix)
         parts[-1] = replace(before, end=end, mixes=mixes)
     else:

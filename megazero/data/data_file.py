@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from megazero.base.errors import UserError
 from megazero.base.reading import open_regular
-
-_SAMPLES, _SAMPLE = 64, 4096  # places of a file that are hashed, and bytes of each
 
 
 class FileIdentity(NamedTuple):
@@ -137,14 +134,6 @@ class DataFile:
         """Return elements [first, stop) of an array of this type that begins at byte `at`. Raises as `read`."""
         kind = np.dtype(dtype)
         return self.read(at + first * kind.itemsize, (stop - first) * kind.itemsize).view(kind)
-
-    def samples(self) -> str:
-        """Return a hash of pieces at equal distances, the first and the last among them: 16 hex digits."""
-        digest = xxhash.xxh3_64()
-        last = max(0, self.size - _SAMPLE)
-        for at in dict.fromkeys(np.linspace(0, last, _SAMPLES).astype(np.int64).tolist()):
-            digest.update(self.read(at, min(_SAMPLE, self.size - at)).data)
-        return digest.hexdigest()
 
     def require_same(self, found: FileIdentity) -> None:
         """Refuse a file that is not the one that was opened. Raises UserError of `code`."""

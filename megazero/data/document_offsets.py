@@ -11,7 +11,6 @@ from typing import overload
 import numpy as np
 
 from megazero.base.errors import UserError
-from megazero.data.data_file import DataFile
 
 HELD = 1 << 16  # documents of which the offsets are held in memory
 _AT_ONCE = 1 << 12  # offsets that are read when a search is near
@@ -96,31 +95,6 @@ class HeldOffsets(DocumentOffsets):
 
     def _refuse(self, what: str) -> UserError:
         raise AssertionError(what)
-
-
-class EndOffsets(DocumentOffsets):
-    """Offsets as the ends of documents, 64 bits each: document d ends where d + 1 begins, the first begins at 0.
-
-    Args:
-        file, at: that has them, from byte `at` on.
-        num_documents: of which there are ends.
-    """
-
-    def __init__(self, file: DataFile, at: int, num_documents: int):
-        self._file, self._at = file, at
-        last = self._ends(num_documents - 1, num_documents) if num_documents else [0]
-        super().__init__(num_documents, int(last[0]))
-
-    def _ends(self, first: int, stop: int) -> np.ndarray:
-        return self._file.array("<i8", self._at, first, stop)
-
-    def _read(self, first: int, stop: int) -> np.ndarray:
-        if first or stop == first:
-            return self._ends(first - 1, stop - 1) if stop > first else np.empty(0, np.int64)
-        return np.concatenate([[0], self._ends(0, stop - 1)])
-
-    def _refuse(self, what: str) -> UserError:
-        return UserError(203, what, "copy it again, or make it again", where=self._file.path)
 
 
 def held(offsets: DocumentOffsets, *, many_files: bool) -> DocumentOffsets:

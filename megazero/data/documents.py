@@ -7,7 +7,7 @@ ranks, so two runs with different seeds are validated on the same text, and appe
 A `TokenStream` joins the chosen documents, in file order, end to end. Nothing is copied: a read finds its documents and
 reads its tokens from the file. Documents are taken in blocks of 16,384: held are two numbers a block (the documents and
 tokens chosen before it), and the few blocks used last. So 10^9 documents need a megabyte; what the blocks hold is
-counted once and remembered (remembered.py).
+counted once.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,6 @@ import xxhash
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.data.choice import Choice, Everything, Side
-from megazero.data.remembered import once
 from megazero.data.token_dataset import TokenDataset
 
 BLOCK = 1 << 14  # documents
@@ -88,9 +87,15 @@ class TokenStream:
         """Return a digest of where its documents lie in the file, of some tokens, and of the mask if there is one."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
         tokens = self._tokens(self._spread(some)[1]).astype(np.int64)
+        digest = xxhash.xxh3_64()
+        for block in self.blocks("hashing the documents"):
+            digest.update(block.first_tokens.tobytes())
+        for block in self.blocks("hashing the documents"):
+            digest.update(block.starts[:-1].tobytes())
         mask = "" if self.dataset.mask is None else self.dataset.mask.digest
-        name = f"digest-{self.choice.name}-{xxhash.xxh3_64_hexdigest(tokens.tobytes() + mask.encode())}"
-        return once(self.dataset.memory, name, lambda: self._digest(tokens, mask).encode()).decode()
+        for part in (np.array([self.num_tokens]).tobytes(), tokens.tobytes(), mask.encode()):
+            digest.update(part)
+        return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens [start, stop): (ids int64 [stop - start], ordinal of each one's document, int64).
@@ -164,13 +169,6 @@ class TokenStream:
             return None
         return int(block.starts[at]), int(block.starts[at + 1])
 
-    def before(self, document: int) -> int:
-        """Return how many tokens of the stream are of documents before this one of the file."""
-        if document == self.dataset.num_documents:
-            return self.num_tokens
-        block = self._block(document // BLOCK)
-        return int(block.starts[np.searchsorted(block.numbers, document)])
-
     def _make(self, number: int) -> Block:
         numbers, first_tokens, ends = _chosen(self.dataset, self.choice, number)
         starts = np.empty(len(numbers) + 1, np.int64)
@@ -209,16 +207,6 @@ class TokenStream:
         """Return the tokens at rising positions of the file."""
         return _gathered(self.dataset.read, in_file, self.dataset.dtype)
 
-    def _digest(self, tokens: np.ndarray, mask: str) -> str:
-        digest = xxhash.xxh3_64()
-        for block in self.blocks("hashing the documents"):
-            digest.update(block.first_tokens.tobytes())
-        for block in self.blocks("hashing the documents"):
-            digest.update(block.starts[:-1].tobytes())
-        for part in (np.array([self.num_tokens]).tobytes(), tokens.tobytes(), mask.encode()):
-            digest.update(part)
-        return digest.hexdigest()
-
 
 def _chosen(dataset: TokenDataset, choice: Choice, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (numbers, first tokens, ends in the file) of the chosen documents of a block."""
@@ -230,22 +218,17 @@ def _chosen(dataset: TokenDataset, choice: Choice, number: int) -> tuple[np.ndar
 
 def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
     """Return how many documents and tokens are chosen before each block, and in all: int64 [2, blocks + 1]."""
-
-    def count() -> np.ndarray:
-        total = dataset.num_documents
-        bounds = np.minimum(np.arange(0, total + BLOCK, BLOCK), total)
-        found = np.zeros((2, len(bounds)), np.int64)
-        with doing(f"counting the documents of {dataset.prefix}", total) as progress:
-            if isinstance(choice, Everything):
-                return np.stack([bounds, dataset.document_offsets[bounds]])
-            for number in range(len(bounds) - 1):
-                numbers, first_tokens, ends = _chosen(dataset, choice, number)
-                found[:, number + 1] = len(numbers), (ends - first_tokens).sum()
-                progress.advance(BLOCK)
-        return found.cumsum(axis=1)
-
-    kept = once(dataset.memory, f"blocks-{choice.name}", lambda: count().tobytes())
-    return np.frombuffer(kept, np.int64).reshape(2, -1)
+    total = dataset.num_documents
+    bounds = np.minimum(np.arange(0, total + BLOCK, BLOCK), total)
+    found = np.zeros((2, len(bounds)), np.int64)
+    with doing(f"counting the documents of {dataset.prefix}", total) as progress:
+        if isinstance(choice, Everything):
+            return np.stack([bounds, dataset.document_offsets[bounds]])
+        for number in range(len(bounds) - 1):
+            numbers, first_tokens, ends = _chosen(dataset, choice, number)
+            found[:, number + 1] = len(numbers), (ends - first_tokens).sum()
+            progress.advance(BLOCK)
+    return found.cumsum(axis=1)
 
 
 def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray, dtype: np.dtype) -> np.ndarray:

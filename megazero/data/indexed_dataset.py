@@ -2,7 +2,7 @@
 
 Ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte costs
 nothing and ranks on one machine share the page cache. The index is read in the same way, and checked as a whole
-(index_file.py), once where it is large.
+(index_file.py).
 
     PREFIX.bin   token ids, little endian, no header
     PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
@@ -37,14 +37,12 @@ from megazero.data.index_file import (
     HEADER,
     MAGIC,
     VERSION,
-    Index,
     IndexOffsets,
     check_index,
     index_path,
     open_index,
 )
 from megazero.data.loss_mask import mask_path, open_mask
-from megazero.data.remembered import WORTH, Memory, identity_of, once
 from megazero.data.token_dataset import TokenDataset
 
 MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
@@ -75,20 +73,14 @@ class IndexedDataset(TokenDataset):
         refuse_missing(prefix)
         index = open_index(DataFile(self.idx_path, "offsets", 203, descriptors))
         file = DataFile(bin_path, "tokens", 204, descriptors)
-        memory = Memory(self.idx_path, identity_of(index.file)) if index.sequences >= WORTH else None
-        once(memory, "checked", lambda: _checked(index))
+        check_index(index)
         expected = index.num_tokens * index.dtype.itemsize
         if file.size != expected:
             what = f"expected {expected:,} bytes ({index.num_tokens:,} {index.dtype} tokens), got {file.size:,}"
             raise UserError(204, what, "copy both files again or rebuild them", where=bin_path)
         offsets = held(IndexOffsets(index), many_files=descriptors is not None)
         mask = open_mask(prefix, index.num_tokens, descriptors)
-        super().__init__(prefix, file, index.dtype, offsets, index=index.file, mask=mask, memory=memory)
-
-
-def _checked(index: Index) -> bytes:
-    check_index(index)
-    return b""
+        super().__init__(prefix, file, index.dtype, offsets, mask=mask)
 
 
 def refuse_missing(prefix: str | Path) -> None:
@@ -100,6 +92,8 @@ def refuse_missing(prefix: str | Path) -> None:
 
 
 def _how_to_make(prefix: Path) -> str:
+    if prefix.suffix in (".ds", ".npy", ".bin") and prefix.exists() and not prefix.with_suffix(".idx").exists():
+        return f"copy another project's file into our format: `python data_tools/merge.py {prefix} --output PREFIX`"
     if prefix.suffix in (".bin", ".idx"):
         return f"give the prefix without {prefix.suffix}"
     if "data/quickstart" in prefix.as_posix():

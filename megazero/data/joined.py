@@ -1,14 +1,13 @@
 """Read a folder of token files, its shards, as one data set: the shards' documents one after the other.
 
-A shard is whole when its index is there: X.idx with X.bin, or X.ds.index with X.ds. Writers put the index last, and
-ours by renaming it; names that begin with a dot or have `.tmp` in them, and files without an index, are not there yet.
-Thousands of shards share a limited number of descriptors (data_file.py).
+A shard is whole when its index is there: X.idx with X.bin. Writers put the index last, and ours by renaming it; names
+that begin with a dot or have `.tmp` in them, and files without an index, are not there yet. Thousands of shards share a
+limited number of descriptors (data_file.py).
 """
 
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -16,16 +15,14 @@ import xxhash
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
-from megazero.data import dialects
 from megazero.data.data_file import Descriptors
 from megazero.data.document_offsets import DocumentOffsets
-from megazero.data.remembered import WORTH, Memory
-from megazero.data.token_dataset import GetTokenIds, Mask, TokenDataset
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.indexed_dataset import refuse_missing as refuse_missing_pair
+from megazero.data.token_dataset import Mask, TokenDataset
 
 _SHARE = 4  # of the descriptors that the system allows one in so many is for shards
 _MOST_OPEN = 1024
-_SAMPLES = 16  # tokens and offsets in a shard's digest
-_DO = "put it back as it was, or begin another run"
 
 
 def _most_open() -> int:
@@ -37,34 +34,19 @@ def _most_open() -> int:
 _DESCRIPTORS = Descriptors(_most_open)  # of all shards that this process reads, whatever folders they are in
 
 
-class Shard(NamedTuple):
-    """A shard of a folder, and what it must still be when it is read again.
-
-    Attributes:
-        name: in the folder, without .bin/.idx.
-        documents, tokens: counts.
-        digest: of its type, counts, and some offsets and tokens.
-    """
-
-    name: str
-    documents: int
-    tokens: int
-    digest: str
-
-
 def is_folder(path: str | Path) -> bool:
     """Return whether a path names a folder of shards: it is a folder, and not the prefix of a pair."""
     found = Path(path)
     return found.is_dir() and not Path(f"{found}.idx").exists()
 
 
-def open_files(path: str | Path, ids: GetTokenIds = dialects.no_tokenizer) -> TokenDataset:
-    """Open token files of any kind, or a folder of them.
+def open_files(path: str | Path) -> TokenDataset:
+    """Open a pair of token files, or a folder of them.
 
     Raises:
-        UserError: as `dialects.open_dataset`; 228, a folder without a whole shard.
+        UserError: 201 to 204, 225: they are missing or damaged; 228, a folder without a whole shard.
     """
-    return JoinedDataset(Path(path)) if is_folder(path) else dialects.open_dataset(path, ids)
+    return JoinedDataset(Path(path)) if is_folder(path) else IndexedDataset(path)
 
 
 def refuse_missing(path: str | Path) -> None:
@@ -72,7 +54,7 @@ def refuse_missing(path: str | Path) -> None:
     if is_folder(path):
         shard_names(Path(path))
     else:
-        dialects.refuse_missing(path)
+        refuse_missing_pair(path)
 
 
 def shard_names(folder: Path) -> list[str]:
@@ -84,28 +66,10 @@ def shard_names(folder: Path) -> list[str]:
         raise UserError(201, f"cannot be read: {error.strerror}{looked_up(folder)}", do, where=folder) from error
     pairs = {name.removesuffix(".idx") for name in found if name.endswith(".idx")}
     names = {name for name in pairs if f"{name}.bin" in found}
-    names |= {name for name in found if name.endswith(".ds") and f"{name}.index" in found}
     if not names:
-        what = f"expected shards, X.bin with X.idx or X.ds with X.ds.index, got none of {len(found):,} names"
+        what = f"expected shards, X.bin with X.idx, got none of {len(found):,} names"
         raise UserError(228, what, "wait for the first one, or give another folder", where=folder)
     return sorted(names)
-
-
-def describe(folder: Path, names: Sequence[str], refused: Callable[[UserError], object]) -> list[Shard]:
-    """Return what shards are, in the order of their names.
-
-    Args:
-        refused: called with what is wrong with a shard, which is left out: it may not be whole yet.
-    """
-    found = list[Shard]()
-    with doing(f"opening the shards of {folder}", len(names)) as progress:
-        for name in names:
-            try:
-                found.append(_described(name, dialects.open_dataset(folder / name, descriptors=_DESCRIPTORS)))
-            except UserError as error:
-                refused(error)
-            progress.advance()
-    return found
 
 
 class JoinedDataset(TokenDataset):
@@ -113,22 +77,21 @@ class JoinedDataset(TokenDataset):
 
     Args:
         folder: where they are.
-        shards: which, in this order; None: all whole ones, by their names.
 
     Attributes:
         shards, names: the shards in their order, and their names.
 
     Raises:
-        UserError: 201 to 204, 225: a shard is missing or damaged; 228, there is none, one is not what it was, or they
-            store ids in different types.
+        UserError: 201 to 204, 225: a shard is missing or damaged; 228, there is none, or they store ids in
+            different types.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard] | None = None):
-        self.names = shard_names(folder) if shards is None else [shard.name for shard in shards]
+    def __init__(self, folder: Path):
+        self.names = shard_names(folder)
         self.shards = list[TokenDataset]()
         with doing(f"opening the shards of {folder}", len(self.names)) as progress:
-            for place, name in enumerate(self.names):
-                self.shards.append(_opened(folder, name, None if shards is None else shards[place]))
+            for name in self.names:
+                self.shards.append(IndexedDataset(folder / name, _DESCRIPTORS))
                 progress.advance()
         first = self.shards[0]
         for shard in self.shards:
@@ -138,8 +101,7 @@ class JoinedDataset(TokenDataset):
         offsets = _JoinedOffsets([shard.document_offsets for shard in self.shards])
         self.documents_before, self._tokens_before = offsets.documents_before, offsets.tokens_before
         mask = _JoinedMask(self.shards, self._tokens_before) if any(shard.mask for shard in self.shards) else None
-        memory = Memory(folder, self._identity()) if offsets.num_documents >= WORTH else None
-        super().__init__(folder, first._file, first.dtype, offsets, mask=mask, memory=memory)
+        super().__init__(folder, first._file, first.dtype, offsets, mask=mask)
         self.bin_path = folder
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -166,42 +128,6 @@ class JoinedDataset(TokenDataset):
         place = self.names.index(shard)
         known = document < self.shards[place].num_documents
         return int(self.documents_before[place]) + document if known else None
-
-    def _identity(self) -> str:
-        """Return what the shards must still be for what is remembered of them together."""
-        each = (
-            (name, shard.num_documents, shard.identity) for name, shard in zip(self.names, self.shards, strict=True)
-        )
-        return xxhash.xxh3_128_hexdigest("\n".join(map(repr, each)).encode())
-
-
-def _opened(folder: Path, name: str, expected: Shard | None) -> TokenDataset:
-    """Open a shard. Raises UserError 228: it is gone, or not what it was."""
-    try:
-        found = dialects.open_dataset(folder / name, descriptors=_DESCRIPTORS)
-    except UserError as error:
-        if expected is None or error.code != 201:
-            raise
-        what = f"is a shard that this run reads, and is gone: {error.what}"
-        raise UserError(228, what, _DO, where=folder / name) from error
-    if expected is not None and (now := _described(name, found)) != expected:
-        what = f"is a shard that this run reads, and has changed: expected {expected.documents:,} documents, "
-        what += (
-            f"{expected.tokens:,} tokens, xxh3 {expected.digest}, got {now.documents:,}, {now.tokens:,}, {now.digest}"
-        )
-        raise UserError(228, what, _DO, where=folder / name)
-    return found
-
-
-def _described(name: str, shard: TokenDataset) -> Shard:
-    documents = np.unique(np.linspace(0, shard.num_documents, _SAMPLES).astype(np.int64))
-    digest = xxhash.xxh3_64(f"{shard.dtype} {shard.num_documents} {shard.num_tokens}".encode())
-    digest.update(shard.document_offsets[documents].tobytes())
-    for token in np.linspace(0, shard.num_tokens - 1, min(_SAMPLES, shard.num_tokens)).astype(np.int64).tolist():
-        digest.update(shard.read(token, token + 1).astype(np.int64).tobytes())
-    if shard.mask is not None:
-        digest.update(shard.mask.digest.encode())
-    return Shard(name, shard.num_documents, shard.num_tokens, digest.hexdigest())
 
 
 class _JoinedOffsets(DocumentOffsets):

@@ -23,12 +23,10 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush
 from megazero.data.data_file import DataFile, Descriptors
-from megazero.data.remembered import Memory, identity_of, once
 
 MAGIC = b"MZMASK\x00\x01"
 HEADER = struct.Struct("<8sQQ")
 _BLOCK = 1 << 24  # bytes that are hashed at a time
-_LARGE = 1 << 27  # bytes of a mask from which on its hash is remembered
 _DO = "copy it again, or preprocess again"
 
 
@@ -71,16 +69,12 @@ class LossMask:
         return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first].astype(bool)
 
     def _hash(self, size: int) -> int:
-        def find() -> bytes:
-            digest = xxhash.xxh3_64()
-            with doing(f"checking {self.path}", size) as progress:
-                for at in range(HEADER.size, size, _BLOCK):
-                    digest.update(self._file.read(at, min(_BLOCK, size - at)).data)
-                    progress.advance(_BLOCK)
-            return digest.digest()
-
-        memory = None if size < _LARGE else Memory(self.path, identity_of(self._file))
-        return int.from_bytes(once(memory, "mask", find), "big")
+        digest = xxhash.xxh3_64()
+        with doing(f"checking {self.path}", size) as progress:
+            for at in range(HEADER.size, size, _BLOCK):
+                digest.update(self._file.read(at, min(_BLOCK, size - at)).data)
+                progress.advance(_BLOCK)
+        return digest.intdigest()
 
 
 def open_mask(prefix: str | Path, num_tokens: int, descriptors: Descriptors | None = None) -> LossMask | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from megazero.data.growth import Generation, GrowingOrder
 from megazero.data.interleave import Interleaving
 from megazero.data.sampler import position_of, window_of
 from megazero.data.windows import MicroBatch, WindowDataset, micro_batch
@@ -25,21 +24,15 @@ class Source:
         name: as metrics and messages have it; None: the only one, of `data.train`.
         weight: how many samples of a period it gives, where no phase says otherwise.
         seed: of the order of its windows.
-        growth: of one that grows: from which sample id on it has how many windows; None: it does not.
-        identity: of one that grows, in place of a digest of what it has become; None: it does not.
     """
 
     name: str | None
     windows: WindowDataset
     weight: int
     seed: int
-    growth: tuple[Generation, ...] | None = None
-    identity: str | None = None
 
     def digest(self) -> str:
-        """Return a digest of its windows; of one that grows, of those it began with."""
-        if self.identity is not None and self.growth is not None:
-            return f"{self.growth[0].windows} windows and more, xxh3 {self.identity}"
+        """Return a digest of its windows."""
         return f"{self.windows.num_windows} windows, xxh3 {self.windows.stream.digest()}"
 
 
@@ -114,16 +107,11 @@ class Mixture:
         for phase in self.phases:
             before = self._parts[-1].counts(phase.first) if self._parts else before
             self._parts.append(_Part(phase, before))
-        self._growing = {k: self._order(k, each.growth) for k, each in enumerate(self.sources) if each.growth}
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, window of it) of sample ids of any shape."""
         sources, numbers = self.numbers(samples)
-        windows = window_of(numbers, self._num_windows[sources], self._seeds[sources])
-        for k, order in self._growing.items():
-            own = sources == k
-            windows[own] = order.window_of(numbers[own])
-        return sources, windows
+        return sources, window_of(numbers, self._num_windows[sources], self._seeds[sources])
 
     def numbers(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, number of the sample among that source's, from 0) of sample ids."""
@@ -144,19 +132,9 @@ class Mixture:
 
     def samples_of(self, source: int, window: int, end: int) -> Iterator[int]:
         """Yield the ids below `end` of the samples that are a window of a source, by its place."""
-        if source in self._growing:
-            numbers = self._growing[source].numbers_of(window, self.counts(end)[source])
-            found = (self._sample(source, number) for number in numbers)
-        else:
-            passes = -(-self.counts(end)[source] // self.sources[source].windows.num_windows)
-            found = (self.sample_of(source, window, epoch) for epoch in range(passes))
+        passes = -(-self.counts(end)[source] // self.sources[source].windows.num_windows)
+        found = (self.sample_of(source, window, epoch) for epoch in range(passes))
         yield from (sample for sample in found if sample is not None and sample < end)
-
-    def _order(self, source: int, growth: Sequence[Generation]) -> GrowingOrder:
-        """Return the order of a source that grows at some sample ids."""
-        numbers = [Generation(self.counts(each.first)[source], each.windows) for each in growth]
-        seed = self.sources[source].seed
-        return GrowingOrder(numbers, [seed, *(seed_of(seed, f"grown {k}") for k in range(1, len(growth)))])
 
     def _sample(self, source: int, number: int) -> int | None:
         """Return the id of a source's sample by its number; None: the source gives none so late."""

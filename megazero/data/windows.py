@@ -22,11 +22,10 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.data.choice import Everything
-from megazero.data.dialects import no_tokenizer
 from megazero.data.documents import TokenStream, document_lengths, split_streams
 from megazero.data.joined import open_files
 from megazero.data.packing import SHORTEST, Packing
-from megazero.data.token_dataset import GetTokenIds, TokenDataset
+from megazero.data.token_dataset import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,6 @@ def open_datasets(
     vocab: int,
     mask_eod: bool,
     pack: bool = False,
-    ids: GetTokenIds = no_tokenizer,
 ) -> tuple[WindowDataset, WindowDataset | None]:
     """Open the training windows and, if any, the validation windows of a run.
 
@@ -191,13 +189,13 @@ def open_datasets(
             207 too few tokens.
     """
 
-    dataset = open_files(train, ids)
+    dataset = open_files(train)
     if isinstance(valid, int | float):
         return cut_windows(dataset, valid, seq_len, vocab, mask_eod, pack)
     windows, _ = cut_windows(dataset, None, seq_len, vocab, mask_eod, pack)
     if valid is None:
         return windows, None
-    return windows, cut_windows(open_files(valid, ids), None, seq_len, vocab, mask_eod, pack)[0]
+    return windows, cut_windows(open_files(valid), None, seq_len, vocab, mask_eod, pack)[0]
 
 
 def cut_windows(

@@ -56,7 +56,6 @@ from megazero.run.folder import RunFolder
 from megazero.run.folder_watch import FolderWatch
 from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
-from megazero.run.shards import Lists
 from megazero.train.stopping import Stopping
 from megazero.train.trainer import Fault, Trainer, TrainSchedule
 from megazero.train.validation import Validation
@@ -92,7 +91,6 @@ def build_trainer(
     *,
     part: Part | None = None,
     spent: float = 0.0,
-    shards: Lists | None = None,
 ) -> Ready:
     """Build everything that one rank of a part of a run needs, in the order in which it depends on each other.
 
@@ -104,7 +102,6 @@ def build_trainer(
         here: ranks that share this host's memory.
         part: of the run; None: its first.
         spent: seconds that the job has trained before.
-        shards: of sources that grow, as all ranks have them; None: those that are there now.
 
     Raises:
         UserError: 2xx, the data is missing, damaged, too small or used too often; 112, a tokenizer that is not the
@@ -115,7 +112,7 @@ def build_trainer(
     config, dtype = part.config, DTYPES[whole.precision.dtype]
     tokenizer = _tokenizer(config)
     first = grid["world"].rank == 0
-    data = _opened(part, course, tokenizer, shards, first=first)
+    data = _opened(part, course, tokenizer, first=first)
     repeat_bits(config, device)
     ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
     host_ops = None
@@ -137,7 +134,7 @@ def build_trainer(
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
         return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
-    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer), shards)
+    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer))
     trainer = Trainer(
         engine,
         pipeline,
@@ -180,10 +177,10 @@ def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunCo
     return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget, look=look)
 
 
-def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, shards: Lists | None, *, first: bool) -> RunData:
+def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
     """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
     with doing("opening the data"):
-        data = open_data(part.config, course, shards)
+        data = open_data(part.config, course)
         refuse_repeats(data)
         refuse_short(course, part)
         for source in data.mixture.sources:

@@ -41,7 +41,6 @@ from megazero.run.folder import RunFolder
 from megazero.run.history import other_data
 from megazero.run.lock import RunLock, State
 from megazero.run.resume import ResumePoint
-from megazero.run.shards import Lists, to_json
 
 
 def shapes_of(built: Built) -> dict[str, list[int]]:
@@ -111,7 +110,6 @@ class CheckpointMetadata:
         dtype: the type of the optimizer's parameters and state.
         kinds: of values: the weight, and the optimizer's state.
         history: of the options that were changed when the run went on (`run/history.py`).
-        shards: of sources that grow (`run/shards.py`).
     """
 
     run: str
@@ -122,7 +120,6 @@ class CheckpointMetadata:
     kinds: tuple[str, ...]
     identity: Identity
     history: list[dict[str, Any]] = field(default_factory=list)
-    shards: Lists = field(default_factory=dict)
 
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
         """Return the whole manifest of a step, of what all ranks have written."""
@@ -149,19 +146,14 @@ class CheckpointMetadata:
             config=plain(config),
             software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
             history=self.history,
-            shards=to_json(self.shards),
         )
 
 
-def about_run(
-    config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity, shards: Lists | None = None
-) -> CheckpointMetadata:
+def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity) -> CheckpointMetadata:
     """Return what every manifest of this run says alike."""
     dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
     history = [*site.job.history, *other_data(site.job, identity.data)]
-    return CheckpointMetadata(
-        site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history, shards or {}
-    )
+    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history)
 
 
 def checkpoints_of(

@@ -1,9 +1,6 @@
 """Open the data that a config names: what a run trains on, and what it is validated on."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
@@ -14,15 +11,12 @@ from megazero.config.sections import Source
 from megazero.config.stages import Course, Part
 from megazero.config.weights import whole_weights
 from megazero.data import mixture
-from megazero.data.growth import Generation
-from megazero.data.joined import JoinedDataset, open_files
+from megazero.data.joined import open_files
 from megazero.data.loader import epochs_of
 from megazero.data.mixture import Mixture, Phase, seed_of
 from megazero.data.overlap import shared_document
-from megazero.data.token_dataset import GetTokenIds, TokenDataset, TokenIds
-from megazero.data.tokenizer import open_tokenizer
+from megazero.data.token_dataset import TokenDataset
 from megazero.data.windows import WindowDataset, cut_windows
-from megazero.run.shards import Added, Lists, lists_now
 
 
 class RunData(NamedTuple):
@@ -61,7 +55,7 @@ class RunData(NamedTuple):
         return f"windows of {', '.join(map(str, used))} tokens, xxh3 {xxhash.xxh3_64_hexdigest(told.encode())}"
 
 
-def open_data(config: Config, course: Course | None = None, lists: Lists | None = None) -> RunData:
+def open_data(config: Config, course: Course | None = None) -> RunData:
     """Open all data of a run.
 
     A share in `data.valid` is held out of each source's documents; of sources with names each is a validation set of
@@ -70,26 +64,21 @@ def open_data(config: Config, course: Course | None = None, lists: Lists | None 
     Args:
         config: that holds now: of a part of the course, or of the whole run.
         course: of the run; None: that of the config.
-        lists: the shards of sources that grow; None: those that are there now.
 
     Raises:
-        UserError: 228, a shard is gone or another; 201 to 204, 222, 223 files missing, damaged or without a tokenizer,
-            206 a split with an empty side, 207 too few tokens.
+        UserError: 201 to 204, 222, 223, 228 files missing, damaged or without a tokenizer, 206 a split with an empty
+            side, 207 too few tokens.
     """
     course, length, data = course or Course(config), config.model.seq_len, config.data
     share = data.valid if isinstance(data.valid, float) else None
     validation: dict[str, WindowDataset] = {}
     mixtures: dict[int, Mixture] = {}
-    lists = lists_now(course) if lists is None else lists
-    files = {given.name: _files(config, given, lists) for given in sources_of(course)}
+    files = {given.name: open_files(given.path) for given in sources_of(course)}
     for each in dict.fromkeys([*_lengths(course), length]):
         phases, sources = list(_phases(course, each)), []
         for given, weight in zip(sources_of(course), phases[0].weights, strict=True):
             windows, held_out = _cut(config, files[given.name], share, each)
-            source = mixture.Source(given.name, windows, weight, _order(course, given.name, each))
-            if given.grows:
-                source = _growing(source, lists[str(given.name)], course)
-            sources.append(source)
+            sources.append(mixture.Source(given.name, windows, weight, _order(course, given.name, each)))
             if held_out is not None and each == length:
                 validation[given.name or ""] = held_out
         mixtures[each] = Mixture(sources, phases)
@@ -108,10 +97,10 @@ def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
     """Return the windows of the validation sets that have files of their own, by their names."""
     data, found = config.data, dict[str, WindowDataset]()
     if isinstance(data.valid, str):
-        found[""], _ = _cut(config, open_files(data.valid, token_ids_of(config)), None, length)
+        found[""], _ = _cut(config, open_files(data.valid), None, length)
     for other in data.validation or ():
         assert other.name is not None, "a resolved config"
-        found[other.name], _ = _cut(config, open_files(other.path, token_ids_of(config)), None, length)
+        found[other.name], _ = _cut(config, open_files(other.path), None, length)
     return found
 
 
@@ -208,53 +197,11 @@ def _order(course: Course, name: str | None, length: int) -> int:
     return seed if name is None else seed_of(seed, name)
 
 
-def _files(config: Config, source: Source, lists: Lists) -> TokenDataset:
-    """Return the token files of a source; of one that grows, the shards of its lists."""
-    if not source.grows:
-        return open_files(source.path, token_ids_of(config))
-    shards = [shard for added in lists[str(source.name)] for shard in added.shards]
-    return JoinedDataset(Path(source.path), shards)
-
-
 def _cut(
     config: Config, files: TokenDataset, share: float | None, length: int
 ) -> tuple[WindowDataset, WindowDataset | None]:
     data = config.data
     return cut_windows(files, share, length, config.model.vocab, data.mask_eod, data.pack)
-
-
-def _growing(source: mixture.Source, added: Sequence[Added], course: Course) -> mixture.Source:
-    """Return a source with how it has grown, of windows over all of its shards.
-
-    Raises:
-        UserError: 207, its first shards have not one window.
-    """
-    windows, documents, growth = source.windows, 0, list[Generation]()
-    for each in added:
-        documents += sum(shard.documents for shard in each.shards)
-        tokens = windows.stream.before(documents)
-        first = course.samples(each.first) if growth else 0
-        growth.append(Generation(first, (tokens - 1) // windows.seq_len))
-        if growth[0].windows < 1:
-            what = f"expected at least seq_len + 1 = {windows.seq_len + 1:,} tokens in the first shards, got {tokens:,}"
-            do = "begin with more shards, or a smaller model.seq_len"
-            raise UserError(207, what, do, where=windows.stream.dataset.bin_path)
-    told = windows.stream.choice.name, [tuple(shard) for shard in added[0].shards]
-    identity = xxhash.xxh3_64_hexdigest(repr(told).encode())
-    return replace(source, growth=tuple(growth), identity=identity)
-
-
-def token_ids_of(config: Config) -> GetTokenIds:
-    """Return what opens the config's tokenizer, once, where token files do not tell their ids; it may have none."""
-
-    @cache
-    def ids() -> TokenIds | None:
-        if config.data.tokenizer is None:
-            return None
-        tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
-        return TokenIds(tokenizer.vocab_size, tokenizer.eod)
-
-    return ids
 
 
 def refuse_repeats(data: RunData) -> None:

@@ -10,8 +10,7 @@ from megazero.build.pipeline import check_world
 from megazero.config.file import run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course
-from megazero.data.dialects import refuse_unknown
-from megazero.data.joined import refuse_missing, shard_names
+from megazero.data.joined import refuse_missing
 from megazero.data.loss_mask import mask_path
 from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
@@ -34,12 +33,8 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     if folder.path.exists() or config.checkpoint.resume not in ("none", "auto"):
         return
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer, config.model.vocab)
-    for source in Course(config).sources() or ():
-        if source.grows:
-            shard_names(Path(source.path))
     for path in _paths(config):
         refuse_missing(path)
-        refuse_unknown(path, tokenizer is not None)
         origin = require_tokenizer(path, tokenizer)
         if not mask_path(path).exists():
             require_mask(origin, None, Path(path))

@@ -1,7 +1,7 @@
 """The folder of a run, and the names in it, which are part of the contract.
 
 config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
-logs/slurm-1234.out  shards.json  lock  STOP  early_stops
+logs/slurm-1234.out  lock  STOP  early_stops
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class RunFolder:
             dead = lock.take()
             if not resume:  # another job may have come and gone
                 self._refuse_a_run()
-            for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot, self.shards):
+            for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
                 for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
                     left.unlink(missing_ok=True)
             for needed in (self.log(0), self.metrics):
@@ -107,7 +107,7 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if self._has_begun():
                 return
-            for whole in (self.config, self.metrics, self.plan, self.shards, *self.log(0).parent.glob("rank_*.log")):
+            for whole in (self.config, self.metrics, self.plan, *self.log(0).parent.glob("rank_*.log")):
                 whole.unlink(missing_ok=True)
             for folder in (self.profile, self.path / "tensorboard", self.path / "wandb"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -154,11 +154,6 @@ class RunFolder:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.json"
-
-    @property
-    def shards(self) -> Path:
-        """Return the lists of shards of sources that grow (`run/shards.py`)."""
-        return self.path / "shards.json"
 
     @property
     def loss_plot(self) -> Path:

@@ -9,7 +9,6 @@ import gc
 import logging
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from megazero.base.heartbeat import HEART
 from megazero.base.version import __version__
 from megazero.build.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
-from megazero.comm.agreement import agree, until_all
+from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.comm.status_board import TRAIN
@@ -39,8 +38,7 @@ from megazero.run.loading import begin, check_kernels, check_same
 from megazero.run.log import RunLog
 from megazero.run.out_of_memory import explain_out_of_memory
 from megazero.run.plan_check import Expectation
-from megazero.run.resume import Undone, from_first, newest_manifest, owed_row, resume
-from megazero.run.shards import Lists, fix_lists, from_json, to_json, until, write_lists
+from megazero.run.resume import Undone, from_first, owed_row, resume
 from megazero.run.words import beginning, doubts, next_part, say
 from megazero.train.stopping import Reason
 from megazero.train.validation import Score
@@ -81,7 +79,6 @@ class _Rank:
     here: int
     held: Mapping[str, int]
     _ready: Ready | None = None
-    _lists: Lists | None = None
 
     @property
     def ready(self) -> Ready:
@@ -99,41 +96,13 @@ class _Rank:
             spent: seconds that the job has trained before.
         """
         grid, device = self.grid, self.device
-        self._lists = self._fixed(part)
-        shards = None if self._lists is None else until(self._lists, part.first)
 
         def built() -> Ready:
             with explain_out_of_memory(part.config, grid, device), doing("building the model"):
-                return build_trainer(
-                    self.config, grid, device, self.site, self.here, part=part, spent=spent, shards=shards
-                )
+                return build_trainer(self.config, grid, device, self.site, self.here, part=part, spent=spent)
 
         self._ready = agree(grid["world"], device, built)
         return self._ready
-
-    def _fixed(self, part: Part) -> Lists | None:
-        """Return the shards of sources that grow, as rank 0 fixes them for a part and others; None: none grows."""
-        site, world, device = self.site, self.grid["world"], self.device
-        course = Course(self.config, site.job.history)
-        if not course.grows():
-            return None
-
-        def fixed() -> dict[str, Any]:
-            if world.rank:
-                return {}
-            goes_on = site.job.load == "all"
-            manifest = newest_manifest(site.job.store, site.job.steps) if goes_on else None
-            return to_json(fix_lists(course, part, site.folder.shards, manifest))
-
-        with doing("fixing the shards of sources that grow"), ThreadPoolExecutor(1) as thread:
-            found = thread.submit(fixed)  # the others meet meanwhile: to check new shards may take minutes
-            until_all(world, device, lambda seconds: not wait([found], seconds).not_done)
-        return from_json(from_first(agree(world, device, found.result), world, device))
-
-    def keep_lists(self) -> None:
-        """Write the shards of the part that is built to the run's folder, on rank 0, before a step is trained."""
-        if self._lists is not None and self.grid["world"].rank == 0:
-            write_lists(self.site.folder.shards, self._lists)
 
     def drop(self) -> None:
         """Close what was built, and give its memory back; the caller has no reference to it left."""
@@ -236,7 +205,6 @@ def _train_on(rank: _Rank, part: Part, first: int, began: float) -> Outcome:
         ready = rank.build(part, time.monotonic() - began)
         found = _loaded(rank)
         assert found is not None, "there is a step"
-        agree(grid["world"], rank.device, rank.keep_lists)
         begin(ready.trainer, found, job, None)
         _announce_part(rank, before, part, ready)
         del ready
@@ -269,7 +237,6 @@ def _begin_files(rank: _Rank, part: Part, found: Manifest | None) -> Undone:
     def begun() -> dict[str, Any]:
         if trains:
             check_space(config, ready.about, folder.checkpoints)
-            rank.keep_lists()
         row = owed_row(folder.metrics, found, own=site.job.own, validates=due, warn=warn)
         if trains:
             dump(config, folder.config)

@@ -27,7 +27,6 @@ from megazero.run.data import RunData, open_data, sources_of
 from megazero.run.folder import RunFolder
 from megazero.run.history import changes_of
 from megazero.run.resume import newest_manifest
-from megazero.run.shards import Lists, from_json, read_lists
 
 _SHOWN = 48  # characters of a text in a table
 
@@ -55,7 +54,7 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     samples = course.samples(step - 1) + np.arange(part.config.batch.global_)
     if rank is not None:
         samples = samples[_of_rank(folder, part.config, rank)]
-    data = open_data(part.config, course, _lists(folder, course))
+    data = open_data(part.config, course)
     tokenizer = _tokenizer(config)
     shards = any(isinstance(source.windows.stream.dataset, JoinedDataset) for source in data.mixture.sources)
     found = []
@@ -136,18 +135,7 @@ def _course(folder: RunFolder, config: Config) -> Course:
 
 
 def _all_data(folder: RunFolder, course: Course) -> RunData:
-    return open_data(course.config, course, _lists(folder, course))
-
-
-def _lists(folder: RunFolder, course: Course) -> Lists | None:
-    """Return which shards a run has read, from its file, else from its newest checkpoint; None: no source grows."""
-    if not course.grows():
-        return None
-    if folder.shards.exists():
-        return read_lists(folder.shards)
-    store = Store(folder.checkpoints)
-    manifest = newest_manifest(store, store.steps())
-    return None if manifest is None else from_json(manifest.shards)
+    return open_data(course.config, course)
 
 
 def _placed(windows: WindowDataset, piece: dict[str, Any], shards: bool) -> dict[str, Any]:

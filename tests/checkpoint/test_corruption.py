@@ -1,5 +1,6 @@
 """Whatever happens to the files of a checkpoint is found before the first step, and an older one takes its place."""
 
+import json
 import os
 import random
 import shutil
@@ -278,4 +279,13 @@ def test_a_manifest_that_may_not_be_read_is_not_damaged(finished: RunFolder, tmp
     folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
     (folder / FILE_NAME).chmod(0)
     with pytest.raises(UserError, match=r"MZ-401 .*cannot be read: Permission denied"):
+        read_manifest(folder)
+
+
+def test_a_run_with_sources_that_grew_is_not_called_damaged(finished: RunFolder, tmp_path: Path) -> None:
+    """An earlier version wrote such manifests; another step would not be better."""
+    folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
+    content = json.loads((folder / FILE_NAME).read_text())
+    (folder / FILE_NAME).write_text(json.dumps(content | {"shards": {"web": [{"first": 0, "shards": []}]}}))
+    with pytest.raises(UserError, match=r"MZ-412 .*sources that grow, .*; go on with the version that wrote it"):
         read_manifest(folder)

@@ -137,7 +137,10 @@ def test_an_option_that_is_gone_may_stay_only_where_it_changed_nothing(file: Pat
         with pytest.raises(UserError) as caught:
             load(str(file), overrides)
         assert str(caught.value).startswith(f"MZ-104 {where}: zero.tile_mb does not exist any more; split")
-
+    file.write_text("data:\n  train: null\n  sources: [{path: a, grows: null}, {path: b, grows: false}]\n")
+    assert [source.path for source in load(str(file)).data.sources or ()] == ["a", "b"]
+    with pytest.raises(UserError, match=r"^MZ-104 .*data\.sources\.grows does not exist any more; name a folder"):
+        load(str(file), ["data.sources=[{path: a, grows: true}]"])
 
 
 def test_a_file_among_the_overrides_goes_over_what_was_given_before(tmp_path: Path) -> None:

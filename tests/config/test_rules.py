@@ -62,11 +62,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["stages=[{until_step: 5, model: {seq_len: 512}}]"],
         "model.position=rotary",
     ),
-    "data.pack == false with a source that grows": (
-        ["data.sources=[{path: a, grows: true}]", "data.pack=true", "data.mask_eod=true"],
-        "data.pack=false",
-    ),
-    "a source of stages has one path, and grows or not": (
+    "a source of stages has one path": (
         ["data.sources=[{path: a}]", "stages=[{until_step: 5, data: {sources: [{path: b/a}]}}]"],
         "data.sources=[{path: b/a}]",
     ),

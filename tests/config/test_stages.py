@@ -55,15 +55,6 @@ def test_stages_that_change_what_is_trained_on_alone_are_one_part() -> None:
     assert mixes == [(0, ["b"]), (3, ["a", "c"]), (5, ["a"]), (10, ["a", "c"])]
 
 
-def test_with_a_source_that_grows_every_stage_is_a_part() -> None:
-    """Its shards are taken when a part begins, though nothing else changes there."""
-    stages = "stages=[{until_step: 3}, {until_step: 5}]"
-    for grows, firsts in (("true", [0, 3, 5]), ("false", [0]), ("null", [0])):
-        sources = f"data.sources=[{{path: a, grows: {grows}}}]"
-        course = Course(load("tiny", ["run.steps=10", "data.train=null", sources, stages]))
-        assert [part.first for part in course.parts] == firsts and course.grows() == (grows == "true")
-
-
 def test_a_history_is_what_the_config_was_before() -> None:
     config = load("tiny", [*BASE])
     history = [

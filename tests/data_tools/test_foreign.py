@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_tools.foreign import Vocabulary, is_foreign, open_foreign
 from megazero.base.errors import LINE_LIMIT, UserError
 from megazero.data.choice import Everything
-from megazero.data.dialects import open_dataset
 from megazero.data.documents import TokenStream
-from megazero.data.token_dataset import TokenDataset, TokenIds
-from megazero.data.windows import open_datasets
+from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.token_dataset import TokenDataset
 from tests.data.test_indexed_dataset import megatron_bytes
 
 EOD = 9
 TEXT = [1, 2, 3, EOD, 4, EOD, 5, 6, 7, 8, EOD]
 ENDS = [4, 6, 11]
-IDS = TokenIds(300, EOD)
+IDS = Vocabulary(300, EOD)
 NUMPY = b"\x93NUMPY\x01\x00"
 
 
@@ -43,15 +43,8 @@ KINDS: dict[str, dict[str, bytes]] = {
     "datatrove, 16 bits": {
         "x.ds": packed("H", TEXT),
         "x.ds.index": packed("Q", ENDS),
-        "x.ds.metadata": b"gpt2|2\n11\n11 T",
     },
-    "datatrove, 32 bits": {"x.ds": packed("I", TEXT), "x.ds.index": packed("Q", ENDS), "x.ds.metadata": b"a|b|4\n11\n"},
-    "datatrove, older": {
-        "x.ds": packed("H", TEXT),
-        "x.ds.index": packed("Q", ENDS),
-        "x.ds.metadata": b"gpt2\n11\n11 T",
-    },
-    "datatrove, no metadata": {"x.ds": packed("H", TEXT), "x.ds.index": packed("Q", ENDS)},
+    "datatrove, 32 bits": {"x.ds": packed("I", TEXT), "x.ds.index": packed("Q", ENDS)},
     "OLMo": {"x.npy": packed("H", TEXT)},
     "numpy": {"x.npy": npy("(11,)", "<u4", packed("I", TEXT))},
     "numpy, int64": {"x.npy": npy("(11,)", "<i8", packed("q", TEXT))},
@@ -69,11 +62,11 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
     return folder / ("x" if "x.idx" in files else next(iter(files)))
 
 
-def opened(path: Path, ids: TokenIds | None = IDS) -> TokenDataset:
-    return open_dataset(path, lambda: ids)
+def opened(path: Path, ids: Vocabulary | None = IDS) -> TokenDataset:
+    return open_foreign(path, ids) if is_foreign(path) else IndexedDataset(path)
 
 
-def refusal(path: Path, ids: TokenIds | None = IDS) -> UserError:
+def refusal(path: Path, ids: Vocabulary | None = IDS) -> UserError:
     with pytest.raises(UserError) as caught:
         opened(path, ids)
     line = str(caught.value)
@@ -90,8 +83,6 @@ def test_every_kind_has_the_same_tokens_and_documents(tmp_path: Path, kind: str)
     assert [dataset.locate(token) for token in (0, 3, 4, 10)] == [(0, 0), (0, 3), (1, 0), (2, 4)]
     stream = TokenStream(dataset, Everything())
     assert stream.parts(2, 8) == [(0, 2, 2), (1, 0, 2), (2, 0, 2)]
-    windows, _ = open_datasets(dataset.prefix, None, 4, 300, False, ids=lambda: IDS)
-    assert windows.num_windows == 2 and windows.read(1).tokens.tolist() == TEXT[4:9]
 
 
 def test_digests_say_what_is_read_not_how_it_lies(tmp_path: Path) -> None:
@@ -125,7 +116,7 @@ def test_documents_of_several_sequences_and_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab", [200, 257, 65536, 65537, 2**31])
 def test_the_type_of_raw_ids_follows_from_the_vocabulary(tmp_path: Path, vocab: int) -> None:
     kind = "B" if vocab <= 256 else "H" if vocab <= 65536 else "I"
-    dataset = opened(written(tmp_path, {"x.npy": packed(kind, TEXT)}), TokenIds(vocab, EOD))
+    dataset = opened(written(tmp_path, {"x.npy": packed(kind, TEXT)}), Vocabulary(vocab, EOD))
     assert dataset.read(0, 11).tolist() == TEXT
 
 
@@ -144,14 +135,11 @@ WRONG: dict[str, tuple[dict[str, bytes], int, str]] = {
     "no index": ({"x.ds": DATATROVE["x.ds"]}, 201, "x.ds.index"),
     "index cut off": (DATATROVE | {"x.ds.index": packed("Q", ENDS)[:-1]}, 202, "8 bytes for each document, got 23"),
     "index of fewer": (DATATROVE | {"x.ds.index": packed("Q", ENDS[:-1])}, 204, "6 tokens of its .index, got 22 bytes"),
-    "index that falls": (DATATROVE | {"x.ds.index": packed("Q", [6, 4, 11])}, 203, "expected rising offsets"),
-    "index beyond": (DATATROVE | {"x.ds.index": packed("Q", [2**63 + 4, 6, 11])}, 203, "expected rising offsets"),
+    "index that falls": (DATATROVE | {"x.ds.index": packed("Q", [6, 4, 11])}, 203, "expected rising ends"),
+    "index beyond": (DATATROVE | {"x.ds.index": packed("Q", [2**63 + 4, 6, 11])}, 203, "expected rising ends"),
     "tokens cut off": (DATATROVE | {"x.ds": packed("H", TEXT)[:-2]}, 204, "11 tokens of its .index, got 20 bytes"),
-    "metadata of others": (DATATROVE | {"x.ds.metadata": b"gpt2|2\n12\n"}, 203, "tells of 12 tokens of 2 bytes"),
-    "metadata of other ids": (DATATROVE | {"x.ds.metadata": b"gpt2|4\n11\n"}, 203, "tells of 11 tokens of 4 bytes"),
-    "metadata of nothing": (DATATROVE | {"x.ds.metadata": b"\xff"}, 203, "cannot be read"),
-    "loss cut off": (DATATROVE | {"x.ds.loss": bytes(10)}, 225, "a byte for each of 11 tokens, got 10"),
-    "loss of twos": (DATATROVE | {"x.ds.loss": bytes([1] * 9 + [2, 1])}, 225, "got 2 for token 9"),
+    "loss cut off": (DATATROVE | {"x.ds.loss": bytes(10)}, 225, "11 tokens, got 10 bytes"),
+    "loss of twos": (DATATROVE | {"x.ds.loss": bytes([1] * 9 + [2, 1])}, 225, "got 11 bytes or others"),
     "half an id": ({"x.npy": packed("H", TEXT)[:-1]}, 204, "a multiple of 2 bytes"),
     "wider ids": ({"x.npy": HALF.tobytes()}, 223, "ids of 16 bits by the tokenizer, got 0 for every second one"),
     "wider ids, nanoGPT": ({"x.bin": HALF.tobytes()}, 223, "they have 32"),
@@ -202,7 +190,7 @@ def test_half_of_a_pair_and_what_is_not_there(tmp_path: Path) -> None:
     assert error.code == 201 and f"give the prefix {prefix}" in str(error)
     for name in ("no.npy", "no.ds", "no.bin", "no"):
         assert refusal(tmp_path / name).code == 201
-    error = refusal(written(tmp_path / "large", KINDS["nanoGPT"]), TokenIds(100_000, EOD))
+    error = refusal(written(tmp_path / "large", KINDS["nanoGPT"]), Vocabulary(100_000, EOD))
     assert error.code == 223 and "tokenizer of 100,000 ids" in str(error)
 
 
