@@ -3,6 +3,7 @@
 Waiting here has no limit of its own: a busy machine makes everything late, and pytest ends a test that hangs.
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -32,6 +33,12 @@ def alive(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is there and was stopped by a signal."""
     return _state(pid) == "T"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:

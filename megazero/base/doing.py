@@ -18,6 +18,7 @@ class Doing:
         what: the words to print: "validating".
         detail: the current part of it; one line shows several.
         done, total: the progress, where it is known.
+        began, changed: by the clock, when it began, and when its part did.
     """
 
     what: str
@@ -25,6 +26,7 @@ class Doing:
     done: int = 0
     total: int | None = None
     began: float = 0.0
+    changed: float = 0.0
 
     def advance(self, count: int = 1) -> None:
         """Add `count` to what is done."""
@@ -44,7 +46,7 @@ class Activities:
 
     def restart(self, what: str) -> None:
         """Forget all, and begin with an activity that lasts until another one is named."""
-        self._entries = [Doing(what, began=self.clock())]
+        self._entries = [self._new(what)]
 
     @property
     def current(self) -> Doing | None:
@@ -54,7 +56,7 @@ class Activities:
     @contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
         """Name an activity that may take long while the context is open; yield its progress counter."""
-        entry = Doing(what, total=total, began=self.clock())
+        entry = self._new(what, total)
         if threading.current_thread() is threading.main_thread():  # others work beside what the process waits for
             self._entries.append(entry)
         try:
@@ -66,11 +68,15 @@ class Activities:
     def now(self, what: str, detail: str) -> None:
         """Set what the process does from here on, until the next call."""
         if not self._entries:
-            self._entries.append(Doing(""))
-        base = self._entries[0]
+            self._entries.append(self._new(""))
+        base, now = self._entries[0], self.clock()
         if base.what != what:
-            base.what, base.began = what, self.clock()
-        base.detail = detail
+            base.what, base.began = what, now
+        base.detail, base.changed = detail, now
+
+    def _new(self, what: str, total: int | None = None) -> Doing:
+        now = self.clock()
+        return Doing(what, total=total, began=now, changed=now)
 
 
 ACTIVITIES = Activities()

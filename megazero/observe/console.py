@@ -1,7 +1,7 @@
-"""Show progress to the user: one live line on a terminal, plain lines anywhere else.
+"""Show progress to the user: a line per row, and below them on a terminal one live line.
 
-    ---------          120/1000  loss 4.3127  valid 4.2901  18,204 tok/s  12:31 left                 terminal, redrawn
-    step 120/1000  loss 4.3127  norm 1.31  lr 3.000e-04  18,204 tok/s  1.21 TFLOP/s  0.112 s/step  12:31 left      file
+    step 120/1000  loss 4.3127  norm 1.31  lr 3.000e-04  18,204 tok/s  1.21 TFLOP/s  0.112 s/step  12:31 left
+    ---------          120/1000  loss 4.3127  valid 4.2901  18,204 tok/s  12:31 left  step 121/1000 forward  1 s
 
 Time left is (steps to go) x (mean seconds of a step in this invocation, so far). Our text is ASCII, for logs in any
 locale. When the reader goes away (`| head`, a dropped terminal) the console falls silent and training goes on.
@@ -67,7 +67,7 @@ class ConsoleSink:
         try:
             with HEART.paused():
                 if self._live is not None:
-                    self._live.show(int(_number(row, "step")), self._short(row, left))
+                    self._live.show(int(_number(row, "step")), self._long(row, left), self._short(row, left))
                 else:
                     self._stream.write(self._long(row, left) + "\n")
                     self._stream.flush()
@@ -142,12 +142,14 @@ class _Live:
         self._text = ""
         self._total = total_steps
 
-    def show(self, step: int, text: str) -> None:
+    def show(self, step: int, line: str, text: str) -> None:
+        """Print a line for good, and redraw the live line below it."""
         if self._task is None:
+            self._task = self._progress.add_task(text, total=self._total, completed=step)
             self._progress.start()
-            self._task = self._progress.add_task(text, total=self._total)
             HEART.show_on(self._beat)
         self._text = text
+        self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._progress.update(self._task, completed=step, description=text, refresh=True)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The heartbeat says what takes long, on lines that stay readable, and says nothing of what does not."""
+"""The heartbeat names what takes long: on a terminal at once, in a log once in 30 seconds."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megazero.base.doing import Activities
-from megazero.base.heartbeat import FIRST, SECOND, Heartbeat
+from megazero.base.heartbeat import QUIET, Heartbeat
 from tests.tiny_run import ROOT
 
 
@@ -61,73 +61,43 @@ def on_terminal() -> Iterator[Beating]:
     found.heart.end()
 
 
-def test_what_is_quick_is_not_spoken_of(beating: Beating) -> None:
-    for _ in range(10):
-        with beating.activities.doing("something quick"):
-            beating.after(FIRST / 2)
-        with beating.heart.paused():
-            pass
-    assert beating.stream.getvalue() == ""
+def test_in_a_log_a_phase_is_named_once_in_thirty_seconds(beating: Beating) -> None:
+    with beating.activities.doing("validating", 40) as progress:
+        assert beating.after(1.0, 29) == ""
+        progress.advance(20)
+        assert beating.after(1.0) == "validating 20/40  30 s\n"
+        assert beating.after(1.0, 29) == "validating 20/40  30 s\n"
+        assert beating.after(1.0).endswith("\nvalidating 20/40  60 s\n")
 
 
-def test_words_then_a_dot_a_second_then_how_long_it_took(beating: Beating) -> None:
-    with beating.activities.doing("compiling"):
-        assert beating.after(FIRST + 0.01) == "compiling"
-        assert beating.after(SECOND / 2) == "compiling"
-        assert beating.after(SECOND, 3) == "compiling..."
-    with beating.heart.paused():
-        beating.stream.write("a row\n")
-    assert beating.stream.getvalue() == "compiling... 4 s\na row\n"
+def test_in_a_log_shorter_phases_are_not_named(beating: Beating) -> None:
+    """However long the whole of them is, and however short the silence: rows come in between, or do not."""
+    for step in range(20):
+        for phase in ("data", "forward", "backward", "update"):
+            beating.activities.now(f"step {step}/20", phase)
+            beating.after(7.0)
+        if step > 10:
+            with beating.heart.paused():
+                beating.stream.write("row\n")
+    with beating.activities.doing("saving"):
+        beating.after(29.0)
+    assert beating.stream.getvalue() == "row\n" * 9
 
 
-def test_the_words_come_within_the_first_second(beating: Beating) -> None:
-    assert FIRST < 1 and SECOND < 2
-    assert beating.after(FIRST + 0.01) == "starting"
+def test_a_row_begins_the_silence_again(beating: Beating) -> None:
+    with beating.activities.doing("training"):
+        for _ in range(5):
+            beating.after(20.0)
+            with beating.heart.paused():
+                beating.stream.write("row\n")
+    assert beating.stream.getvalue() == "row\n" * 5
 
 
-def test_the_inner_of_two_is_what_is_said(beating: Beating) -> None:
+def test_the_inner_of_two_is_named(beating: Beating) -> None:
     with beating.activities.doing("building"):
         with beating.activities.doing("compiling"):
-            beating.after(1.0)
-        assert beating.after(1.0) == "compiling 2 s\nbuilding"
-
-
-def test_progress_now_and_then_and_at_the_end(beating: Beating) -> None:
-    with beating.activities.doing("validating", 40) as progress:
-        beating.after(1.0)
-        progress.advance(20)
-        beating.after(1.0, 11)
-        progress.advance(20)
-    with beating.heart.paused():
-        pass
-    assert beating.stream.getvalue() == "validating.......... 20/40. 40/40 12 s\n"
-
-
-def test_phases_of_a_step_share_a_line(beating: Beating) -> None:
-    beating.activities.now("step 3/9", "forward")
-    beating.after(1.0, 2)
-    beating.activities.now("step 3/9", "backward")
-    beating.after(1.0, 2)
-    beating.activities.now("step 4/9", "data")
-    assert beating.after(1.0) == "step 3/9 forward. backward., step 4/9 data"
-    with beating.heart.paused():
-        pass
-    assert beating.stream.getvalue().endswith("data 5 s\n")
-
-
-def test_a_line_of_steps_says_how_long_since_its_first_began(beating: Beating) -> None:
-    for step in range(3):
-        beating.activities.now(f"step {step}/9", "forward")
-        beating.after(1.0)
-    with beating.activities.doing("validating"):
-        beating.after(1.0)
-    assert beating.stream.getvalue() == "step 0/9 forward, step 1/9 forward, step 2/9 forward 4 s\nvalidating"
-
-
-def test_a_line_of_dots_is_ended_before_it_is_too_long(beating: Beating) -> None:
-    with beating.activities.doing("training"):
-        lines = beating.after(1.0, 300).splitlines()
-    assert len(lines) > 1 and max(map(len, lines)) < 120 and all(line.startswith("training") for line in lines)
+            beating.after(QUIET)
+        assert beating.after(QUIET) == "compiling  30 s\nbuilding  60 s\n"
 
 
 def test_a_terminal_has_one_line_that_is_cleared(on_terminal: Beating) -> None:
@@ -151,14 +121,13 @@ def test_a_line_that_somebody_else_redraws_takes_the_words(on_terminal: Beating)
 
 def test_what_a_handler_of_signals_says_comes_at_the_next_beat(beating: Beating) -> None:
     with beating.activities.doing("saving"):
-        beating.after(1.0)
         beating.heart.say("SIGTERM has come")
-        assert beating.after(0.0) == "saving 1 s\nSIGTERM has come\n"
+        assert beating.after(0.0) == "SIGTERM has come\n"
 
 
 def test_who_does_not_read_is_not_written_to_again(beating: Beating) -> None:
     beating.stream.close()
-    beating.clock.now += 5
+    beating.clock.now += QUIET
     beating.heart.tick()
     beating.heart.tick()
     assert beating.heart._stream is None
@@ -166,7 +135,7 @@ def test_who_does_not_read_is_not_written_to_again(beating: Beating) -> None:
 
 def test_it_is_silent_before_and_after(beating: Beating) -> None:
     beating.heart.end()
-    assert beating.after(10.0) == ""
+    assert beating.after(QUIET) == ""
     silent = Heartbeat(Activities())
     silent.begin(None, "starting")
     assert silent._thread is None
@@ -176,7 +145,7 @@ def test_no_thread_lives_across_a_fork(beating: Beating) -> None:
     beating.heart.pause()
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
     beating.heart.resume()
-    assert beating.after(1.0) == "starting"
+    assert beating.after(QUIET) == "starting  30 s\n"
 
 
 HELD_BACK = """

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_non_finite_numbers_are_shown():
     assert "norm inf" in stream.getvalue()
 
 
-def test_terminal_has_one_live_line(monkeypatch):
+def test_terminal_has_a_line_for_each_row_and_one_live_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
@@ -73,7 +74,8 @@ def test_terminal_has_one_live_line(monkeypatch):
     assert "30/30" in text
     assert "loss 0.1333" in text
     assert text.count("valid 3.2500") >= 2  # stays beside later training losses
-    assert text.count("\n") <= 2
+    assert re.findall(r"\x1b\[2Kstep (\d+)/30  loss [^\n]* left\n", text) == ["10", "20", "30"]
+    assert text.count("\n") == 4
 
 
 def test_no_stream_is_silence():

@@ -17,7 +17,7 @@ from megazero.observe.jsonl import read_rows
 from megazero.plan.traffic import TOTALS
 from megazero.train.stopping import BY_SIGNAL, FAILED, FILE, REASONS, TIME, Reason, Stopping
 from megazero.zero.engine import VOTES
-from tests.processes import alive, children, interrupt_twice, until
+from tests.processes import alive, children, cpu_seconds, interrupt_twice, until
 from tests.run.test_session import training
 from tests.tiny_run import TinyData, command
 from tests.warm import Process
@@ -139,12 +139,10 @@ def test_a_second_interruption_leaves_at_once(tiny_data: TinyData, tmp_path: Pat
     run = tmp_path / "run"
     long = ("run.steps=1000000", "data.valid=null", "batch.global=8192", "batch.micro=1", "model.layers=8")
     with training(tiny_data, run, *long, *ranks) as process:
-        said = ""
-        while " forward" not in said:  # the heartbeat's line has no end as long as the step goes on
-            more = process.stdout.read(1)
-            assert more, said
-            said += more
+        until_it_says(process, "small: ")
         family = [process.pid, *children(process.pid)]
+        begun = cpu_seconds(family[-1])
+        until(lambda: cpu_seconds(family[-1]) > begun + 1.0)  # of a step that takes a minute
         interrupt_twice(process)
         _, err = process.communicate()
     assert (process.returncode, err) == ((130, "interrupted\n") if ranks else (-signal.SIGINT, ""))
