@@ -55,7 +55,7 @@ class JsonFile:
         beside = config_beside(self.path)
         roles = self._roles(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
-        self.specials = special | {name: vocabulary[name] for name in roles.values()}
+        self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
         self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
         with _refused(self.path):
             self.lossless = gives_back(self)

@@ -12,7 +12,6 @@ do not depend on what stands around it: the ids of a text are those of its words
 more of them have been there: where the pieces allow it, they are letters and digits, or signs ("self", ".", "name").
 """
 
-import base64
 import re
 from array import array
 from pathlib import Path
@@ -65,7 +64,7 @@ class SentencePiece:
             if all(self._model.is_byte(i) for i in bytes_of_mark):
                 self._bytes_of_mark = bytes_of_mark
             settings = settings_of(content)
-            self.lossless = gives_back(self) and not settings.rules
+            self.lossless = gives_back(self) and not settings.has_rules
             if not self.lossless:
                 self._bytes_of_mark = None  # each part of the text would get a prefix of its own
             elif settings.kind == BPE:
@@ -148,13 +147,13 @@ class Settings(NamedTuple):
 
     Attributes:
         kind: of its algorithm.
-        rules: by which it rewrites text before it encodes, in base64; "": there are none.
+        has_rules: it rewrites text before it encodes.
         dummy_prefix: a space is put before a text.
         collapses: spaces at both ends are dropped, and of several in a row one stays.
     """
 
     kind: int
-    rules: str
+    has_rules: bool
     dummy_prefix: bool
     collapses: bool
 
@@ -170,10 +169,9 @@ def settings_of(content: bytes) -> Settings:
     for number, value in _fields(content):
         if number in (2, 3) and isinstance(value, bytes):
             found |= {(number, inner): setting for inner, setting in _fields(value)}
-    rules = found.get((3, 2), b"")
     return Settings(
         kind=int(found.get((2, 3), _UNIGRAM)),
-        rules=base64.b64encode(rules).decode() if isinstance(rules, bytes) else "",
+        has_rules=bool(found.get((3, 2))),
         dummy_prefix=bool(found.get((3, 3), True)),
         collapses=bool(found.get((3, 4), True)),
     )
