@@ -21,7 +21,7 @@ import xxhash
 
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer
-from megazero.data.tokenizers.common import CONFIG, SPACE_MARK
+from megazero.data.tokenizers.common import CONFIG, SPACE_MARK, require_extra
 from megazero.data.tokenizers.json_file import JsonFile
 from megazero.data.tokenizers.rank_file import RankFile, ranks_of
 from megazero.data.tokenizers.sentence_piece import BPE, CHAR, SentencePiece, settings_of, user_defined
@@ -122,6 +122,7 @@ def _normalizers(lossless: bool, collapses: bool, dummy_prefix: bool) -> Iterato
 
 
 def _rank_file(tokenizer: RankFile) -> dict[str, Any]:
+    """Return the description of a rank file: its pattern splits a text, then bytes are merged by rank."""
     content, told = tokenizer.files.values()
     ranks = ranks_of(content, tokenizer.path)
     pictures = _pictures()
@@ -174,14 +175,13 @@ def _added(i: int, content: str, *, special: bool) -> dict[str, Any]:
 
 def _prove(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:
     """Refuse files that do not give a tokenizer's ids on the proof's texts. Raises UserError 162 and 415."""
+    require_extra("tokenizers", "hf", tokenizer.path)
     with TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_bytes(content)
         try:
             written = JsonFile(Path(folder) / JSON)
         except UserError as error:
-            if error.code == 162:
-                raise
             raise _refused(tokenizer, error.what) from None
     if (written.vocab_size, written.eod, written.bos) != (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos):
         raise _refused(tokenizer, "other special ids")
