@@ -53,8 +53,8 @@ def load_tensors(
     """Fill a rank's tensors; return how many bytes were read.
 
     Args:
-        manifest: of the folder, verified; its tensors have the shapes of the holdings', and a dtype that converts to
-            theirs without rounding.
+        manifest: of the folder, verified; its tensors have the shapes of the holdings', or fewer rows, and a dtype that
+            converts to theirs without rounding. Rows that they lack stay as they are.
         holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
         rank, size: in the world, which shares the check of files that no rank needs anything of.
         stop: polled while reading; True: give up, the tensors are not needed any more.
@@ -109,7 +109,8 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
     for index in range(bisect_right(starts, wanted.start) - 1, len(starts)):
         if starts[index] >= wanted.stop:
             return
-        yield logical.pieces[index]
+        if logical.pieces[index][2] > wanted.start:  # what lies behind the last one is not there
+            yield logical.pieces[index]
 
 
 def _fill(reader: ShardReader, copy: _Copy, stop: Callable[[], bool]) -> bool:

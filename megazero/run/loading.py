@@ -6,6 +6,9 @@
                 have seen
     weights     weights                                            the same, and the moments with their count
 
+With weights alone `model.vocab` may be larger: rows that the checkpoint lacks keep the values that a new run of this
+seed has there. Moments do not go with them: one count of updates corrects all of them, and new rows would have none.
+
 It applies to the start from another run only. From steps in its own folder a run goes on with everything, so that a
 line with `checkpoint.load` can be started again and again. An import has weights alone, whatever is asked for.
 
@@ -66,6 +69,9 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
     theirs, ours = saved_options(manifest), plain(about.config)
     names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
+    grows = new_rows(manifest, about.config) > 0
+    grown = grows and load == "weights"
+    names -= {"model.vocab"} if grown else set()
     other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
     if load == "all":
         other |= _other_stages(theirs.get("stages"), ours["stages"])
@@ -73,7 +79,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
         other |= {key: (found.get(key), mine[key]) for key in mine if found.get(key) != mine[key]}
     changed = {change["key"] for change in changed_since(manifest, about.history)}
     odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if option_of(key) not in changed]
-    if not odd and (name := manifest.other_shape(about.shapes)):
+    if not odd and (name := manifest.other_shape(_with_rows_of(manifest, about) if grown else about.shapes)):
         odd = [f"{name} {manifest.shapes.get(name)} -> {about.shapes.get(name)}"]
     if not odd and not _fits(manifest.dtype, about.dtype, load):
         odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
@@ -82,6 +88,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
         do += _permission({option_of(key) for key in other} - changed, theirs, about.config)
         if load != "all":
             what, do = "is not of this model", "load it with the model it was made with"
+        do += ", or begin a run with checkpoint.load=weights, where a vocabulary may grow" if grows != grown else ""
         raise UserError(412, f"{what} (its -> this): {_some(odd)}", do, where=where)
     consumed = Course(about.config, about.history).samples(manifest.step)
     if load == "all" and manifest.progress is not None and manifest.progress.next_sample != consumed:
@@ -124,6 +131,24 @@ def _permission(keys: set[str], theirs: Mapping[str, Any], config: Config) -> st
     return f", or take it by --allow-change {','.join(sorted(wanted))}"
 
 
+def new_rows(manifest: Manifest, config: Config) -> int:
+    """Return the rows of a vocabulary that a checkpoint lacks: tokens that it knows none of."""
+    known = saved_options(manifest).get("model.vocab")
+    return config.model.vocab - known if type(known) is int else 0
+
+
+def _with_rows_of(manifest: Manifest, about: CheckpointMetadata) -> dict[str, list[int]]:
+    """Return the shapes of this model with the rows of a checkpoint's vocabulary."""
+    ours = about.config.model.vocab
+    theirs = ours - new_rows(manifest, about.config)
+
+    def shape(name: str, own: list[int]) -> list[int]:
+        grown = own[:1] == [ours] and manifest.shapes.get(name, [])[:1] == [theirs]
+        return [theirs, *own[1:]] if grown else own
+
+    return {name: shape(name, own) for name, own in about.shapes.items()}
+
+
 def begin(trainer: Trainer, found: Manifest, job: ResumePoint, owed: Mapping[str, Any] | None) -> None:
     """Set a trainer to begin with what has been loaded.
 
@@ -143,7 +168,9 @@ def described(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> s
     if load == "optimizer":
         return f", beginning with weights and moments of {path}"
     if load == "weights":
-        return f", beginning with the weights of {path}"
+        rows = new_rows(found, about.config)
+        fresh = f" and initial values in {rows:,} new rows of the vocabulary" if rows else ""
+        return f", beginning with the weights of {path}{fresh}"
     said = "" if found.progress is None else changes(found, about.config)
     return f", going on from {path}" + (f" with {said}" if said else "")
 

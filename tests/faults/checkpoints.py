@@ -181,7 +181,11 @@ def permitted(what: str, line: str, key: str, *overrides: str) -> None:
 
 
 other("resumed with another model", "model.layers 2 -> 3", "model.layers=3")
-other("resumed with another vocabulary", "model.vocab 400 -> 416", "model.vocab=416")
+fault(
+    "resumed with another vocabulary",
+    f"{OTHER}model.vocab 400 -> 416; resume with the config it was made with, or begin a run with "
+    "checkpoint.load=weights, where a vocabulary may grow",
+)(lambda site: site.resume("model.vocab=416"))
 other("resumed in another precision", "precision.dtype fp32 -> bf16", "precision.dtype=bf16")
 permitted("resumed with another optimizer", "optimizer.eps 1e-08 -> 1e-06", "optimizer.eps", "optimizer.eps=1e-6")
 permitted(

@@ -468,9 +468,12 @@ def test_weights_come_in_without_a_tokenizer_that_is_bad(tmp_path: Path, capsys)
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters.type: Input should be 'default'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.rope_type: Input should be"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "our models have None"),
+        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters.type 'linear': no option here"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_parameters.rope_type 'llama3': no option here",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear': no option here"),
         ({"rope_parameters": 3}, "rope_parameters: "),
     ],
 )

@@ -31,6 +31,7 @@ from megazero.data.tokenizers.common import (
 )
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_CARRIED = ("chat_template", "model_max_length", "padding_side")  # what else of tokenizer_config.json stays
 _WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
 
 
@@ -52,16 +53,16 @@ class JsonFile:
         require_sizes(self.vocab_size, self.path)
         special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
         beside = config_beside(self.path)
-        names = self._names(beside, special, vocabulary)
-        self.bos, self.eod = (vocabulary[name] for name in names)
-        self.specials = special | {name: vocabulary[name] for name in names}
+        roles = self._roles(beside, special, vocabulary)
+        self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
+        self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
         self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
         with _refused(self.path):
             self.lossless = gives_back(self)
         self.cuts_after_newline = False
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
-        told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names[0], "eos_token": names[1]}
-        told |= {key: beside[key] for key in ("chat_template",) if key in beside}
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
+        told |= {key: beside[key] for key in _CARRIED if key in beside}
         self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()} | self._template()
 
     def encode(self, text: str) -> list[int]:
@@ -83,10 +84,10 @@ class JsonFile:
             what = f"cannot be read: {error.strerror}"
             raise UserError(209, what, "mend it or take it away", where=path) from error
 
-    def _names(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> tuple[str, str]:
-        """Return the tokens that begin a text and end a document. Raises UserError 210."""
+    def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
+        """Return the token of each role: what begins a text, ends a document, and what else is told. Raises 210."""
         named = {}
-        for role in ("eos_token", "bos_token"):
+        for role in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = told.get(role)
             name = value.get("content") if isinstance(value, dict) else value
             if isinstance(name, str) and name in vocabulary:
@@ -96,8 +97,8 @@ class JsonFile:
             what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
             do = f'put {CONFIG} beside it, with {{"eos_token": "NAME"}}'
             raise UserError(210, what, do, where=self.path)
-        end = named["eos_token"] if "eos_token" in named else known[0]
-        return named.get("bos_token", end), end
+        end = named.get("eos_token") or known[0]
+        return {"bos_token": end, "eos_token": end} | named
 
 
 @contextmanager

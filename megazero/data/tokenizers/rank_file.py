@@ -57,7 +57,7 @@ class RankFile:
         self.path = Path(path)
         content = read_tokenizer(self.path)
         require_extra("tiktoken", "tiktoken", self.path)
-        ranks = _ranks(content, self.path)
+        ranks = ranks_of(content, self.path)
         described = self._described()
         pattern, special = described["pattern"], described["special_tokens"]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
@@ -121,7 +121,7 @@ class RankFile:
         return {key: found[key] for key in ("pattern", "special_tokens", "eod", "bos") if key in found}
 
 
-def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
+def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
     """Return the rank of each token, which is its id. Raises UserError 209."""
 
     def refuse(what: str) -> UserError:

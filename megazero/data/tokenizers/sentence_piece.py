@@ -15,6 +15,7 @@ more of them have been there: where the pieces allow it, they are letters and di
 import re
 from array import array
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -36,7 +37,8 @@ _WORDS = (
     re.compile(r" *+[^ \n\t]++| ++|[\n\t]"),  # either
 )
 _MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 40 MB of English
-_BPE = 2  # ModelProto.trainer_spec.model_type
+_UNIGRAM, BPE, CHAR = 1, 2, 4  # ModelProto.trainer_spec.model_type
+_USER_DEFINED = 4  # ModelProto.SentencePiece.type
 
 
 class SentencePiece:
@@ -61,11 +63,11 @@ class SentencePiece:
             bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
             if all(self._model.is_byte(i) for i in bytes_of_mark):
                 self._bytes_of_mark = bytes_of_mark
-            kind, has_rules = _settings(content)
-            self.lossless = gives_back(self) and not has_rules
+            settings = settings_of(content)
+            self.lossless = gives_back(self) and not settings.has_rules
             if not self.lossless:
                 self._bytes_of_mark = None  # each part of the text would get a prefix of its own
-            elif kind == _BPE:
+            elif settings.kind == BPE:
                 self._words = self._remembered()
         except (RuntimeError, ValueError, IndexError) as error:  # also words of the library's that are no UTF-8
             if isinstance(error, UserError):
@@ -140,19 +142,45 @@ class _Remembered(dict[str, bytes]):
         return ids
 
 
-def _settings(content: bytes) -> tuple[int, bool]:
-    """Return the type of a model (1 unigram, 2 BPE, ...), and whether it rewrites text by rules before it encodes.
+class Settings(NamedTuple):
+    """The settings of a model, with the library's defaults.
 
-    Source: sentencepiece_model.proto: ModelProto.trainer_spec = 2, TrainerSpec.model_type = 3, 1 by default;
-    ModelProto.normalizer_spec = 3, NormalizerSpec.precompiled_charsmap = 2. Protobuf's wire format is read by hand.
+    Attributes:
+        kind: of its algorithm.
+        has_rules: it rewrites text before it encodes.
+        dummy_prefix: a space is put before a text.
+        collapses: spaces at both ends are dropped, and of several in a row one stays.
     """
-    kind, has_rules = 1, False
+
+    kind: int
+    has_rules: bool
+    dummy_prefix: bool
+    collapses: bool
+
+
+def settings_of(content: bytes) -> Settings:
+    """Return the settings of a model file. Raises ValueError or IndexError: it is none.
+
+    Source: sentencepiece_model.proto: ModelProto.trainer_spec = 2, .normalizer_spec = 3; TrainerSpec.model_type = 3;
+    NormalizerSpec.precompiled_charsmap = 2, .add_dummy_prefix = 3, .remove_extra_whitespaces = 4. Protobuf's wire
+    format is read by hand.
+    """
+    found: dict[tuple[int, int], int | bytes] = {}
     for number, value in _fields(content):
-        for inner, found in _fields(value) if number in (2, 3) and isinstance(value, bytes) else ():
-            if (number, inner) == (2, 3) and isinstance(found, int):
-                kind = found
-            has_rules |= (number, inner) == (3, 2) and bool(found)
-    return kind, has_rules
+        if number in (2, 3) and isinstance(value, bytes):
+            found |= {(number, inner): setting for inner, setting in _fields(value)}
+    return Settings(
+        kind=int(found.get((2, 3), _UNIGRAM)),
+        has_rules=bool(found.get((3, 2))),
+        dummy_prefix=bool(found.get((3, 3), True)),
+        collapses=bool(found.get((3, 4), True)),
+    )
+
+
+def user_defined(content: bytes) -> set[int]:
+    """Return the ids of the symbols that a model's user has defined (ModelProto.pieces = 1, SentencePiece.type = 3)."""
+    pieces = [value for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
+    return {i for i, piece in enumerate(pieces) if (3, _USER_DEFINED) in _fields(piece)}
 
 
 def _fields(content: bytes) -> list[tuple[int, int | bytes]]:

@@ -11,13 +11,17 @@ Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_lla
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from megazero.base.errors import UserError
+
+EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}  # and a head of its own
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,11 @@ def links(model: Mapping[str, Any]) -> list[Link]:
         UserError: 415, transformers has no such model.
     """
     heads = Heads(model["heads"], model["kv_heads"], model["hidden"] // model["heads"])
-    if flavour_of(model) == "gpt2":
-        found = list(_gpt2(model["layers"], heads))
-        embedding, head = "transformer.wte.weight", "lm_head.weight"
-    else:
-        found = list(_llama(model["layers"], heads))
-        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    found.append(Link("embedding.tokens.weight", (embedding,)))
+    flavour = flavour_of(model)
+    found = list(_gpt2(model["layers"], heads) if flavour == "gpt2" else _llama(model["layers"], heads))
+    found.append(Link("embedding.tokens.weight", (EMBEDDING[flavour],)))
     if not model["tie_embeddings"]:
-        found.append(Link("head.weight", (head,)))
+        found.append(Link("head.weight", (HEAD,)))
     return found
 
 
@@ -137,20 +137,21 @@ def _llama(layers: int, heads: Heads) -> Iterator[Link]:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that transformers has to know: what begins a text, what ends it. None: no tokenizer is known.
+    """The ids that transformers has to know: what begins a text, ends it, fills a batch. None: there is none.
 
     They are always written, None as null: what transformers takes otherwise are ids of published vocabularies (50256 of
     GPT-2, 1 and 2 of Llama), which mean something else in another vocabulary, or nothing.
     """
 
-    begin: int | None
-    end: int | None
+    begin: int | None = None
+    end: int | None = None
+    pad: int | None = None
 
 
 def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
     """Return their config.json of a model section."""
     common = {"vocab_size": model["vocab"], "tie_word_embeddings": model["tie_embeddings"], "torch_dtype": dtype}
-    common |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end}
+    common |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end, "pad_token_id": tokens.pad}
     if flavour_of(model) == "gpt2":
         return common | {
             "model_type": "gpt2",
@@ -196,12 +197,11 @@ _FIXED = {
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
-        "rope_scaling": (None, {"rope_type": "default"}, {"type": "default"}),
     },
 }
 
 
-_OTHER_FUNCTION = "the weights would compute something else here, so they are not taken; import"
+_ELSEWHERE = "train transformers' own class with megazero.shard (docs/library.md)"
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -224,8 +224,6 @@ class _Gpt2(_Theirs):
 
 
 class _Rope(_Theirs):
-    rope_type: Literal["default"] | None = None
-    type: Literal["default"] | None = None  # an older word for it
     rope_theta: Annotated[float, Field(ge=1)] | None = None
 
 
@@ -242,30 +240,51 @@ class _Llama(_Theirs):
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     rope_theta: Annotated[float, Field(ge=1)] | None = None
     rope_parameters: _Rope | None = None
+    rope_scaling: Annotated[_Rope | None, BeforeValidator(lambda found: found or None)] = None  # the older name
 
 
-def config_from_theirs(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Return our model section of their config.json.
+
+    Args:
+        where: the file.
 
     Raises:
         UserError: 415, a model or an option of a model that is none of ours, or a value that is none.
     """
     kind = theirs.get("model_type")
     if not isinstance(kind, str) or kind not in _FIXED:
-        raise UserError(415, f"model_type {kind!r:.40}", "gpt2 and llama can be imported")
+        do = f"import a model of gpt2 or llama, or {_ELSEWHERE}"
+        raise UserError(415, f"model_type {kind!r:.40} has no option here", do, where=where)
     if theirs.get("quantization_config"):
-        raise UserError(415, "quantised weights", "give the model before that")
+        raise UserError(415, "quantization_config: quantised weights", "give the model before that", where=where)
     for option, allowed in _FIXED[kind].items():
         if theirs.get(option) not in allowed:
-            got = f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}"
-            raise UserError(415, got, f"{_OTHER_FUNCTION} a {kind} model with {option} {allowed[0]}")
+            what = (
+                f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}, the weights would be another function"
+            )
+            raise UserError(
+                415, what, f"import a {kind} model with {option} {allowed[0]}, or {_ELSEWHERE}", where=where
+            )
+    _require_plain_angles(theirs, where)
     try:
-        return _gpt2_section(_Gpt2(**theirs)) if kind == "gpt2" else _llama_section(_Llama(**theirs))
+        return _gpt2_section(_Gpt2(**theirs)) if kind == "gpt2" else _llama_section(_Llama(**theirs), where)
     except ValidationError as error:
         fault = error.errors()[0]
         what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
         what += "" if fault["type"] == "missing" else f", got {fault['input']!r:.40}"
-        raise UserError(415, what, "give a config.json as transformers writes it") from None
+        raise UserError(415, what, "give a config.json as transformers writes it", where=where) from None
+
+
+def _require_plain_angles(theirs: Mapping[str, Any], where: Path) -> None:
+    """Refuse rotary angles that are scaled. Raises UserError 415 with the field."""
+    for field in ("rope_scaling", "rope_parameters"):
+        found = theirs.get(field)
+        kinds = {key: found.get(key) for key in ("rope_type", "type")} if isinstance(found, dict) else {}
+        for key, kind in kinds.items():
+            if kind not in ("default", None):
+                what = f"{field}.{key} {kind!r:.40}: no option here scales rotary angles"
+                raise UserError(415, what, f"import a model with {key} 'default', or {_ELSEWHERE}", where=where)
 
 
 def _gpt2_section(theirs: _Gpt2) -> dict[str, Any]:
@@ -287,12 +306,14 @@ def _gpt2_section(theirs: _Gpt2) -> dict[str, Any]:
     }
 
 
-def _llama_section(theirs: _Llama) -> dict[str, Any]:
+def _llama_section(theirs: _Llama, where: Path) -> dict[str, Any]:
     heads = theirs.num_attention_heads
     if theirs.head_dim is not None and theirs.head_dim * heads != theirs.hidden_size:
-        what = f"head_dim {theirs.head_dim}: our models have hidden / heads, {theirs.hidden_size} / {heads}"
-        raise UserError(415, what, f"{_OTHER_FUNCTION} one with head_dim {theirs.hidden_size // heads}")
-    rope = theirs.rope_parameters or _Rope()
+        what = f"head_dim {theirs.head_dim}: our models have hidden_size / num_attention_heads, "
+        what += f"{theirs.hidden_size} / {heads}"
+        raise UserError(415, what, f"import a model with that, or {_ELSEWHERE}", where=where)
+    # As transformers reads them: the older field before the newer one, and the base in it before the one next to it.
+    rope = theirs.rope_scaling or theirs.rope_parameters or _Rope()
     return {
         "layers": theirs.num_hidden_layers,
         "hidden": theirs.hidden_size,
@@ -320,5 +341,5 @@ _NO_PARAMETERS = {
 
 def is_no_parameter(name: str, model: Mapping[str, Any]) -> bool:
     """Return whether a tensor of theirs can be left out without changing what the model computes."""
-    tied_head = model["tie_embeddings"] and name == "lm_head.weight"
+    tied_head = model["tie_embeddings"] and name == HEAD
     return tied_head or _NO_PARAMETERS[flavour_of(model)].fullmatch(name) is not None

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import uuid
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +27,22 @@ from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, 
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.tools.convert.hugging_face import (
+    EMBEDDING,
+    HEAD,
     Link,
     SpecialTokens,
     config_from_theirs,
     config_to_theirs,
+    flavour_of,
     is_no_parameter,
     links,
 )
 
 T = TypeVar("T")
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
+GENERATION = "generation_config.json"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
+_ROWS = 4096  # of two matrices that are compared
 _CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
 
 
@@ -98,7 +104,32 @@ def read_config(source: Path) -> dict[str, Any]:
     Raises:
         UserError: 414, its config.json cannot be read; 415, a model that is none of ours.
     """
-    return config_from_theirs(_json(source / "config.json", _CONFIG_BYTES))
+    if not source.exists() and not source.is_absolute() and len(source.parts) <= 2:  # as the hub's names are
+        do = f"a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
+        raise UserError(414, "expected a folder, and there is none of this name", do, where=source)
+    path = source / "config.json"
+    return config_from_theirs(_json(path, _CONFIG_BYTES), path)
+
+
+def generation_of(folder: Path) -> dict[str, bytes]:
+    """Return the file that says how transformers generates, by its name, if the folder has one that says anything.
+
+    A config.json with several ids that end a text says it too, if no other file does.
+
+    Raises:
+        UserError: 414, it cannot be read.
+    """
+    path, config = folder / GENERATION, folder / "config.json"
+    if path.exists():
+        with _refused(path):
+            content = read_file(path, _CONFIG_BYTES)
+            if not parse_object(content).get("_from_model_config"):  # else it repeats config.json
+                return {GENERATION: content}
+    told = _json(config, _CONFIG_BYTES) if config.exists() else {}
+    if not isinstance(told.get("eos_token_id"), list):
+        return {}
+    ids = {f"{role}_token_id": told.get(f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    return {GENERATION: json.dumps(ids, indent=1).encode()}
 
 
 class Theirs:
@@ -109,6 +140,7 @@ class Theirs:
         model: our model section, of values that go together.
 
     Attributes:
+        model: the same; untied where the files have a head that is another matrix than the embedding.
         numel: elements of all tensors that the model's parameters are made of.
 
     Raises:
@@ -121,13 +153,25 @@ class Theirs:
         if model["layers"] > len(self._slots):  # before a loop over the layers
             what = f"config.json has {model['layers']:,} layers, the files have {len(self._slots):,} tensors"
             raise UserError(414, what, "is it a whole model of that config.json?", where=source)
-        self.links = links(model)
+        self.model = {**model, "tie_embeddings": model["tie_embeddings"] and not self._has_other_head(model)}
+        self.links = links(self.model)
         self._keys = {name: self._find(name) for link in self.links for name in link.theirs}
         unused = sorted(self._slots.keys() - set(self._keys.values()))
-        if odd := next((name for name in unused if not is_no_parameter(name, model)), None):
+        if odd := next((name for name in unused if not is_no_parameter(name, self.model)), None):
             what = f"{odd:.80} is in the files, and nothing of ours: leaving it out would be another function"
             raise UserError(414, what, "give a model that has only what its config.json says", where=source)
         self.numel = sum(math.prod(self.shape(name)) for name in self._keys)
+
+    def _has_other_head(self, model: Mapping[str, Any]) -> bool:
+        """Return whether there is a head that is not the embedding, which transformers takes, tied or not."""
+        if HEAD not in self._slots:
+            return False
+        keys = HEAD, self._find(EMBEDDING[flavour_of(model)])
+        head, embedding = (self._slots[key] for key in keys)
+        if head.shape != embedding.shape:
+            return True
+        parts = (slice(first, first + _ROWS) for first in range(0, head.shape[0], _ROWS))
+        return not all(torch.equal(*(self._rows(key, part) for key in keys)) for part in parts)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
@@ -162,6 +206,11 @@ class Theirs:
                 raise UserError(414, f"{name} is not finite in fp32", "give a model that is whole", where=slot.path)
             theirs.append(values)
         return link.to_ours(theirs).contiguous()
+
+    def _rows(self, key: str, rows: slice) -> Tensor:
+        path = self._slots[key].path
+        with _refused(path), safe_open(path, framework="pt") as file:
+            return file.get_slice(key)[rows].to(torch.float32)
 
     def _slot(self, name: str) -> "_Slot":
         return self._slots[self._keys[name]]
@@ -266,7 +315,10 @@ class _Slot:
 
 
 def _slots(source: Path) -> dict[str, _Slot]:
-    """Return every tensor of a transformers folder by its key."""
+    """Return every tensor of a transformers folder by its key, in files of the index also one that it leaves out."""
+    if (adapter := source / "adapter_config.json").exists():
+        do = "merge it into the model first (merge_and_unload of peft), and take the file away"
+        raise UserError(414, "is of an adapter, whose weights would be left out", do, where=adapter)
     if not (source / _INDEX).exists():
         return _slots_of(source / _ONE)
     names = _json(source / _INDEX, _INDEX_BYTES).get("weight_map")
@@ -277,7 +329,10 @@ def _slots(source: Path) -> dict[str, _Slot]:
     held = {file: _slots_of(source / file) for file in sorted(set(names.values()))}
     if lost := next((key for key, file in names.items() if key not in held[file]), None):
         raise UserError(414, f"{lost:.80} is not in {names[lost]}", "give a whole folder", where=source / _INDEX)
-    return {key: held[file][key] for key, file in names.items()}
+    if _ONE not in names.values() and (source / _ONE).exists():
+        what, do = "is there too, and no file of the index: which is the model?", "take one of the two away"
+        raise UserError(414, what, do, where=source / _ONE)
+    return {**ChainMap(*held.values()), **{key: held[file][key] for key, file in names.items()}}
 
 
 def _slots_of(path: Path) -> dict[str, _Slot]:

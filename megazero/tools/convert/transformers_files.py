@@ -1,5 +1,6 @@
 """The verbs export and import: a run's weights to transformers' files, and theirs to a folder to train in."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from megazero.config.file import dump, flatten, load
 from megazero.config.rules import broken_relations
 from megazero.config.schema import Config, Data, Model, resolved
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
+from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenizer
+from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
 from megazero.run.folder import RunFolder
 from megazero.tools.convert.hugging_face import SpecialTokens, flavour_of
-from megazero.tools.convert.interop import Theirs, export, import_weights, read_config
+from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
+from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
 
 def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[str], object]) -> str:
@@ -40,6 +44,9 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     flavour_of(model)  # a model that transformers does not have is said before shapes that differ for it
     require_shapes(manifest, whole_shapes(build_model(config)), source)
     tokenizer = _tokenizer(config, warn)
+    files, tokens = ({}, SpecialTokens()) if tokenizer is None else described(tokenizer)
+    # Ids that end a text are a tokenizer's: the file that names them is where that is.
+    near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
     written = export(
         source,
         manifest,
@@ -47,11 +54,18 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         target,
         dtype=DTYPES[config.precision.dtype],
         part=part_mb << 20,
-        tokens=SpecialTokens(None, None) if tokenizer is None else SpecialTokens(tokenizer.bos, tokenizer.eod),
-        beside={} if tokenizer is None else tokenizer.files,
+        tokens=tokens,
+        beside=files | generation_of(near),
     )
-    carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None and tokenizer.files else ""
+    carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None else ""
     return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}{carried}"
+
+
+def described(tokenizer: Tokenizer) -> tuple[dict[str, bytes], SpecialTokens]:
+    """Return the files that describe a tokenizer to transformers, and its special ids. Raises UserError 162 and 415."""
+    files = for_transformers(tokenizer)
+    pad = json.loads(files[CONFIG]).get("pad_token")
+    return files, SpecialTokens(tokenizer.bos, tokenizer.eod, tokenizer.specials.get(pad))
 
 
 def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:
@@ -68,7 +82,8 @@ def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | Non
 def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -> str:
     """Make a folder that can be trained on: config.yaml with the model, the weights as its step 0, the tokenizer.
 
-    Everything is looked at before anything is written, and the folder appears whole or not at all.
+    Everything is looked at before anything is written, and the folder appears whole or not at all. A head that is
+    not the embedding is taken, whatever config.json says of it.
 
     Args:
         warn: called about a tokenizer that cannot be taken; an import of weights does not fail for want of it.
@@ -79,17 +94,21 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
     """
     model = read_config(source)
     tokenizer = _tokenizer_of(source, model["vocab"], warn)
-    files = {} if tokenizer is None else tokenizer.files
-    config = _trainable(model, source / "config.json", folder.path / next(iter(files)) if files else None)
-    theirs = Theirs(source, model)
-    described = model_shape(config).parameters()
-    if theirs.numel != described:
-        what = f"config.json describes {described:,} parameters, the files hold {theirs.numel:,}"
+    files = {} if tokenizer is None else dict(tokenizer.files)
+    named = None if tokenizer is None else str(folder.path / next(iter(files))) if files else str(tokenizer.path)
+    config = _trainable(model, source / "config.json", named)
+    theirs = Theirs(source, config.model.model_dump())
+    untied = theirs.model["tie_embeddings"] != config.model.tie_embeddings
+    config = config.model_copy(update={"model": Model(**theirs.model)})
+    files |= generation_of(source)
+    expected = model_shape(config).parameters()
+    if theirs.numel != expected:
+        what = f"config.json describes {expected:,} parameters, the files hold {theirs.numel:,}"
         raise UserError(414, what, "is it a whole model of that config.json?", where=source)
     theirs.check(whole_shapes(build_model(config)))
     try:
         with new_folder(folder.path) as staging:
-            import_weights(theirs, model, Store(RunFolder(staging).checkpoints))
+            import_weights(theirs, theirs.model, Store(RunFolder(staging).checkpoints))
             dump(config, RunFolder(staging).config)
             for name, content in files.items():
                 replace_file(staging / name, content)
@@ -98,28 +117,32 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
         raise UserError(110, what, "give another --out", where=folder.path) from None
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "give another --out", where=folder.path) from None
-    own = f"data.train, {'' if files else 'data.tokenizer, '}data.valid and run.dir of your own"
+    own = f"data.train, {'' if named else 'data.tokenizer, '}data.valid and run.dir of your own"
     line = f"--config {folder.config} checkpoint.resume={folder.path}"
-    taken = f" with {config.data.tokenizer}" if files else ""
-    return f"{folder.path}: {config.model.layers} layers, step 0{taken}; train on it with {line} and {own}"
+    taken = f" with {named}" if named else ""
+    head = ", untied, as lm_head.weight is not the embedding" if untied else ""
+    return f"{folder.path}: {config.model.layers} layers{head}, step 0{taken}; train on it with {line} and {own}"
 
 
 def _tokenizer_of(source: Path, vocab: int, warn: Callable[[str], object]) -> Tokenizer | None:
     """Return the tokenizer in a folder of theirs; None: there is none of ours, which is not said, or a bad one."""
-    names = (source / "tokenizer.json", *sorted(source.glob("*.tiktoken")), source / "tokenizer.model")
-    if (path := next((path for path in names if path.exists()), None)) is None:
-        return None
+    path = source / "tokenizer.json"
     try:
-        return open_tokenizer(path, vocab)
+        own = own_file(config_beside(path), read_tokenizer(path)) if path.exists() else None
+        if own == NAME:
+            return open_tokenizer(NAME, vocab)
+        names = (source / (own or path.name), path, *sorted(source.glob("*.tiktoken")), source / "tokenizer.model")
+        found = next((name for name in names if name.exists()), None)
+        return None if found is None else open_tokenizer(found, vocab)
     except UserError as error:
         warn(f"{error}; the weights are imported without a tokenizer")
         return None
 
 
-def _trainable(model: dict[str, Any], where: Path, tokenizer: Path | None) -> Config:
+def _trainable(model: dict[str, Any], where: Path, tokenizer: str | None) -> Config:
     """Return a config of the model. Raises UserError 415: values that no model of ours can have together."""
     try:
-        config = resolved(Config(model=Model(**model), data=Data(tokenizer=tokenizer and str(tokenizer))))
+        config = resolved(Config(model=Model(**model), data=Data(tokenizer=tokenizer)))
     except ValidationError as error:
         fault = error.errors()[0]
         what = f"model.{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r:.40}"
