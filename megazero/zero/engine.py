@@ -148,6 +148,8 @@ class Engine:
         # Sum of losses, count of valid tokens, votes: one tensor, so that all are summed over ranks at once. Counts are
         # exact in fp64 up to 2^53.
         self._totals = torch.zeros(2 + VOTES, dtype=torch.float64, device=device)
+        fed_back = (each for unit in units if (each := unit.quantizers.gradients) is not None and each.feedback)
+        self._carry = next((each.carry for each in fed_back), None)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
     def _stage_gradients(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
@@ -227,6 +229,8 @@ class Engine:
         applied = scale
         if self._offload.optimizer is not None and self._offload.host is not None:  # which does the update
             scale, skip = self._offload.host.read(scale, skip)
+        if self._carry is not None:
+            self._carry.copy_(torch.where(skipped, 0.0, self.loss_scale.scale / loss_scale))
 
         def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
@@ -266,9 +270,8 @@ class Engine:
 
     def forget_residuals(self) -> None:
         """Forget what quantised gradients have lost: a run that goes on from a checkpoint has none of it either."""
-        for unit in self.units:
-            if unit.quantizers.gradients is not None:
-                unit.quantizers.gradients.forget_residuals()
+        if self._carry is not None:
+            self._carry.zero_()
 
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Continue from masters and moments that have been loaded.
