@@ -58,7 +58,7 @@ from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
 from megazero.run.shards import Lists
 from megazero.train.stopping import Stopping
-from megazero.train.trainer import Fault, Trainer, TrainSchedule
+from megazero.train.trainer import AFTER_SUMS, Fault, Trainer, TrainSchedule
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
 
@@ -224,6 +224,8 @@ def _blame(
     if rank != grid["world"].rank:
         return FailedElsewhere(rank, 301)
     error = say(rank, own[1] if own else None)
+    if own and own[0] == AFTER_SUMS:
+        return error
     look = f"`megazero data --run {shlex.quote(str(folder.path))} --step {error.step}` shows its text"
     return UserError(error.code, error.what, f"{look}; {error.do}", rank=rank, step=error.step)
 
