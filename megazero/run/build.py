@@ -238,11 +238,16 @@ def _work(part: Part, device: torch.device, ranks: int) -> Work:
 
 
 def _pace(part: Part) -> TrainSchedule:
-    config = part.config
-    s, steps = config.schedule, config.run.steps
+    config, rate = part.config, learning_rate_of(part.config)
+    return TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, part.end)
+
+
+def learning_rate_of(config: Config) -> LearningRate:
+    """Return the schedule of the learning rate of a part of a run."""
+    s = config.schedule
     assert s.cooldown is not None, "a resolved config"
-    rate = LearningRate(config.optimizer.lr, s.min_lr, s.warmup, steps, s.decay, s.cooldown)
-    return TrainSchedule(steps, rate, config.observe.every, config.data.valid_every, part.end)
+    total = config.run.steps if s.steps is None else s.steps
+    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, total, s.decay, s.cooldown)
 
 
 def _validation(
