@@ -18,7 +18,7 @@ from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready, learning_rate_of
 from megazero.run.checkpointing import RunContext
-from megazero.run.data import packing_text, sources_text
+from megazero.run.data import packing_text, shared_paths, sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.history import changed_since, in_words, saved_options
 from megazero.run.loading import described, doubt, taken
@@ -45,7 +45,7 @@ def beginning(
     if found is not None and taken(found, site.job.load) == "all":
         yield from _other_rate(config, ready.data.course, found)
     if changed := changed_since(found, ready.about.history):
-        told = ", ".join(map(in_words, changed))
+        told = ", ".join(in_words(changed))
         yield f"changed behind step {changed[0]['step']}, as --allow-change lets it: {told}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
@@ -106,6 +106,7 @@ def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | Non
     """Yield a warning for each thing that is accepted, and is probably not meant."""
     if found is not None and (said := doubt(found, site.job, ready.about)):
         yield said
+    yield from shared_paths(ready.data)
     warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr
     if warmup > steps:
         reached = f"the learning rate ends at {peak * steps / warmup:.3g} and never reaches optimizer.lr {peak:.3g}"
