@@ -318,13 +318,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "gradients that are not quantised lose nothing",
     ),
     Exclusion(
-        "zero.quantize.error_feedback",
-        (True,),
-        "precision.dtype",
-        ("fp32", "bf16", "fp64"),
-        "what is kept would be of another loss scale",
-    ),
-    Exclusion(
         "zero.reduce_dtype",
         ("bf16",),
         "precision.dtype",

@@ -137,7 +137,7 @@ def _of_sources(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[
     yield from (f"source {name} removed" for name in gone)
 
 
-def options_of_stages(stages: Any) -> Iterator[tuple[str, Any]]:
+def options_of_stages(stages: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[str, Any]]:
     """Yield what stages say, in JSON's types, by place: `stages[0].batch.global`."""
     for number, stage in enumerate(stages or ()):
         for section, given in stage.items():

@@ -301,10 +301,7 @@ class Unit:
             self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
-        """Write zeros to padding, and for parameters without a delivery: their memory holds anything.
-
-        Also where gradients rest whole: quantised ones with an infinite value have come as NaN for a whole block.
-        """
+        """Write zeros to padding, where quantised blocks leave NaN, and for parameters without a delivery."""
         self.open_gradients()
         assert self.partial is not None
         for elements in self._padding:

@@ -129,7 +129,6 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     ("memory.cuda_graphs", True): (["memory.cuda_graphs=true"], "memory.recompute=full"),
     ("data.pack", True): (["data.pack=true"], "data.mask_eod=true"),
 }
-FEEDBACK = ["zero.quantize.error_feedback=true", "zero.quantize.gradients=int8"]
 GRAPHS = ["memory.cuda_graphs=true", "memory.recompute=full"]
 # Options that need more than one other: the second and later ones.
 ALSO = [
@@ -142,7 +141,6 @@ ALSO = [
     (["zero.quantize.parameters=int8", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
     (["zero.quantize.gradients=int4", "zero.stage=3"], "zero.tile_mb=1", "zero.tile_mb=null"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
-    (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor", "data"}
