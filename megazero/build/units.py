@@ -117,12 +117,11 @@ def quantizers_of(config: Config, ops: Operations, device: torch.device, ledger:
     """Return how parameters and gradients are sent between shard ranks."""
     quantize = config.zero.quantize
     parameters, gradients = (
-        None if bits is None else Quantizer(bits, ops, Pool(torch.uint8, device, ledger, "pool"), feedback=feedback)
-        for bits, feedback in (
-            (BITS[quantize.parameters], False),
-            (BITS[quantize.gradients], quantize.error_feedback),
-        )
+        None if bits is None else Quantizer(bits, ops, Pool(torch.uint8, device, ledger, "pool"))
+        for bits in (BITS[quantize.parameters], BITS[quantize.gradients])
     )
+    if gradients is not None and quantize.error_feedback:
+        gradients = replace(gradients, feedback=True, carry=torch.ones((), device=device))
     return Quantizers(parameters, gradients)
 
 

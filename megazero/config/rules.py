@@ -67,10 +67,11 @@ def _names(v: Values, *options: str) -> list[str]:
     return [each["name"] for option in options for each in v[option] or ()]
 
 
-def _all_names(v: Values) -> list[str]:
-    """Return the names of validation sets: with a share of each source held out, of the sources too."""
+def _doubled_sets(v: Values) -> list[str]:
+    """Return names of two validation sets: with a share of each source held out, sources have such ones too."""
     shared = v["data.sources"] and isinstance(v["data.valid"], float)
-    return _names(v, *(("data.sources",) if shared else ()), "data.validation")
+    sources = set(_names(v, "data.sources")) if shared else set()
+    return _doubled([*sources, *_names(v, "data.validation")])
 
 
 def _lists(v: Values) -> list[Sequence[Any]]:
@@ -193,13 +194,13 @@ RELATIONS: tuple[Relation, ...] = (
         "names of data.sources differ",
         lambda v: not _doubled_sources(v),
         lambda v: f"two are called {', '.join(_doubled_sources(v))}",
-        "give each its own name",
+        "give each its own name, and a path that comes twice once, with the sum of its weights",
     ),
     Relation(
         ("data.validation", "data.valid", "data.sources"),
         "names of validation sets differ",
-        lambda v: not _doubled(_all_names(v)),
-        lambda v: f"two are called {', '.join(_doubled(_all_names(v)))}",
+        lambda v: not _doubled_sets(v),
+        lambda v: f"two are called {', '.join(_doubled_sets(v))}",
         "give each its own name (with a share in data.valid each source is a validation set too)",
     ),
     Relation(
@@ -281,13 +282,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "zero.quantize.gradients",
         ("int8", "int4"),
         "gradients that are not quantised lose nothing",
-    ),
-    Exclusion(
-        "zero.quantize.error_feedback",
-        (True,),
-        "precision.dtype",
-        ("fp32", "bf16", "fp64"),
-        "what is kept would be of another loss scale",
     ),
     Exclusion(
         "zero.reduce_dtype",

@@ -214,7 +214,10 @@ class LrSchedule(Section):
     decay: Literal["cosine", "linear", "wsd", "constant"] = Field(default="cosine", description="After the warm-up.")
     min_lr: Annotated[float, Field(ge=0)] = Field(default=3e-5, description="Learning rate at the end.")
     cooldown: NonNegative | None = Field(
-        default=None, description="Last updates in which wsd falls; null: run.steps // 5."
+        default=None, description="Last updates in which wsd falls; null: schedule.steps // 5."
+    )
+    steps: Positive | None = Field(
+        default=None, description="Updates until min_lr, which then stays; null: run.steps. Keep it in a longer run."
     )
 
 
@@ -318,7 +321,9 @@ def resolved(config: Config) -> Config:
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
     if chunks is None:
         chunks = 2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1
-    cooldown = config.schedule.cooldown if config.schedule.cooldown is not None else config.run.steps // 5
+    cooldown = config.schedule.cooldown
+    if cooldown is None:
+        cooldown = (config.schedule.steps or config.run.steps) // 5
     return config.model_copy(
         update={
             "model": model.model_copy(update={"kv_heads": kv_heads, "ffn": ffn}),

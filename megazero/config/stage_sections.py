@@ -43,6 +43,7 @@ class StageSchedule(Section):
     decay: Literal["cosine", "linear", "wsd", "constant"] | None = Field(default=None, description="After the warm-up.")
     min_lr: Annotated[float, Field(ge=0)] | None = Field(default=None, description="Learning rate at the run's end.")
     cooldown: NonNegative | None = Field(default=None, description="Last updates of the run in which wsd falls.")
+    steps: Positive | None = Field(default=None, description="Updates of the run until min_lr.")
 
 
 class Stage(Section):

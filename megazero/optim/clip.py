@@ -3,7 +3,9 @@
 The norm counts each logical parameter once. Squares are summed in fp64 for each unit and each shard of it, and these
 sums are added in rank order, then in unit order, whether a rank holds one shard or all of them: fp32 sums over 1, 2 or
 4 shards of a million elements differ by 1.7e-5, enough to break equality between stages through the clip. Units on
-other ranks of the pipeline have their place in the same order. Replicas of a shard take the sums of the first one.
+other ranks of the pipeline have their place in the same order. Replicas of a shard take the sums of the first one, and
+a unit of both ends of the pipeline counts on the first stage. A sum of another copy is added only if it is not finite:
+then the norm is not finite on any rank. Where each rank sums all of a whole copy (stage 0), the engine adds them so.
 
 Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
 """
@@ -21,13 +23,15 @@ from megazero.zero.unit import Unit
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for a zero gradient
 
 
-def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Axis, ops: Operations) -> Tensor:
-    """Return the sum of squared reduced gradients of each unit of the model: fp64 [num_units], alike on every rank.
+def unit_squares(units: list[Unit], places: Tensor, counted: Tensor, pipeline: Axis, ops: Operations) -> Tensor:
+    """Return the sum of squared reduced gradients of each unit of the model: fp64, of the shape of `counted`.
+
+    It is alike on all ranks whose reduced gradients are.
 
     Args:
-        units: the units that this rank counts.
+        units: those of this rank.
         places: int64, the place of each among all units of the model; on the device, so that the host need not wait.
-        num_units: of the model.
+        counted: bool [units of the model], False for those of which another rank of the pipeline counts a copy.
         pipeline: the axis whose ranks have the other units.
     """
     found = []
@@ -36,10 +40,15 @@ def unit_squares(units: list[Unit], places: Tensor, num_units: int, pipeline: Ax
         members = [i for i, own in enumerate(alike) if own == group]
         squares = _group_squares([units[i] for i in members], *group[1:], ops)
         found.append((places if len(members) == len(units) else places[members], squares))
-    everywhere = torch.zeros(num_units, dtype=torch.float64, device=places.device)
+    everywhere = torch.zeros(counted.shape, dtype=torch.float64, device=places.device)
     for at, squares in found:
         everywhere.index_copy_(0, at, squares)
-    return all_reduce(everywhere, pipeline, "norm")
+    return all_reduce(only_odd(everywhere, ~counted), pipeline, "norm")
+
+
+def only_odd(sums: Tensor, where: Tensor | bool = True) -> Tensor:
+    """Put 0 in the place of finite sums, where told; return the sums."""
+    return sums.masked_fill_(torch.isfinite(sums) & where, 0.0)
 
 
 def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, ops: Operations) -> Tensor:
@@ -63,7 +72,7 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
     if sharded:
         total = all_reduce(total, shard, "norm")
     if replica.size > 1:  # one group's sums for all: in another order of sums their updates would part
-        total = all_reduce(total if replica.rank == 0 else total.zero_(), replica, "norm")
+        total = all_reduce(total if replica.rank == 0 else only_odd(total), replica, "norm")
     return all_reduce(total, tensor, "norm")
 
 

@@ -11,8 +11,9 @@ With peak P, minimum m, W warm-up updates and T updates in all, update u gets
     wsd         P until T - C, then linear to m in C updates       Hu et al. 2024 (MiniCPM), section 4.2
     constant    P
 
-where x = (u - W + 1) / (T - W) runs over the updates after the warm-up and is 1 at u = T - 1: the last update of a run
-has exactly the minimum. Warm-up and decay meet without a repeated value. Past T - 1 the last value stays.
+where x = (u - W + 1) / (T - W) runs over the updates after the warm-up and is 1 at u = T - 1: that update has exactly
+the minimum. T is `run.steps`, or `schedule.steps`: a run that goes on with more steps keeps its course with the latter.
+Warm-up and decay meet without a repeated value. Past T - 1 the last value stays.
 
 A warm-up that is longer than the run is accepted (a short trial of a long run's config): the decay is never reached.
 """

@@ -42,7 +42,7 @@ from megazero.plan.nodes import AWAY, axis_size
 from megazero.plan.states import UnitSize
 
 WIDE = 8  # bytes of a scalar that ranks sum
-TOTALS = 10  # scalars of a step that all ranks sum: loss, count of its tokens, votes (`zero/engine.py`)
+TOTALS = 11  # scalars of a step that all ranks sum: loss, its tokens, one that is not finite, votes (`zero/engine.py`)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ from megazero.run.folder_watch import FolderWatch
 from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
 from megazero.train.stopping import Stopping
-from megazero.train.trainer import Fault, Trainer, TrainSchedule
+from megazero.train.trainer import AFTER_SUMS, Fault, Trainer, TrainSchedule
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
 
@@ -221,6 +221,8 @@ def _blame(
     if rank != grid["world"].rank:
         return FailedElsewhere(rank, 301)
     error = say(rank, own[1] if own else None)
+    if own and own[0] == AFTER_SUMS:
+        return error
     look = f"`megazero data --run {shlex.quote(str(folder.path))} --step {error.step}` shows its text"
     return UserError(error.code, error.what, f"{look}; {error.do}", rank=rank, step=error.step)
 
@@ -233,11 +235,16 @@ def _work(part: Part, device: torch.device, ranks: int) -> Work:
 
 
 def _pace(part: Part) -> TrainSchedule:
-    config = part.config
-    s, steps = config.schedule, config.run.steps
+    config, rate = part.config, learning_rate_of(part.config)
+    return TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, part.end)
+
+
+def learning_rate_of(config: Config) -> LearningRate:
+    """Return the schedule of the learning rate of a part of a run."""
+    s = config.schedule
     assert s.cooldown is not None, "a resolved config"
-    rate = LearningRate(config.optimizer.lr, s.min_lr, s.warmup, steps, s.decay, s.cooldown)
-    return TrainSchedule(steps, rate, config.observe.every, config.data.valid_every, part.end)
+    total = config.run.steps if s.steps is None else s.steps
+    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, total, s.decay, s.cooldown)
 
 
 def _validation(

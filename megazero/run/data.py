@@ -127,6 +127,18 @@ def sources_text(data: RunData) -> str:
     return f"{'; '.join(told)}; of {', '.join(each)}"
 
 
+def shared_paths(data: RunData) -> Iterator[str]:
+    """Yield for each path that several sources have how often its text comes, in words."""
+    course, paths = data.course, dict[str, list[str]]()
+    for source in course.config.data.sources or ():
+        paths.setdefault(source.path, []).append(str(source.name))
+    epochs = epochs_of(list(data.mixtures.values()), course.samples(course.config.run.steps)) or {}
+    for path, names in paths.items():
+        if len(names) > 1:
+            total = sum(epochs[name] for name in names)
+            yield f"sources {', '.join(names)} all read {path}, each from its beginning: {total:.3g} epochs in all"
+
+
 def packing_text(data: RunData) -> Iterator[str]:
     """Yield for each source that is packed how, in words."""
     for source in data.mixture.sources:

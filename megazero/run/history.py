@@ -11,7 +11,7 @@ more has given its share, and its files are not opened again.
 
 from __future__ import annotations  # of a point to resume from, only the values are needed
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +79,70 @@ def other_data(job: ResumePoint, digest: str) -> Iterator[dict[str, Any]]:
         yield {"step": job.at, "key": "data", "from": job.data, "to": digest}
 
 
-def in_words(change: dict[str, Any]) -> str:
-    """Return a change as one says it."""
-    return f"{change['key']} {shown(change['from'])} -> {shown(change['to'])}"
+def in_words(changes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield changes as one says them."""
+    explained = any(change["key"] in _ORDER for change in changes)
+    for change in changes:
+        if change["key"] != "data":
+            yield from difference(change["key"], change["from"], change["to"])
+        elif not explained:
+            yield "data: other text under the same names"
+
+
+def difference(key: str, old: Any, new: Any) -> Iterator[str]:
+    """Yield what two values of an option differ in: of lists of sources each source, of stages each option."""
+    if key.endswith("data.sources"):
+        place, before, after = key.removesuffix("data.sources"), _by_name(old), _by_name(new)
+        found = list(_of_sources(before, after)) or ["sources in another order"]
+        yield from (f"{place.removesuffix('.')} {text}".lstrip() for text in found)
+    elif key == "stages":
+        before, after = dict(options_of_stages(old)), dict(options_of_stages(new))
+        for each in {**before, **after}:
+            if before.get(each) != after.get(each):
+                yield from difference(each, before.get(each), after.get(each))
+    else:
+        yield f"{key} {shown(old)} -> {shown(new)}"
+
+
+def other_mix(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return in what two flat configs differ that decides which text is read, in words."""
+
+    def mix(config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: config.get(key) for key in ("data.train", "data.sources")}
+        in_stages = options_of_stages(config.get("stages"))
+        found |= {place: value for place, value in in_stages if place.endswith("data.sources")}
+        return found | {"data.valid": held_out(config.get("data.valid"))}
+
+    old, new = mix(theirs), mix(ours)
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [text for key in differing for text in difference(key, old.get(key), new.get(key))]
+
+
+def _by_name(sources: Any) -> dict[str, Mapping[str, Any]]:
+    return {source["name"]: source for source in sources or ()}
+
+
+def _of_sources(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    gone = {name: source["path"] for name, source in old.items() if name not in new}
+    for name, source in new.items():
+        if name in old:
+            pairs = {key: (old[name].get(key), source.get(key)) for key in ("path", "weight", "grows")}
+            changed = {key: [f"{v:g}" if key == "weight" else v for v in pair] for key, pair in pairs.items()}
+            yield from (f"source {name}: {key} {was} -> {now}" for key, (was, now) in changed.items() if was != now)
+        elif (before := next((each for each, path in gone.items() if path == source["path"]), None)) is not None:
+            yield f"source {before} is called {name}, and begins again"
+            del gone[before]
+        else:
+            yield f"source {name} added, weight {source['weight']:g}"
+    yield from (f"source {name} removed" for name in gone)
+
+
+def options_of_stages(stages: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[str, Any]]:
+    """Yield what stages say, in JSON's types, by place: `stages[0].batch.global`."""
+    for number, stage in enumerate(stages or ()):
+        for section, given in stage.items():
+            for name, value in given.items() if isinstance(given, dict) else [("", given)]:
+                yield f"stages[{number}].{section}.{name}".rstrip("."), value
 
 
 def shown(value: Any) -> str:

@@ -17,7 +17,7 @@ are carried over keep their n (`Progress.carried`): counted anew they would be t
 are. The learning rate counts the new run's updates.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ import torch
 from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.shard import DTYPES, NAMES
-from megazero.config.changes import in_json, row_of
+from megazero.config.changes import row_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
-from megazero.run.history import changed_since, held_out, saved_options
+from megazero.run.history import changed_since, held_out, options_of_stages, other_mix, saved_options
 from megazero.run.resume import ResumePoint
 from megazero.train.trainer import Trainer
 
@@ -79,6 +79,8 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
         other |= {key: (found.get(key), mine[key]) for key in mine if found.get(key) != mine[key]}
     changed = {change["key"] for change in changed_since(manifest, about.history)}
     odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if option_of(key) not in changed]
+    if "data" in other and "data" not in changed and (mix := other_mix(theirs, ours)):
+        odd = [text for text in odd if not text.startswith("data ")] + mix
     if not odd and (name := manifest.other_shape(_with_rows_of(manifest, about) if grown else about.shapes)):
         odd = [f"{name} {manifest.shapes.get(name)} -> {about.shapes.get(name)}"]
     if not odd and not _fits(manifest.dtype, about.dtype, load):
@@ -101,19 +103,17 @@ def _other_stages(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
 
     What they train on is a matter of the data's digest.
     """
-    theirs, ours = dict(_spread(in_json(theirs) or [])), dict(_spread(ours or []))
+    theirs, ours = (
+        {place: value for place, value in options_of_stages(each) if _fixed(place)} for each in (theirs, ours)
+    )
     keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
     return {key: (theirs.get(key), ours.get(key)) for key in keys}
 
 
-def _spread(stages: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield what stages say, by place, but for what is free in a config too, and sources."""
-    for number, stage in enumerate(stages):
-        for section, given in stage.items():
-            for name, value in given.items() if isinstance(given, dict) else [("", given)]:
-                key = f"{section}.{name}".rstrip(".")
-                if key.startswith("until_") or (not row_of(key).on_resume and key != "data.sources"):
-                    yield f"stages[{number}].{key}", value
+def _fixed(place: str) -> bool:
+    """Return whether an option of a stage is not free in a config too, nor sources."""
+    key = place.partition(".")[2]
+    return key.startswith("until_") or (not row_of(key).on_resume and key != "data.sources")
 
 
 def option_of(key: str) -> str:

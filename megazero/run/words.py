@@ -11,20 +11,22 @@ from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
 from megazero.config.file import flatten, spelt
-from megazero.config.schema import Config
+from megazero.config.schema import Config, LrSchedule
 from megazero.config.stages import Course, Part
 from megazero.launcher.environment import World, gpu_settings
 from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
-from megazero.run.build import Ready
+from megazero.run.build import Ready, learning_rate_of
 from megazero.run.checkpointing import RunContext
-from megazero.run.data import packing_text, sources_text
+from megazero.run.data import packing_text, shared_paths, sources_text
 from megazero.run.folder import RunFolder
-from megazero.run.history import changed_since, in_words
-from megazero.run.loading import described, doubt
+from megazero.run.history import changed_since, in_words, saved_options
+from megazero.run.loading import described, doubt, taken
 from megazero.train.trainer import Trainer
 from megazero.train.validation import Score
 from megazero.zero.resting_table import resting_table
+
+_SCHEDULE = [f"schedule.{key}" for key in LrSchedule.model_fields]
 
 
 def beginning(
@@ -40,8 +42,10 @@ def beginning(
     start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
     start += f"{each} tokens on {_devices(grid, device)}, into {site.folder.path}"
     yield start if found is None else start + described(found, site.job, ready.about)
+    if found is not None and taken(found, site.job.load) == "all":
+        yield from _other_rate(config, ready.data.course, found)
     if changed := changed_since(found, ready.about.history):
-        told = ", ".join(map(in_words, changed))
+        told = ", ".join(in_words(changed))
         yield f"changed behind step {changed[0]['step']}, as --allow-change lets it: {told}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
@@ -50,6 +54,19 @@ def beginning(
         yield f"CUDA runs with {gpu_settings()}"
     if config.parallel.pipeline > 1:
         yield summary(report(job_of(config, grid["world"].size))[0])
+
+
+def _other_rate(config: Config, course: Course, found: Manifest) -> Iterator[str]:
+    """Yield a line where the next step has another learning rate than with the options of its checkpoint."""
+    assert found.progress is not None, "a run that goes on"
+    theirs, keys = saved_options(found), ("run.steps", "optimizer.lr", "stages", *_SCHEDULE)
+    changes = [{"step": found.step, "key": key, "from": theirs.get(key)} for key in keys]
+    courses = Course(config, changes).eras()[0][1], course
+    before, now = (learning_rate_of(each.part(found.step).config) for each in courses)
+    old, new = (rate.at(found.progress.updates) for rate in (before, now))
+    if old != new:
+        keep = f"; schedule.steps={before.total} keeps the old course" if before.total != now.total else ""
+        yield f"learning rate of step {found.step + 1}: {old:.4g} before these options, {new:.4g} now{keep}"
 
 
 def next_part(before: Part, part: Part, of: int) -> str:
@@ -89,6 +106,7 @@ def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | Non
     """Yield a warning for each thing that is accepted, and is probably not meant."""
     if found is not None and (said := doubt(found, site.job, ready.about)):
         yield said
+    yield from shared_paths(ready.data)
     warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr
     if warmup > steps:
         reached = f"the learning rate ends at {peak * steps / warmup:.3g} and never reaches optimizer.lr {peak:.3g}"

@@ -76,6 +76,7 @@ class TrainSchedule:
 
 
 TIDY_SECONDS = 5.0  # that a run which was told to stop gives to deleting old checkpoints
+AFTER_SUMS = 1 << 30  # the place of what is wrong with sums over ranks: behind all that a rank computes
 OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
 
 # Where in the flow of a step's data (first forwards, then backwards, from the loss on) something is wrong, and what.
@@ -138,6 +139,7 @@ class Trainer:
         self.owes = False  # a validation was broken off
         self._pending: _Pending | None = None
         self._numbers: StepNumbers | None = None  # of the pending step; None: not read
+        self._reduced_fault: str | None = None  # of the step that ends the run, in this rank's reduced gradients
         self._owed: Mapping[str, Value] | None = None
 
     def begin_with(self, carried: int) -> None:
@@ -230,6 +232,8 @@ class Trainer:
         """Read how the step issued last went, once: the host waits for its end here, and nowhere else."""
         if self._pending is not None and self._numbers is None:
             self._numbers = StepNumbers.of(self._pending.packed.numbers())
+            if not self._numbers.finite and self.overflows + 1 == self._most_overflows:
+                self._reduced_fault = self.engine.reduced_fault()  # backward will overwrite them
 
     def _settle(self, *, complete: bool) -> None:
         """Act on how the step issued last went, once.
@@ -242,7 +246,7 @@ class Trainer:
         if pending is None or numbers is None:
             return
         self.overflows = 0 if numbers.finite else self.overflows + 1
-        if self.overflows == (OVERFLOWS if self.engine.loss_scale.dynamic else 1):
+        if self.overflows == self._most_overflows:
             raise self._not_finite(pending, numbers)
         self.skipped += numbers.skipped
         done = pending.step + 1
@@ -261,6 +265,10 @@ class Trainer:
         if self.owes and self.checkpoints.saved != done:  # whoever goes on from here validates the step
             self.summarise()
             self._save(done, row)
+
+    @property
+    def _most_overflows(self) -> int:
+        return OVERFLOWS if self.engine.loss_scale.dynamic else 1
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
@@ -329,15 +337,16 @@ class Trainer:
 
     def _not_finite(self, pending: _Pending, numbers: StepNumbers) -> UserError:
         self.now(pending.step + 1, "examination")
+        again = "computed again" if not self.engine.delays else "with the parameters of the update after"
+        again += ", all was finite: a fault of the machine, or too large a sum?"
         own = self._own_fault(pending)
+        if own is None and self._reduced_fault is not None:
+            own = AFTER_SUMS, f"{self._reduced_fault}; {again}"
 
         def say(rank: int, fault: str | None) -> UserError:
-            what = f"loss {numbers.loss}, gradient norm {numbers.grad_norm}"
+            what = f"loss {numbers.loss:.6g}, gradient norm {numbers.grad_norm:.6g}"
             if self.overflows > 1:
                 what += f", skipped {self.overflows} steps in a row, loss scale {numbers.loss_scale:g}"
-            again = "not again when computed anew: a fault of the machine?"
-            if self.engine.delays:
-                again = "not again with the parameters of the update after"
             what += f"; first not finite: {fault}" if fault else f"; {again}"
             what += "; this step did not update"
             return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=pending.step + 1)

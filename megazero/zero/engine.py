@@ -15,6 +15,8 @@ the loss. A weight that the first and the last stage share has a copy on both, e
 Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there; the
 host reads it later (`StepResult`). Once loss or norm were not finite the flag stays set, so no later update can happen
 before the host has noticed. Only with a loss scale (fp16) is that an ordinary event, after which training goes on.
+All ranks have the same flag, even if one rank's copy of reduced gradients alone is not finite: its sum of squares is
+then in what they all sum.
 
 What the ranks have to agree on in a step (`votes`) is summed together with the loss, before the update: behind it the
 sum would wait for the gathers of parameters that follow each unit's update.
@@ -30,7 +32,7 @@ from torch import Tensor
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Grid
 from megazero.kernels.operations import Operations
-from megazero.optim.clip import clip_factor, unit_squares
+from megazero.optim.clip import clip_factor, only_odd, unit_squares
 from megazero.optim.delayed import Delayed
 from megazero.optim.loss_scale import LossScale
 from megazero.optim.optimizer import Optimizer
@@ -139,14 +141,16 @@ class Engine:
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.stages = list(self._stage_gradients(stages, device))
+        places = [order.index(unit.layout.name) for unit in units]
+        self._places = torch.tensor(places, device=device)
         # The norm counts a unit of both ends of the pipeline once: on the first stage. The other one is a copy.
-        copies = {unit for unit in units if unit.axes.copies.rank > 0}
-        self._counted = [unit for unit in units if unit not in copies]
-        self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
-        self._num_units = len(order)
-        # Sum of losses, count of valid tokens, votes: one tensor, so that all are summed over ranks at once. Counts are
-        # exact in fp64 up to 2^53.
-        self._totals = torch.zeros(2 + VOTES, dtype=torch.float64, device=device)
+        copies = {place for place, unit in zip(places, units, strict=True) if unit.axes.copies.rank > 0}
+        self._counted = torch.tensor([place not in copies for place in range(len(order))], device=device)
+        # Sum of losses, count of valid tokens, sum of squares if it is not finite, votes: one tensor, so that all are
+        # summed over ranks at once. Counts are exact in fp64 up to 2^53.
+        self._totals = torch.zeros(3 + VOTES, dtype=torch.float64, device=device)
+        fed_back = (each for unit in units if (each := unit.quantizers.gradients) is not None and each.feedback)
+        self._carry = next((each.carry for each in fed_back), None)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
     def _stage_gradients(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
@@ -209,11 +213,11 @@ class Engine:
         """
         sum_tp_replicated(reversed(self.units))
         self._offload.settle()
-        squares = unit_squares(self._counted, self._places, self._num_units, self.grid["pipeline"], self.ops)
-        loss_sum, valid, *_ = self._sum_totals(votes).unbind()
+        squares = unit_squares(self.units, self._places, self._counted, self.grid["pipeline"], self.ops)
+        loss_sum, valid, odd, *_ = self._sum_totals(squares.sum(), votes).unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
-        total = squares.sum() if beside is None else squares.sum() + beside
+        total = squares.sum() + odd if beside is None else squares.sum() + odd + beside
         norm = total.sqrt() * factor
         loss = loss_sum / valid
         empty = valid == 0
@@ -222,6 +226,8 @@ class Engine:
             self._halted |= ~finite
         skipped = self._halted | empty | ~finite
         self.loss_scale.update(finite, counts=~empty)
+        if self._carry is not None:
+            self._carry.copy_(torch.where(skipped, 0.0, self.loss_scale.scale / loss_scale))
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         applied = scale
         if self._offload.optimizer is not None and self._offload.host is not None:  # which does the update
@@ -241,16 +247,17 @@ class Engine:
                 update(unit)
                 self.gather.publish(unit)
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
-        packed = torch.cat([torch.stack([*flags]), self._totals[2:]])
+        packed = torch.cat([torch.stack([*flags]), self._totals[3:]])
         return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares, applied, packed)
 
-    def _sum_totals(self, votes: Iterable[int]) -> Tensor:
-        """Return the sums over all ranks of what they add to the totals of a step: loss, valid tokens, votes."""
+    def _sum_totals(self, squares: Tensor, votes: Iterable[int]) -> Tensor:
+        """Return the sums over all ranks of what they add to the totals of a step; see `_totals`."""
         totals, world = self._totals, self.grid["world"]
-        if not self.grid.counts("loss"):  # infinity and NaN still show
-            totals[:2].masked_fill_(torch.isfinite(totals[:2]), 0.0)
+        if not self.grid.counts("loss"):
+            only_odd(totals[:2])
+        totals[2] = only_odd(squares)
         for vote in votes:
-            totals[2 + vote].fill_(1.0)  # by a kernel: a tensor of the host would have to be copied
+            totals[3 + vote].fill_(1.0)  # by a kernel: a tensor of the host would have to be copied
         return all_reduce(totals, world, "loss")
 
     @property
@@ -265,9 +272,8 @@ class Engine:
 
     def forget_residuals(self) -> None:
         """Forget what quantised gradients have lost: a run that goes on from a checkpoint has none of it either."""
-        for unit in self.units:
-            if unit.quantizers.gradients is not None:
-                unit.quantizers.gradients.forget_residuals()
+        if self._carry is not None:
+            self._carry.zero_()
 
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Continue from masters and moments that have been loaded.
@@ -326,6 +332,16 @@ class Engine:
             for interval in unit.layout.intervals:
                 yield interval.name, unit.parameter(interval.name)
             self.gather.reshard([unit])
+
+    def reduced_fault(self) -> str | None:
+        """Return what is not finite in the reduced gradients that this rank updates with, until the next backward."""
+        for unit in self.units:
+            with unit.reduced_gradients_in_memory() as reduced:
+                for interval in unit.layout.intervals:
+                    start, stop = (max(edge - unit.shard.start, 0) for edge in (interval.start, interval.stop))
+                    if not torch.isfinite(reduced[start:stop]).all():
+                        return f"reduced gradient of {interval.name}"
+        return None
 
 
 def _not_finite(unit: Unit) -> list[str]:

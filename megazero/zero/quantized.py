@@ -15,14 +15,15 @@ reference.py`). A block with a value that is not finite arrives as NaN, so a ste
 With error feedback each rank keeps, of every gradient that it sends, what the codes do not mean, and adds it before it
 rounds the next one: what it has sent in all is then off by one rounding, however many steps there were. That takes as
 much memory as the gradients of all the other ranks' shards, in one hop or in two. Of a block that is not finite nothing
-is kept.
+is kept. The first reduction of a step adds residuals times `carry`: 0 after a skipped step, which has changed nothing,
+2 where the loss scale, and so each gradient, has doubled.
 
 (Wang et al. 2023, ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ. Seide et al. 2014, 1-bit stochastic
 gradient descent, Interspeech, section 3.1: error feedback.)
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Quantizer:
         ops: the kernels to use.
         pool: of bytes, for codes.
         keep: called with the codes of all ranks, once they are here.
+        carry: the factor of the residuals of the step before, 0-dim; of all units.
         feedback: what rounding loses of one unit's gradients is added to the next ones (`of_unit`).
         residuals: that of one unit, [shards of other ranks, elements of a shard]; None: nothing is kept.
     """
@@ -52,6 +54,7 @@ class Quantizer:
     ops: Operations
     pool: Pool
     keep: Callable[[Tensor], object] = lambda codes: None
+    carry: Tensor = field(default_factory=lambda: torch.ones(()))
     feedback: bool = False
     residuals: Tensor | None = None
 
@@ -68,11 +71,6 @@ class Quantizer:
         residuals = torch.zeros((axis.size - 1, shard), dtype=dtype, device=device)
         axis.comm.ledger.hold("residuals", residuals.nbytes)
         return replace(self, residuals=residuals)
-
-    def forget_residuals(self) -> None:
-        """Add nothing to the next gradients."""
-        if self.residuals is not None:
-            self.residuals.zero_()
 
     def bytes_of(self, numel: int, axis: Axis) -> int:
         """Return the bytes of the codes of `numel` elements that rest sharded along an axis."""
@@ -123,7 +121,7 @@ class Quantizer:
         coded, came = (codes.view(near.size, far.size, each) for codes in (sent, received))
         others = [(place, host) for place in range(near.size) if place != near.rank for host in range(far.size)]
         for number, (place, host) in enumerate(others):
-            self._quantize(coded[place, host], parts[host, place], number)
+            self._quantize(coded[place, host], parts[host, place], number, first=not accumulate)
         pending = start_all_to_all(sent, received, near, purpose)
 
         def land() -> Tensor:
@@ -149,7 +147,7 @@ class Quantizer:
         sent, received = self.pool.take(each * axis.size), self.pool.take(each * axis.size)
         codes = sent.split(each)
         for number, rank in enumerate(rank for rank in range(axis.size) if rank != axis.rank):
-            self._quantize(codes[rank], parts[rank], first + number)
+            self._quantize(codes[rank], parts[rank], first + number, first=not accumulate)
         pending = start_all_to_all(sent, received, axis, purpose)
 
         def land() -> Tensor:
@@ -167,17 +165,19 @@ class Quantizer:
 
         return pending.then(land)
 
-    def _quantize(self, codes: Tensor, x: Tensor, number: int) -> None:
+    def _quantize(self, codes: Tensor, x: Tensor, number: int, *, first: bool) -> None:
         """Quantise x for another rank; with residuals x and one of them, which then is what the codes do not mean.
 
         Args:
             number: of the residual.
+            first: it is the first reduction of a step.
         """
         if self.residuals is None:
             self.ops.quantize_(codes, x, self.bits)
             return
         residual = self.residuals[number]
-        self.ops.quantize_(codes, x.add_(residual), self.bits)
+        x.addcmul_(residual, self.carry) if first else x.add_(residual)
+        self.ops.quantize_(codes, x, self.bits)
         self.ops.dequantize_(residual, codes, self.bits, False)
         torch.sub(x, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 

@@ -236,9 +236,6 @@ class Unit:
             self.offloaded_gradients.bring(self.partial)  # with one shard rank gradients are accumulated here alone
             for view in self.views.values():
                 view.fresh = False
-        else:
-            for elements in self._padding:
-                self.partial[elements].zero_()
 
     def start_reduce(self, *, accumulate: bool) -> Pending:
         """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.
@@ -304,8 +301,11 @@ class Unit:
             self._pools[1].give(reduced)
 
     def close_gradients(self) -> None:
-        """Write zeros for parameters without a delivery: their memory holds anything."""
+        """Write zeros to padding, where quantised blocks leave NaN, and for parameters without a delivery."""
         self.open_gradients()
+        assert self.partial is not None
+        for elements in self._padding:
+            self.partial[elements].zero_()
         for view in self.views.values():
             if view.fresh:
                 view.close()

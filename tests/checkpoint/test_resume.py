@@ -132,6 +132,21 @@ def test_more_steps_are_more_steps(tiny_data: TinyData, uninterrupted, tmp_path:
     assert [row["step"] for row in rows(again)] == list(range(1, STEPS + 3))
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_another_learning_rate_is_said(tiny_data: TinyData, uninterrupted, tmp_path: Path, capsys, kept: bool) -> None:
+    """And `schedule.steps` keeps the one of fewer steps."""
+    again = Path(shutil.copytree(uninterrupted("fp32"), tmp_path / "run"))
+    options = (*OPTIONS, "checkpoint.resume=auto", f"run.steps={2 * STEPS}")
+    options += (f"schedule.steps={STEPS}",) * kept
+    assert launch(tiny_data.load(again, *options), "small", 1) == 0
+    out, rates = capsys.readouterr().out, [row["lr"] for row in rows(again)][STEPS - 1 :]
+    said = f"learning rate of step {STEPS + 1}: 0.0002 before these options, {rates[1]:.4g} now; "
+    if kept:
+        assert set(rates) == {2e-4} and "learning rate of step" not in out
+    else:
+        assert rates[1] > 2 * rates[0] and f"{said}schedule.steps={STEPS} keeps the old course\n" in out
+
+
 def test_auto_begins_where_nothing_is_saved(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
     """Also in a folder whose first job was killed before its first save."""
     folder = RunFolder(tmp_path / "run")

@@ -128,6 +128,7 @@ ROWS: dict[str, Works] = {
     "schedule.decay": Works("constant", rates),
     "schedule.min_lr": Works("0.001", rates),
     "schedule.cooldown": Works("2", rates, ("schedule.decay=wsd",)),
+    "schedule.steps": Works("3", rates),
     "batch.global": Works("8", lambda outcome: outcome.column("tokens")),
     # batch.micro: test_micro_batches_are_cut_as_asked
     "data.train": Works("{train}", losses, ("data.valid=null",)),

@@ -117,7 +117,6 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     ("memory.cuda_graphs", True): (["memory.cuda_graphs=true"], "memory.recompute=full"),
     ("data.pack", True): (["data.pack=true"], "data.mask_eod=true"),
 }
-FEEDBACK = ["zero.quantize.error_feedback=true", "zero.quantize.gradients=int8"]
 GRAPHS = ["memory.cuda_graphs=true", "memory.recompute=full"]
 # Options that need more than one other: the second and later ones.
 ALSO = [
@@ -127,7 +126,6 @@ ALSO = [
     (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
-    (FEEDBACK, "precision.dtype=fp16", "precision.dtype=fp32"),
 ]
 CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
 CONTRACT_VERBS |= {"report", "doctor", "data"}

@@ -26,7 +26,7 @@ DEFAULTS = {
     "pipeline": {"schedule": "1f1b", "chunks": 1},
     "precision": {"dtype": "fp32", "kernels": "auto"},
     "optimizer": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0},
-    "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200},
+    "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200, "steps": None},
     "batch": {"global": 8, "micro": 1},
     "data": {
         "train": "data/quickstart/train",
@@ -82,6 +82,7 @@ def test_what_null_stands_for(file: Path):
         assert value(file, f"pipeline: {{schedule: {schedule}}}", "pipeline.chunks") == chunks
     assert value(file, "zero: {stage: 0}", "zero.stage") == 0
     assert value(file, "run: {steps: 99}", "schedule.cooldown") == 19
+    assert value(file, "{run: {steps: 99}, schedule: {steps: 50}}", "schedule.cooldown") == 10
 
 
 def test_names_of_sources_are_the_ends_of_their_paths(file: Path):
@@ -138,7 +139,8 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("zero: {ofload: cpu}", "MZ-104 c.yaml:1: unknown key zero.ofload; did you mean zero.offload?"),
         ("obsrve: {every: 3}", "MZ-104 c.yaml:1: unknown key obsrve.every; did you mean observe.every?"),
         ("batch: {global_: 3}", "MZ-104 c.yaml:1: unknown key batch.global_; did you mean batch.global?"),
-        ("model: {steps: 3}", "MZ-104 c.yaml:1: unknown key model.steps; did you mean run.steps?"),
+        ("optimizer: {name: muon}", "MZ-104 c.yaml:1: unknown key optimizer.name; see `megazero explain`"),
+        ("model: {steps: 3}", "MZ-104 c.yaml:1: unknown key model.steps; did you mean run.steps or schedule.steps?"),
         ("wholly: {}", "MZ-104 c.yaml:1: unknown key wholly; see `megazero explain`"),
         ("model.layers: 3", "MZ-104 c.yaml:1: unknown key 'model.layers'; write a section and its keys below it"),
         ("run:\n\n  steps: many", "MZ-105 c.yaml:3: run.steps: expected a whole number, got many"),

@@ -196,7 +196,7 @@ permitted(
 )
 other("resumed with another seed", "run.seed 0 -> 1", "run.seed=1")
 other("resumed without the tokenizer", "tokenizer … -> None", "data.tokenizer=null")
-other("resumed with other data", "data … -> …", "data.valid=0.4")
+other("resumed with other data", "data.valid 0.1 -> 0.4", "data.valid=0.4")
 
 
 @fault(

@@ -112,6 +112,46 @@ def test_files_that_changed_in_place(tiny_data: TinyData, paths, run: Path, tmp_
     assert [change["key"] for change in history(run, 4)] == ["data.sources", "data"]
 
 
+def mix(paths: dict[str, Path], *sources: tuple[str, float, str]) -> list[dict[str, Any]]:
+    """Sources: the name of a path, weight, name."""
+    return [{"path": str(paths[path]), "weight": weight, "name": name} for path, weight, name in sources]
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ([("first", 1.5, "first"), ("second", 2, "second")], "source first: weight 3 -> 1.5"),
+        ([("first", 3, "first")], "source second removed"),
+        ([("first", 3, "first"), ("second", 2, "second"), ("third", 7, "new")], "source new added, weight 7"),
+        ([("first", 3, "first"), ("second", 2, "other")], "source second is called other, and begins again"),
+        ([("first", 3, "first"), ("third", 2, "second")], "source second: path {second} -> {third}"),
+        ([("second", 2, "second"), ("first", 3, "first")], "sources in another order"),
+    ],
+)
+def test_another_mix_is_said_source_by_source(
+    tiny_data: TinyData, paths, run: Path, sources, said: str, capsys
+) -> None:
+    new = ("data.train=null", f"data.sources={json.dumps(mix(paths, *sources))}", "run.steps=4")
+    said = said.format(**paths)
+    assert go_on(tiny_data, run, *new) == 1
+    err = capsys.readouterr().err
+    assert f"(its -> this): {said}; resume with the config it was made with" in err and len(err) <= 301
+    assert go_on(tiny_data, run, *new, allow="data") == 0
+    assert f"changed behind step 3, as --allow-change lets it: {said}\n" in capsys.readouterr().out
+
+
+def test_another_mix_of_a_stage_is_said(tiny_data: TinyData, paths, run: Path, capsys) -> None:
+    stages = [{"until_step": 5, "data": {"sources": mix(paths, ("first", 1, "first"))}}]
+    new = (*options(paths, 2), f"stages={json.dumps(stages)}", "run.steps=6")
+    assert go_on(tiny_data, run, *new, allow="stages") == 0
+    said = "stages[0].until_step None -> 5, stages[0] source first added, weight 1\n"
+    assert f"as --allow-change lets it: {said}" in capsys.readouterr().out
+    stages[0]["data"]["sources"] = mix(paths, ("second", 1, "second"))
+    assert go_on(tiny_data, run, *options(paths, 2), f"stages={json.dumps(stages)}", "run.steps=7", allow="stages") == 0
+    said = "stages[0] source second added, weight 1, stages[0] source first removed\n"
+    assert f"as --allow-change lets it: {said}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "allow", "code", "line"),
     [

@@ -1,6 +1,7 @@
 """Runs on several sources: the same text on every grid and after every restart, its repeats counted, limits held."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -114,11 +115,25 @@ def test_other_weights_are_other_data(tiny_data: TinyData, mixed, tmp_path: Path
     before = saved_bytes(RunFolder(tmp_path / "run"))
     other = [option.replace('"weight": 3', '"weight": 4') for option in mixed]
     assert other != list(mixed)
-    with pytest.raises(UserError, match=r"MZ-412 .*data 3 sources, xxh3 \w+ -> 3 sources, xxh3 \w+"):
+    with pytest.raises(UserError, match=r"MZ-412 .*\(its -> this\): source first: weight 3 -> 4; resume with"):
         launch(tiny_data.load(tmp_path / "run", *other, "checkpoint.resume=auto"), "small", 1)
     assert saved_bytes(RunFolder(tmp_path / "run")) == before
     manifest = read_manifest(Store(tmp_path / "run/checkpoints").path(2))
     assert json.loads(json.dumps(manifest.config["data.sources"]))[0]["weight"] == 3.0
+
+
+def test_one_path_under_two_names(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    """Each name goes through the file by itself; what a cap sees of one is half of what its text comes."""
+    sources = [{"path": str(tiny_data.train), "name": name} for name in ("one", "two")]
+    mixed = ("data.train=null", f"data.sources={json.dumps(sources)}", "data.valid=null", "run.steps=1")
+    assert launch(tiny_data.load(tmp_path / "run", *mixed), "small", 1) == 0
+    captured = capsys.readouterr()
+    each = re.search(r"of one \(\S+, (\S+) epochs\), two \(\S+, (\S+) epochs\)", captured.out)
+    said = re.search(
+        rf"sources one, two all read {tiny_data.train}, each from its beginning: (\S+) epochs", captured.err
+    )
+    assert each is not None and said is not None
+    assert float(said[1]) == pytest.approx(float(each[1]) + float(each[2]), rel=1e-2)
 
 
 def test_the_same_file_by_either_option_is_the_same_run_but_for_its_order(tiny_data: TinyData, tmp_path: Path) -> None:

@@ -223,4 +223,4 @@ def test_the_first_step_is_told_once_and_not_by_what_comes_before_it(tmp_path: P
 
 
 def test_there_is_a_vote_for_each_reason() -> None:
-    assert len(REASONS) == VOTES and TOTALS == 2 + VOTES
+    assert len(REASONS) == VOTES and TOTALS == 3 + VOTES

@@ -1,9 +1,11 @@
-"""A training run in which one rank's loss is not finite from a step on.
+"""A training run in which one rank's loss, or its copy of a reduced gradient, is not finite from a step on.
 
-python -m tests.zero.poisoned RANK STEP CONFIG ...: STEP counts from 1; what follows are overrides. Two local ranks.
+python -m tests.zero.poisoned WHAT RANK STEP CONFIG ...: WHAT is `loss` or a parameter; STEP counts from 1; what follows
+are overrides. Two local ranks.
 """
 
 import sys
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -14,15 +16,33 @@ from megazero.base.errors import UserError
 from megazero.build.assemble import Built, StageInputs
 from megazero.config.file import load
 from megazero.run.session import launch
+from megazero.zero.engine import Engine, StepResult
 
 honest = megazero.run.build.build
 
 
+def poison_reduced(engine: Engine, parameter: str, first: int) -> None:
+    """From step `first` on, let a parameter's reduced gradient end with NaN, behind all sums over ranks."""
+    finish, steps = engine.finish_step, count(1)
+    unit = next(unit for unit in engine.units if parameter in unit.views)
+
+    def finish_poisoned(*arguments, **options) -> StepResult:
+        if next(steps) >= first:
+            interval = next(each for each in unit.layout.intervals if each.name == parameter)
+            unit.reduced_gradients[interval.stop - 1 - unit.shard.start] = torch.nan
+        return finish(*arguments, **options)
+
+    engine.finish_step = finish_poisoned
+
+
 def main() -> int:
-    bad_rank, first, config = int(sys.argv[1]), int(sys.argv[2]), load(sys.argv[3], sys.argv[4:])
+    what, bad_rank, first, config = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), load(sys.argv[4], sys.argv[5:])
 
     def poisoned(*arguments, **options) -> Built:
         built = honest(*arguments, **options)
+        if dist.get_rank() == bad_rank and what != "loss":
+            poison_reduced(built.engine, what, first)
+            return built
         stage = built.pipeline.stages.get(built.pipeline.num_stages - 1)
         if stage is not None and dist.get_rank() == bad_rank:
             run = stage.run

@@ -22,6 +22,7 @@ from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, Trained, job_on, record, train
 from tests.ranks import run_ranks
 from tests.tiny_run import TinyData, command
+from tests.zero.poisoned import poison_reduced
 
 FP64 = Precision(torch.float64, torch.float64)
 NAME = "blocks.1.mlp.down.weight"
@@ -153,6 +154,64 @@ def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(layout: Job, prec
     assert found[bad][3].startswith(expected)
 
 
+TAIL = "head.norm.bias"
+COPIES = {  # of a reduced gradient: who holds one that is not the first, and of what
+    "stage 0": (job_on(1, 2, stage=0), 1, NAME),
+    "stage 1": (job_on(1, 2, stage=1), 1, TAIL),
+    "stage 3": (job_on(1, 2, stage=3), 1, TAIL),
+    "replicas": (job_on(1, 4, stage=2, shard_ranks=2), 3, TAIL),
+    "tensor": (job_on(2, 1, stage=0), 1, TAIL),
+    "tied": (job_on(1, 1, False, 2, 1, pipeline=2), 1, "embedding.tokens.weight"),
+}
+
+
+def poisoned_after_sums(grid: Grid, layout: Job, bad: int, name: str) -> tuple[bool, bool, float, str | None]:
+    """A step in which one rank's copy of a reduced gradient is not finite at the end.
+
+    Returns whether it was skipped, whether it changed nothing, its loss, and what this rank finds.
+    """
+    rank = Rank(grid, layout, SHAPES["gpt"], Precision())
+    rank.step(0)
+    rank.engine.gather.unshard(rank.engine.units)
+    rank.engine.gather.reshard(rank.engine.units)
+    before = everything(rank)
+    if grid["world"].rank == bad:
+        poison_reduced(rank.engine, name, 1)
+    done = rank.step(1)
+    fault = rank.engine.reduced_fault()
+    rank.engine.gather.unshard(rank.engine.units)
+    rank.engine.gather.reshard(rank.engine.units)
+    same = all(torch.equal(a, b) for a, b in zip(before, everything(rank), strict=True))
+    return bool(done.skipped) and not bool(done.finite), same, float(done.loss), fault
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_all_ranks_skip_a_step_whose_reduced_gradient_is_not_finite_on_one(case: str) -> None:
+    layout, bad, name = COPIES[case]
+    axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "shard": layout.neighbours}
+    for rank, (skipped, same, loss, fault) in enumerate(
+        run_ranks(layout.ranks, poisoned_after_sums, layout, bad, name, **axes)
+    ):
+        assert skipped and same and 0 < loss < torch.inf, f"rank {rank}"
+        assert fault == (f"reduced gradient of {name}" if rank == bad else None)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_names_the_rank_whose_reduced_gradient_is_at_fault(
+    tiny_data: TinyData, tmp_path: Path, stage: int
+) -> None:
+    """In that step, on all ranks: none waits for another one."""
+    options = (f"run.dir={tmp_path / 'run'}", f"zero.stage={stage}", "batch.micro=1", "data.valid=null")
+    done = command("-m", "tests.zero.poisoned", "head.norm.bias", "1", "3", tiny_data.config, *options)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert re.match(
+        r"MZ-301 rank=1 step=3: loss \d.*, gradient norm nan; first not finite: reduced gradient of head.norm.bias; "
+        r"computed again, all was finite: a fault of the machine, or too large a sum\?; this step did not update .*; "
+        r"lower optimizer.lr or raise schedule.warmup\n",
+        done.stderr,
+    )
+
+
 def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     deliveries = DeliveryCounter("blocks.3")
     with pytest.raises(AssertionError, match=r"a has a gradient in micro-batch 0 of unit blocks.3, .* never begun"):
@@ -202,7 +261,7 @@ def test_a_rank_whose_backward_reaches_no_unit_takes_part_in_every_reduction() -
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_names_the_rank_that_is_at_fault(tiny_data: TinyData, tmp_path: Path, stage: int) -> None:
     options = (f"run.dir={tmp_path / 'run'}", f"zero.stage={stage}", "batch.micro=1", "data.valid=null")
-    done = command("-m", "tests.zero.poisoned", "1", "3", tiny_data.config, *options)
+    done = command("-m", "tests.zero.poisoned", "loss", "1", "3", tiny_data.config, *options)
     assert done.returncode == 1
     line = (
         r"MZ-301 rank=1 step=3: loss (inf|nan), gradient norm nan; first not finite: loss of micro-batch 0; this step"
@@ -218,7 +277,7 @@ def test_fp16_goes_on_for_50_steps_and_not_longer(tiny_data: TinyData, tmp_path:
     """The scale falls to 1, the learning rate stands still; then the run says whose fault it is."""
     shape = ("model.hidden=16", "model.layers=1", "model.seq_len=8", "model.heads=2")
     options = (f"run.dir={tmp_path / 'run'}", "zero.stage=2", "precision.dtype=fp16", "run.steps=60", "data.valid=null")
-    done = command("-m", "tests.zero.poisoned", "1", "3", tiny_data.config, *options, *shape)
+    done = command("-m", "tests.zero.poisoned", "loss", "1", "3", tiny_data.config, *options, *shape)
     assert done.returncode == 1
     assert re.match(
         r"MZ-301 rank=1 step=52: .*, skipped 50 steps in a row, loss scale 1; first not finite: loss of micro-batch 0;",

@@ -238,12 +238,18 @@ def _pools() -> tuple[Pool, Pool]:
     return Pool(torch.float32, CPU, Ledger(), "pool"), Pool(torch.float32, CPU, Ledger(), "pool")
 
 
-def test_padding_is_cleared_when_memory_comes_for_gradients() -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+def test_padding_is_cleared_before_gradients_are_reduced(stage: int) -> None:
+    """Also of memory that is there from the beginning: a quantised block that was not finite may have been in it."""
     layout = lay_out("unit", [Entry("a", (5,), Group(decay=True), True), Entry("b", (3,), Group(decay=False), True)])
-    unit = Unit(layout, UnitAxes(Axis("shard", 2), Axis("tensor"), STAGES[2]), Precision(), CPU, _pools())
+    unit = Unit(layout, UnitAxes(Axis("shard", 2), Axis("tensor"), STAGES[stage]), Precision(), CPU, _pools())
     unit._pools[1].give(torch.full((unit.numel,), torch.nan))
     unit.open_gradients()
     assert unit.partial is not None
+    unit.partial.fill_(torch.nan)
+    for view in unit.views.values():
+        view.fresh = False
+    unit.close_gradients()
     used = torch.zeros(unit.numel, dtype=torch.bool)
     used[:5], used[16:19] = True, True
     assert unit.partial[used].isnan().all() and not unit.partial[~used].any()

@@ -186,7 +186,7 @@ def _round_before_sum(unit: Unit) -> None:
 
 def norm_without_a_unit(rig: Rig) -> None:
     engine = rig.built.engine
-    engine._counted, engine._places = engine._counted[1:], engine._places[1:]
+    engine._counted[0] = False
 
 
 def other_weights(rig: Rig) -> None:

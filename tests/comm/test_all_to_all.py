@@ -1,0 +1,59 @@
+"""All-to-all: part k of rank j arrives as part j of rank k, and nothing else changes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import start_all_to_all
+from megazero.comm.grid import Grid
+from tests.comm.test_host_staging import bounced
+from tests.layouts import Wires, rewired
+from tests.ranks import run_ranks
+
+LENGTHS = (1, 7, 20_003)
+DTYPES = (torch.uint8, torch.int64)
+
+
+def part(source: int, target: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Values that no other pair of ranks has."""
+    return (torch.arange(length, dtype=torch.int64) * 7 + 31 * source + target + 1).to(dtype)
+
+
+def exchanged(grid: Grid, way: str) -> list[tuple[bool, Tensor]]:
+    """Whether each input stayed as it was, and what came; two are under way at once."""
+    grid = bounced(grid) if way == "host" else rewired(grid, Wires(sockets=way == "sockets"))
+    axis, found = grid["data"], []
+    cases = [(length, dtype) for length in LENGTHS for dtype in DTYPES]
+    for pair in zip(cases[::2], cases[1::2], strict=True):
+        under_way = []
+        for length, dtype in pair:
+            x = torch.cat([part(axis.rank, target, length, dtype) for target in range(axis.size)])
+            out = torch.zeros_like(x)
+            under_way.append((x, x.clone(), start_all_to_all(x, out, axis, "test"), out))
+        for x, before, pending, out in under_way:
+            assert pending.wait() is out
+            found.append((torch.equal(x, before), out))
+    return found
+
+
+@pytest.mark.parametrize("way", ["memory", "sockets", "host"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_part_goes_to_the_rank_of_its_number(size: int, way: str) -> None:
+    cases = [(length, dtype) for length in LENGTHS for dtype in DTYPES]
+    for rank, found in enumerate(run_ranks(size, exchanged, way)):
+        for (length, dtype), (kept, out) in zip(cases, found, strict=True):
+            assert kept, "the input is the caller's"
+            for source, came in enumerate(out.split(length)):
+                if source != rank:
+                    assert torch.equal(came, part(source, rank, length, dtype)), f"of {source} at {rank}"
+
+
+def counted(grid: Grid) -> dict[str, int]:
+    x = torch.zeros(grid["data"].size * 6, dtype=torch.int64)
+    start_all_to_all(x, torch.zeros_like(x), grid["data"], "test").wait()
+    sent = grid.comm.ledger.traffic["data"]["test"]
+    return {"ops": sent.ops, "elements": sent.elements, "bytes": sent.bytes_sent}
+
+
+def test_the_ledger_counts_what_a_rank_sends_to_others() -> None:
+    assert run_ranks(3, counted) == [{"ops": 1, "elements": 12, "bytes": 96}] * 3
