@@ -126,7 +126,7 @@ def _of_sources(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[
     gone = {name: source["path"] for name, source in old.items() if name not in new}
     for name, source in new.items():
         if name in old:
-            pairs = {key: (old[name].get(key), source.get(key)) for key in ("path", "weight", "grows")}
+            pairs = {key: (old[name].get(key), source.get(key)) for key in ("path", "weight")}
             changed = {key: [f"{v:g}" if key == "weight" else v for v in pair] for key, pair in pairs.items()}
             yield from (f"source {name}: {key} {was} -> {now}" for key, (was, now) in changed.items() if was != now)
         elif (before := next((each for each, path in gone.items() if path == source["path"]), None)) is not None:
