@@ -144,11 +144,13 @@ def _schedule(options: argparse.Namespace) -> int:
     from megazero.build.pipeline import check_world
     from megazero.config.file import load
     from megazero.plan.schedule_report import as_json, as_text, report
+    from megazero.run.micro_batch import with_micro
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
     world = options.nproc or config.parallel.tensor * config.parallel.pipeline
+    config = with_micro(config, world)
     check_world(config, world)
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
@@ -162,6 +164,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config.stages import Course
     from megazero.plan.machines import MACHINES
     from megazero.run.early_look import check_parts
+    from megazero.run.micro_batch import with_micro
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.report import as_text, draw, search_as_text
@@ -182,7 +185,7 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    check_parts(Course(config), options.gpus, f"--gpus {options.gpus}")
+    check_parts(Course(with_micro(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     _draw(lambda path: draw(planned, path), options)
@@ -201,8 +204,10 @@ def _simulate(options: argparse.Namespace) -> int:
         from megazero.build.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
         from megazero.tools.dry_run.report import as_json, as_text, draw
+    from megazero.run.micro_batch import gpu, with_micro
 
-    check_world(config, options.gpus)
+    config = with_micro(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
+    check_world(config, options.gpus, f"--gpus {options.gpus}")
     found = simulate(config, options.rank, options.gpus, options.device)
     _draw(lambda path: draw(found, name, path), options)
     shown = as_text(found, name, options.device, width())

@@ -53,7 +53,7 @@ def _divides(small: str, large: str, do: str) -> Relation:
     return Relation(
         (large, small),
         f"{large} % {small} == 0",
-        lambda v: v[large] % v[small] == 0,
+        lambda v: v[small] is None or v[large] % v[small] == 0,
         lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}",
         do,
     )

@@ -17,6 +17,7 @@ from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
+from megazero.run.micro_batch import with_micro
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
@@ -27,7 +28,7 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     """
     if nproc is not None:
         done = 0 if config.checkpoint.resume == "none" else None
-        check_parts(Course(config), nproc, f"--nproc {nproc}", done=done)
+        check_parts(Course(with_micro(config, nproc)), nproc, f"--nproc {nproc}", done=done)
     folder, data = RunFolder(run_dir(config, name)), config.data
     if config.checkpoint.resume == "none":
         folder.refuse_if_taken(RunLock(folder.lock))

@@ -177,7 +177,7 @@ def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: P
     path = tmp_path / "measured.yaml"
     text = (ROOT / "docs/planning.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     path.write_text(text[: text.index("reached:")])
-    layout = job_of(load("llama8b"), 8)
+    layout = job_of(load("llama8b", ["batch.micro=1"]), 8)
     layout = replace(layout, shape=replace(layout.shape, seq_len=65_536), recompute="full")
     assert step_time(layout, machine_of(str(path))).hfu < 1
 

@@ -22,6 +22,7 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
+from megazero.run.micro_batch import with_micro
 from megazero.tools.planning.allowed import allowed_by_rules
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
@@ -106,7 +107,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         UserError: 118, the machine has no peak for the config's precision, or no disks that it asks for.
     """
     _check_peak(config, machine)
-    course = Course(config)
+    course = Course(with_micro(config, ranks, machine))
     planned = [(part, job := job_of(part.config, ranks), list(_ranks(job, machine, system))) for part in course.parts]
     part, job, found = max(planned, key=lambda each: max(rank.peak for rank in each[2]))
     words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(planned) > 1 else ""
@@ -134,7 +135,8 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
-    job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False, graphs=False)
+    split = config.parallel.tensor * config.parallel.pipeline
+    job = replace(job_of(with_micro(config, split), split), delayed=False, graphs=False)
     _check_peak(config, machine)
     found = search(job, ranks, machine, allowed_by_rules(config))
     if not found.best:
