@@ -13,7 +13,7 @@ OVERRIDES = """overrides:
   megazero explain                  lists all options and what they mean
   megazero explain optimizer        those of a section
   megazero explain --config tiny    with the values of a config
-  Paths are relative to the current folder. docs/configuration.md has more.
+  Paths are relative to the current folder.
 """
 
 

@@ -349,22 +349,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("data.pack", (True,), "data.mask_eod", (True,), "packed documents do not see each other"),
 )
 
-# Verbs of the contract, and whether they run today.
-VERBS: dict[str, bool] = {
-    "train": True,
-    "explain": True,
-    "generate": True,
-    "certify": True,
-    "schedule": True,
-    "plan": True,
-    "simulate": True,
-    "export": True,
-    "import": True,
-    "data": True,
-    "report": False,
-    "doctor": True,
-}
-
 
 def broken_relations(values: Values) -> list[Relation]:
     """Return the equations that do not hold; none divides by zero, because sizes are at least 1."""

@@ -233,7 +233,7 @@ def _train_in(
     if stopped is not None and stopped.exit_code == REQUEUE and not trained:
         agree(grid["world"], device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
-        if trained or (stopped is None and folder.picture_is_old()):
+        if folder.picture_is_old() and (trained or stopped is None):
             _draw(folder)
         if not trained and done >= config.run.steps and stopped is None:
             say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")

@@ -73,7 +73,7 @@ def fix_lists(course: Course, part: Part, path: Path, manifest: Manifest | None)
         lists[str(source.name)] = kept
     if (size := len(_text(lists))) > _MOST:
         what = f"the lists of shards have {size:,} bytes, at most {_MOST:,} go into the manifest of each step"
-        raise UserError(228, what, "merge new shards into fewer (data_tools/merge.py)", where=path)
+        raise UserError(228, what, "merge new shards into fewer (`megazero merge`)", where=path)
     return lists
 
 

@@ -255,7 +255,7 @@ def _check_peak(config: Config, machine: Machine) -> None:
         what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
         raise UserError(118, what, "take another precision.dtype", where="plan")
     if config.uses_disks and not machine.disk_bytes:
-        do = "give `disk` in a machine's file (docs/planning.md)"
+        do = "give `disk: {bytes, read, write}` in a machine's file"
         raise UserError(118, f"the disks of {machine.name} are not known", do, where="plan")
 
 
