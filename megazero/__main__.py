@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.answers import answer, fail, flush_output, leave, tell
-from megazero.base.command_line import OVERRIDES
+from megazero.base.command_line import OVERRIDES, tokens
 from megazero.base.command_line import Parser as _Parser
 from megazero.base.command_line import at_least as _at_least
 from megazero.base.doing import doing
@@ -316,7 +316,8 @@ def _add_planning(verbs: Any) -> None:
     systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
     plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
-    plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
+    budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
+    plan.add_argument("--tokens", type=tokens, help=budget)
     plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
     simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
