@@ -295,5 +295,5 @@ def test_where_memory_is_highest_is_a_sentence(capsys: pytest.CaptureFixture[str
     said = answer(capsys, "--config", "gpt13b", *line, "parallel.pipeline=8")
     where = "memory is highest in backward, while a step computes the gradient of"
     assert f"\n{where} a feed-forward layer's GELU on pipeline ranks 0 to 7\n" in said and "most is in" not in said
-    assert f"\n{where} the loss\n" in answer(capsys, "--config", "gpt2_124m", *line)
+    assert f"\n{where} the loss\n" in answer(capsys, "--config", "llama8b", *line)
     assert spans([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8" and spans([3]) == "3"
