@@ -63,7 +63,7 @@ def missing(name: str | None) -> UserError | None:
     package = next((each for each in PACKAGES if each.module.partition(".")[0] == module), None)
     if package is None:
         return None
-    environment, do = ROOT / ".venv/bin", f"pip install {package.name}"
+    environment, do = ROOT / ".venv/bin", f"run `pip install {package.name}`"
     if not package.use and IS_CHECKOUT:
         found = environment.exists()
         do = f"source {environment / 'activate'}" if found else "`make setup` makes an environment with all"

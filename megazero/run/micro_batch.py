@@ -11,6 +11,7 @@ from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.search import everywhere, fits
 
 TOKENS = 2048  # in a micro-batch where a device's memory is not known: more make a CPU no faster
+SPARE = 0.05  # of a device's memory, because plan's formulas are within 3 % of what a rank holds
 FILLING = 8  # micro-batches for each pipeline rank, which leave a bubble below 12 %
 
 
@@ -38,8 +39,9 @@ def with_micro(config: Config, ranks: int, machine: Machine | None = None) -> Co
     def too_large(size: int) -> bool:
         if machine is None:
             return size * max(part.model.seq_len for part in parts) > TOKENS
+        spared = replace(machine, memory_bytes=int(machine.memory_bytes * (1 - SPARE)))
         jobs = [job_of(_with(part, size), data * config.parallel.tensor * pipeline) for part in parts]
-        return not all(fits(rank, machine) for job in jobs for rank in everywhere(job, machine))
+        return not all(fits(rank, spared) for job in jobs for rank in everywhere(job, spared))
 
     return _with(config, sizes[max(0, bisect_right(sizes, False, key=too_large) - 1)])
 

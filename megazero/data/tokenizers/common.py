@@ -51,7 +51,11 @@ def config_beside(path: Path) -> dict[str, Any]:
 def how_to_make(path: Path) -> str:
     """Return which command makes the tokenizer that is not there."""
     train = "run `megazero tokenizer --input TEXT --vocab N --output MODEL`"
-    return here("run `make data`", train) if "data/quickstart" in path.as_posix() else train
+    return (
+        here("run `make data`", f"{train}, and give data.tokenizer=MODEL")
+        if "data/quickstart" in path.as_posix()
+        else train
+    )
 
 
 def require_extra(package: str, extra: str, path: Path) -> None:

@@ -257,5 +257,6 @@ def _time(plan: Plan, columns: int | None) -> Iterator[str]:
 
 def _checkpoint(found: Checkpoint) -> str:
     rate = f"{found.rate / 1e9:.3g} GB/s from each node{'' if found.measured else ', which is supposed'}"
-    what = f"a checkpoint: {found.bytes / 1e9:,.4g} GB, saved in {rounded(found.save_s)} s at {rate}"
+    size = f"{found.bytes / 1e9:,.0f}" if found.bytes > 1e11 else f"{found.bytes / 1e9:.4g}"
+    what = f"a checkpoint: {size} GB, saved in {rounded(found.save_s)} s at {rate}"
     return f"{what}; under SLURM give sbatch --signal=USR1@{found.lead_s}"
