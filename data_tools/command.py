@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose faults are one line with a code, like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(190, message, "see --help", where=self.prog)
+        raise UserError(190, message, f"see `{self.prog} --help`", where=self.prog.removeprefix("megazero "))
 
 
 def prefix(text: str) -> Path:
@@ -105,7 +105,7 @@ def run(
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _silence_stdout()
-        where = error.filename or parser.prog
+        where = error.filename or parser.prog.removeprefix("megazero ")
         what = f"the system refused: {error.strerror}"
         tell(UserError(218, what, "check the disk and the permissions", where=where))
         return 1

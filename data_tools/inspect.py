@@ -1,7 +1,7 @@
 """Say what a token data set holds, after checking all of it.
 
-    python data_tools/inspect.py data/quickstart/train
-    python data_tools/inspect.py data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
+    megazero inspect data/quickstart/train
+    megazero inspect data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
 
 Opening it checks the index; then every id is read and checked against the vocabulary (--vocab, or the tokenizer's).
 """
@@ -39,9 +39,7 @@ BLOCK = 1 << 22  # tokens read at a time
 def inspect(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     if options.document is not None and tokenizer is None:
-        raise UserError(
-            190, "--document needs --tokenizer", "name the model the data was made with", where="inspect.py"
-        )
+        raise UserError(190, "--document needs --tokenizer", "name the model the data was made with", where="inspect")
     dataset = open_files(options.prefix)
     require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
@@ -129,14 +127,14 @@ def _bounds(dataset: TokenDataset, document: int) -> tuple[int, int]:
     """Return where a document begins and ends in the file. Raises UserError 190: there is no such document."""
     if not 0 <= document < dataset.num_documents:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
-        raise UserError(190, what, "choose one of those", where="inspect.py")
+        raise UserError(190, what, "choose one of those", where="inspect")
     start, stop = dataset.document_offsets[document : document + 2].tolist()
     return start, stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
-    parser = Parser(prog="inspect.py", description="Check a token data set and say what it holds.")
+    parser = Parser(prog="megazero inspect", description="Check a token data set and say what it holds.")
     parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="of PREFIX.bin and .idx; or X.ds, X.npy, X.bin")
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="gives the vocabulary, and decodes")
     parser.add_argument("--vocab", type=positive, help="ids must be smaller (default: the tokenizer's)")

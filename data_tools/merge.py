@@ -1,7 +1,7 @@
 """Join token data sets into one, and copy those of other projects into our format (`foreign.py`).
 
-    python data_tools/merge.py data/books data/web --output data/all
-    python data_tools/merge.py olmo.npy --tokenizer tokenizer.json --output data/olmo
+    megazero merge data/books data/web --output data/all
+    megazero merge olmo.npy --tokenizer tokenizer.json --output data/olmo
 
 Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
 type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`). Where
@@ -109,7 +109,7 @@ def _copy(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
-    parser = Parser(prog="merge.py", description="Join token data sets into one.")
+    parser = Parser(prog="megazero merge", description="Join token data sets into one.")
     parser.add_argument(
         "prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx; X.ds, X.npy, X.bin"
     )

@@ -1,7 +1,7 @@
 """Turn text into a token data set, PREFIX.bin and PREFIX.idx.
 
-    python data_tools/preprocess.py --input books/ web.jsonl --tokenizer books.model --output data/books
-    python data_tools/preprocess.py --chat --input chats.jsonl --tokenizer llama/tokenizer.json --output data/chats
+    megazero preprocess --input books/ web.jsonl --tokenizer books.model --output data/books
+    megazero preprocess --chat --input chats.jsonl --tokenizer llama/tokenizer.json --output data/chats
 
 Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
@@ -57,7 +57,7 @@ def preprocess(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer)
     if options.deduplicate and options.part.of > 1:
         what = "--deduplicate sees the documents of one part alone"
-        raise UserError(190, what, "run it without --part", where="preprocess.py")
+        raise UserError(190, what, "run it without --part", where="preprocess")
     select = _select(options, tokenizer)
     if not tokenizer.lossless:
         tell(f"{tokenizer.path}: changes text; bits per byte will be of the text's own bytes")
@@ -114,7 +114,7 @@ def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Taken:
     if options.chat is None:
         return Select(tuple(options.field or ["text"]), where)
     if len(fields := options.field or ["messages"]) > 1:
-        raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess.py")
+        raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess")
     return Chat(open_template(options.chat or None, tokenizer), tokenizer.specials, fields[0], where)
 
 
@@ -266,7 +266,7 @@ def _template(text: str) -> Path | str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
-    parser = Parser(prog="preprocess.py", description="Turn text into a token data set.")
+    parser = Parser(prog="megazero preprocess", description="Turn text into a token data set.")
     add_inputs(parser)
     parser.set_defaults(field=None)
     add_output(parser)
@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         required=True,
         type=Path,
         metavar="FILE",
-        help="from train_tokenizer.py; tokenizer.json, *.tiktoken, bytes",
+        help="of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes",
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chat", nargs="?", const="", type=_template, metavar="TEMPLATE.jinja", help=chat)
     once = "leave out documents whose text has been there before"
     parser.add_argument("--deduplicate", action="store_true", help=once)
-    share = "make part K of N, as on N hosts; merge.py joins the parts to what one host would have made"
+    share = "make part K of N, as on N hosts; `merge` joins the parts to what one host would have made"
     parser.add_argument("--part", type=part, default=Part(), metavar="K/N", help=share)
     return run(preprocess, parser, argv, "the same line goes on where it was")
 

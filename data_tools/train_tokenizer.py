@@ -1,6 +1,6 @@
 """Train a lossless SentencePiece BPE vocabulary.
 
-    python data_tools/train_tokenizer.py --input books/ --output books.model --vocab 8192
+    megazero tokenizer --input books/ --output books.model --vocab 8192
 
 The text is used as it is: no normalisation, all white space kept, runs of spaces may be pieces (indentation is most of
 a program), newline and tab are pieces of their own, digits stand alone, and what has no piece is spelt in bytes. Ids:
@@ -116,7 +116,7 @@ def _check(model: bytes, sample: list[str]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
-    parser = Parser(prog="train_tokenizer.py", description="Train a lossless SentencePiece BPE vocabulary.")
+    parser = Parser(prog="megazero tokenizer", description="Train a lossless SentencePiece BPE vocabulary.")
     add_inputs(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="MODEL", help="the model file to write")
     parser.add_argument("--vocab", required=True, type=positive, help="number of ids")

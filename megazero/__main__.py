@@ -11,6 +11,7 @@
     doctor     measures this machine, and says what is missing
     data       tells which text a step of a run saw, and in which steps a document was seen
     simulate   runs one rank of any number without data: its memory and what it sends, to the byte
+    tokenizer, preprocess, inspect, merge   make token files of text, and check them (the commands of data_tools/)
 
 Exit codes: docs/operations.md. What a user can mend is one line on stderr; a traceback is a fault of ours. Configs are
 checked before torch is imported, so a typo costs a fraction of a second.
@@ -21,11 +22,13 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megazero.base.answers import answer, fail, flush_output, leave, tell
-from megazero.base.command_line import OVERRIDES
+from megazero.base.command_line import OVERRIDES, tokens
 from megazero.base.command_line import Parser as _Parser
 from megazero.base.command_line import at_least as _at_least
 from megazero.base.doing import doing
@@ -33,11 +36,18 @@ from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
 from megazero.base.picture import check_name
-from megazero.base.terminal import width
-from megazero.config import rules
+from megazero.base.terminal import width, wrapped
+from megazero.base.version import __version__
 from megazero.launcher.interruption import Interrupted, ended_at_once
 from megazero.tools import certify_verb, data_verb
 
+# Verbs that are commands of data_tools: the module, and what it does.
+_DATA_TOOLS = {
+    "tokenizer": ("train_tokenizer", "train a vocabulary on text"),
+    "preprocess": ("preprocess", "turn text into token files"),
+    "inspect": ("inspect", "check token files and say what they hold"),
+    "merge": ("merge", "join token files"),
+}
 _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
 
 
@@ -55,13 +65,20 @@ def command(arguments: Sequence[str] | None = None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if given[:1] and given[0] in _DATA_TOOLS:
+            return import_module(f"data_tools.{_DATA_TOOLS[given[0]][0]}").main(given[1:])
         parser = _parser()
-        options, unknown = parser.parse_known_args(arguments)
+        if given in ([], ["train"]):  # as train.py without arguments
+            with suppress(SystemExit):
+                parser.parse_args([*given, "--help"])
+            return 2
+        options, unknown = parser.parse_known_args(given)
         if hasattr(options, "overrides") and not any(word.startswith("-") for word in unknown):
             options.overrides += unknown  # argparse takes only those before the first flag
             unknown = []
-        if unknown and options.run is not _not_built:
+        if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return options.run(options)
     except UserError as error:
@@ -113,7 +130,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     from megazero.config.explain import as_json, as_text, explain
-    from megazero.config.file import is_file_name, load
+    from megazero.config.file import is_file_name, load, shipped
     from megazero.config.schema import Config, resolved
 
     given = [text for text in options.overrides if "=" in text or is_file_name(text)]
@@ -124,7 +141,9 @@ def _explain(options: argparse.Namespace) -> int:
         raise UserError(108, f"{given[0]} changes a config", "give --config", where="explain")
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
-    answer(json.dumps(as_json(shown), indent=1) if options.json else as_text(shown, width()))
+    names = "" if selections else f"shipped configs, for --config: {', '.join(shipped())}"
+    text = "\n".join([as_text(shown, width()), *(wrapped(names, width(), "    ") if names else ())])
+    answer(json.dumps(as_json(shown), indent=1) if options.json else text)
     return 0
 
 
@@ -144,11 +163,13 @@ def _schedule(options: argparse.Namespace) -> int:
     from megazero.build.pipeline import check_world
     from megazero.config.file import load
     from megazero.plan.schedule_report import as_json, as_text, report
+    from megazero.run.micro_batch import with_micro
     from megazero.schedules.draw import draw
 
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
     world = options.nproc or config.parallel.tensor * config.parallel.pipeline
+    config = with_micro(config, world)
     check_world(config, world)
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
@@ -162,6 +183,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config.stages import Course
     from megazero.plan.machines import MACHINES
     from megazero.run.early_look import check_parts
+    from megazero.run.micro_batch import with_micro
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.report import as_text, draw, search_as_text
@@ -182,7 +204,7 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_text(found, machine, flatten(config), width())
         answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
         return 0
-    check_parts(Course(config), options.gpus, f"--gpus {options.gpus}")
+    check_parts(Course(with_micro(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     _draw(lambda path: draw(planned, path), options)
@@ -201,8 +223,10 @@ def _simulate(options: argparse.Namespace) -> int:
         from megazero.build.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
         from megazero.tools.dry_run.report import as_json, as_text, draw
+    from megazero.run.micro_batch import gpu, with_micro
 
-    check_world(config, options.gpus)
+    config = with_micro(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
+    check_world(config, options.gpus, f"--gpus {options.gpus}")
     found = simulate(config, options.rank, options.gpus, options.device)
     _draw(lambda path: draw(found, name, path), options)
     shown = as_text(found, name, options.device, width())
@@ -253,12 +277,9 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if found.missing else 0
 
 
-def _not_built(options: argparse.Namespace) -> int:
-    raise UserError(109, f"the verb {options.verb} is not built yet", "see `megazero --help`")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
+    parser.add_argument("--version", action="version", version=f"megazero {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     train = _with_config(verbs, _train, "train", "train a config")
     train.add_argument("--nproc", type=_at_least(1, int, _MOST_LOCAL), help="local ranks to start")
@@ -276,8 +297,8 @@ def _parser() -> argparse.ArgumentParser:
     certify_verb.add_options(_with_config(verbs, certify_verb.run, "certify", "compare every layout with one process"))
     _add_planning(verbs)
     _add_run_folders(verbs)
-    for verb in (verb for verb, built in rules.VERBS.items() if not built):
-        verbs.add_parser(verb, help="not built yet").set_defaults(run=_not_built)
+    for verb, (_, what) in _DATA_TOOLS.items():
+        verbs.add_parser(verb, help=what)  # which `main` starts: to list it here must not cost its imports
     return parser
 
 
@@ -290,12 +311,13 @@ def _add_planning(verbs: Any) -> None:
     schedule.add_argument("--all", action="store_true", help="all actions of all ranks, not the first of some")
     plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
     plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
-    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file (docs/planning.md)"
+    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
     plan.add_argument("--hardware", metavar="NAME|FILE.yaml", help=hardware)
     systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
     plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
-    plan.add_argument("--tokens", type=_at_least(1, float), help="to train on (default: what the config's steps take)")
+    budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
+    plan.add_argument("--tokens", type=tokens, help=budget)
     plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
     simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")

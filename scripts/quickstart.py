@@ -19,7 +19,7 @@ from megazero.base.heartbeat import HEART
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT, TEMPERATURE = "def __init__(self,", "0.7"
 GENERATE = ["-m", "megazero", "generate"]
-STAGE_2 = ["zero.stage=2", "batch.micro=4"]
+STAGE_2 = ["zero.stage=2"]
 
 
 def main(overrides: list[str]) -> int:

@@ -1,9 +1,11 @@
 """The command line: what each kind of mistake exits with, and that it is one line on stderr and nothing else."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,6 @@ from megazero.__main__ import main
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, single
 from megazero.comm.transport.host_staging import staging_pool
-from megazero.config import rules
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.launcher.environment import MEETING, TORCHRUN, World
@@ -24,6 +25,8 @@ from megazero.run.words import sharing
 from tests.quiet import without_heartbeat
 from tests.tiny_run import ROOT, TinyData, all_tokens, fresh_command
 
+VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import", "doctor"}
+VERBS |= {"data", "tokenizer", "preprocess", "inspect", "merge"}
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
 WITNESS = """
 import runpy, sys
@@ -51,9 +54,9 @@ def refused(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["tain"],
-        ["train"],
+        ["report"],
+        ["train", "run.steps=1"],
         ["train", "--config"],
         ["train", "--config", "tiny", "--nproc", "two"],
         ["train", "--config", "tiny", "--no-such-flag"],
@@ -69,18 +72,38 @@ def test_usage_errors(refused, arguments: list[str]):
     assert "see `megazero" in refused(2, 100, *arguments)
 
 
-@pytest.mark.parametrize("verb", [verb for verb, built in rules.VERBS.items() if not built])
-def test_verbs_that_are_not_built(refused, verb: str):
-    assert verb in refused(2, 109, verb)
-    assert verb in refused(2, 109, verb, "--config", "tiny", "--json", "run.steps=3")
-
-
-def test_verbs_that_are_built_have_a_parser(capsys):
-    for verb in (verb for verb, built in rules.VERBS.items() if built):
+def test_verbs_are_the_contracts_and_each_has_its_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"    \w+( |$)", line)}
+    assert listed == set(VERBS)
+    for verb in VERBS:
         with pytest.raises(SystemExit) as caught:
             main([verb, "--help"])
         out, err = capsys.readouterr()
-        assert caught.value.code == 0 and f"megazero {verb}" in out and err == ""
+        assert caught.value.code == 0 and f"usage: megazero {verb} " in out and err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["-m", "megazero"], "usage: megazero [-h] [--version] VERB"),
+        (["train.py"], "usage: megazero train [-h] --config"),
+    ],
+)
+def test_without_arguments_it_is_the_help(words: list[str], usage: str):
+    done = fresh_command(*words)
+    assert (done.returncode, without_heartbeat(done.stderr)) == (2, "") and done.stdout.startswith(usage)
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert (
+        capsys.readouterr().out
+        == f"megazero {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}\n"
+    )
 
 
 def test_wrong_config_costs_a_fraction_of_a_second_and_no_torch(tmp_path: Path):
@@ -166,9 +189,9 @@ def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: 
     """In a folder that was there before, whose log has every line; one that was not there is not left behind."""
     (tmp_path / "run").mkdir()
     arguments = ["train", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}"]
-    assert "data_tools/preprocess.py" in refused(1, 201, *arguments, f"data.train={tmp_path / 'none'}")
+    assert "`megazero preprocess " in refused(1, 201, *arguments, f"data.train={tmp_path / 'none'}")
     assert "make data" in refused(1, 201, *arguments, f"data.train={tmp_path / 'data/quickstart/train'}")
-    assert "data_tools/train_tokenizer.py" in refused(1, 209, *arguments, f"data.tokenizer={tmp_path / 'none'}")
+    assert "`megazero tokenizer " in refused(1, 209, *arguments, f"data.tokenizer={tmp_path / 'none'}")
     assert "400 pieces, model.vocab is 399" in refused(2, 112, *arguments, "model.vocab=399")
     log = (tmp_path / "run/logs/rank_00.log").read_text()
     assert log.count("ERROR UserError: MZ-") == 4

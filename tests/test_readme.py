@@ -27,7 +27,7 @@ def results() -> list[list[str]]:
 def fitting(config: Config) -> int:
     """The fewest A100s with 80 GB that a config fits on as it is."""
     machine, split = MACHINES["a100-80gb"], config.parallel.tensor * config.parallel.pipeline
-    most = config.batch.global_ // config.batch.micro
+    most = config.batch.global_
     sizes = (split * data for data in range(1, most + 1) if most % data == 0)
     return next(size for size in sizes if plan(config, size, machine).fits)
 

@@ -13,7 +13,7 @@ OVERRIDES = """overrides:
   megazero explain                  lists all options and what they mean
   megazero explain optimizer        those of a section
   megazero explain --config tiny    with the values of a config
-  Paths are relative to the current folder. docs/configuration.md has more.
+  Paths are relative to the current folder.
 """
 
 
@@ -22,6 +22,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(100, message, f"see `{self.prog} --help`")
+
+
+def tokens(text: str) -> float:
+    """Return the value of an option that counts tokens: 300B, 1.5T, 5e9."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 0)
+    try:
+        return at_least(1, float)(text[:-1] if factor else text) * (factor or 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number such as 5e9 or 300B, got {text:.40}") from None
 
 
 def at_least(bound: float, kind: type, most: int = 2**63 - 1):

@@ -3,12 +3,12 @@
 A user who forgot to activate the environment gets no traceback.
 """
 
+import importlib.util
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 from megazero.base.errors import UserError
+from megazero.base.this_copy import IS_CHECKOUT, ROOT
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,57 @@ PACKAGES = (
     Package("sentencepiece", "sentencepiece"),
     Package("rich", "rich"),
     Package("xxhash", "xxhash"),
-    Package("matplotlib", "matplotlib"),
+    Package("matplotlib", "matplotlib", use="loss.png and --draw"),
     Package("wandb", "wandb", use="observe.wandb"),
     Package("tensorboard", "tensorboard", use="observe.tensorboard"),
     Package("tokenizers", "tokenizers", use="tokenizer.json"),
     Package("tiktoken", "tiktoken", use="*.tiktoken"),
     Package("pyarrow", "pyarrow", use="text in .parquet and .arrow"),
     Package("zstandard", "zstandard", use="text in .zst"),
-    Package("jinja2", "jinja2", use="preprocess.py --chat"),
+    Package("jinja2", "jinja2", use="preprocess --chat"),
     Package("transformers", "transformers", use="the tests of export and import"),
 )
 _NEEDED = tuple(package.module.partition(".")[0] for package in PACKAGES if not package.use)
 
 
+def is_installed(module: str) -> bool:
+    """Return whether a package can be imported; a folder of its name next to the program is no package."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
 def missing(name: str | None) -> UserError | None:
-    """Return error 121 for a module that is missing; None: it is none of those that megazero needs."""
-    package = (name or "").partition(".")[0]
-    if package not in _NEEDED:
+    """Return error 121 for a module that is missing; None: it is of no package that megazero uses."""
+    module = (name or "").partition(".")[0]
+    package = next((each for each in PACKAGES if each.module.partition(".")[0] == module), None)
+    if package is None:
         return None
-    environment = Path(__file__).resolve().parents[2] / ".venv/bin"
-    do = f"source {environment / 'activate'}" if environment.exists() else "`make setup` makes an environment with all"
-    return UserError(121, f"the package {package} is not installed for {sys.executable}", do)
+    environment, do = ROOT / ".venv/bin", f"run `pip install {package.name}`"
+    if not package.use and IS_CHECKOUT:
+        found = environment.exists()
+        do = f"source {environment / 'activate'}" if found else "`make setup` makes an environment with all"
+    return UserError(121, f"the package {package.name} is not installed for {sys.executable}", do)
+
+
+def refuse_without(module: str) -> None:
+    """Refuse what needs a package that is not installed. Raises UserError 121."""
+    if not is_installed(module) and (error := missing(module)):
+        raise error
+
+
+def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:
+    """Refuse to log to what is asked for where its package is not installed. Raises UserError 160, 161."""
+    if wandb and not is_installed("wandb"):
+        do = "run `pip install wandb`, or set observe.wandb=null"
+        raise UserError(160, "the wandb package is not installed", do, where="observe.wandb")
+    if tensorboard and not is_installed("tensorboard"):
+        do = "run `pip install tensorboard`, or set observe.tensorboard=false"
+        raise UserError(161, "the tensorboard package is not installed", do, where="observe.tensorboard")
 
 
 def require() -> None:
     """End the process with one line where a package is missing."""
-    name = next((name for name in _NEEDED if find_spec(name) is None), None)
+    name = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
     if name is not None:
         print(missing(name), file=sys.stderr)
         sys.exit(2)

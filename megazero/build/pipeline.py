@@ -31,19 +31,32 @@ def check_world(config: Config, size: int, given: str = "") -> None:
         size, parallel.tensor, parallel.pipeline, config.zero.secondary_ranks, key="zero.secondary_ranks"
     )
     data = shard * replicas
-    if batch.global_ % (batch.micro * data):
+    if batch.global_ % (batch.rows * data):
         equation = "batch.global % (batch.micro * data ranks) == 0"
-        got = f"{batch.global_} % ({batch.micro} * {data}) = {batch.global_ % (batch.micro * data)}"
-        each = batch.global_ // data
-        fits = next((micro for micro in range(min(batch.micro, each), 0, -1) if each % micro == 0), 0)
-        do = f"batch.micro={fits} would do" if fits and batch.global_ % data == 0 else "change batch.global"
+        got = f"{batch.global_} % ({batch.rows} * {data}) = {batch.global_ % (batch.rows * data)}"
+        do = _divisible(config, batch.global_, batch.rows, data, given)
         raise UserError(106, f"expected {equation}, got {got}", do, where=given)
-    micro_batches = batch.global_ // (batch.micro * data)
+    micro_batches = batch.global_ // (batch.rows * data)
     stages = config.parallel.pipeline * (config.pipeline.chunks or 1)
     if config.parallel.pipeline > 1 and stages * micro_batches > MOST_PASSES:
         got = f"{stages} * {micro_batches} = {stages * micro_batches:,}"
         what = f"expected stages * micro-batches <= {MOST_PASSES:,} in a step, got {got}"
         raise UserError(106, what, "raise batch.micro or the number of data ranks", where=given)
+
+
+def _divisible(config: Config, sequences: int, micro: int, data: int, given: str) -> str:
+    """Return the values nearest to those given that would divide the batch."""
+    if sequences % data == 0:
+        each = sequences // data
+        return f"use batch.micro={max(n for n in range(1, min(micro, each) + 1) if each % n == 0)}, or null"
+    least, most, zero = micro * data, sequences // micro, config.zero
+    globals_ = [n for n in (sequences // least * least, sequences // least * least + least) if n]
+    groups = [n for n in (zero.shard_ranks, zero.secondary_ranks) if n]
+    sizes = [n for n in range(1, min(most, 8 * data) + 1) if most % n == 0 and not any(n % group for group in groups)]
+    nearest = sorted(sorted(sizes, key=lambda n: abs(n - data))[:3])
+    ranks = ", ".join(str(n * config.parallel.tensor * config.parallel.pipeline) for n in nearest)
+    flag = given.partition(" ")[0] if given.startswith("--") else "ranks"
+    return f"use batch.global={' or '.join(map(str, globals_))}" + (f", or {flag} {ranks}" if ranks else "")
 
 
 def model_shape(config: Config) -> ModelShape:

@@ -12,7 +12,9 @@ def data_size(world: int, tensor: int, pipeline: int) -> int:
     if world % (tensor * pipeline):
         what = "expected world % (parallel.tensor * parallel.pipeline) == 0, "
         what += f"got {world} % ({tensor} * {pipeline}) = {world % (tensor * pipeline)}"
-        raise UserError(106, what, "start another number of ranks, or change parallel.tensor or parallel.pipeline")
+        least = world // (tensor * pipeline) * tensor * pipeline
+        ranks = " or ".join(str(n) for n in (least, least + tensor * pipeline) if n)
+        raise UserError(106, what, f"start {ranks} ranks, or change parallel.tensor or parallel.pipeline")
     return world // (tensor * pipeline)
 
 

@@ -39,7 +39,7 @@ _PLAINLY |= {f"a valid dictionary or instance of Stage{each.title()}": "a sectio
 _PLAINLY |= {"a valid dictionary or instance of Stage": "{until_step: ..., data: ...}"}  # behind those that begin so
 _PLAINLY |= {"a valid boolean": "true or false", "a valid number": "a number"}
 _DEEPEST = 5  # dots of a key; the options have two at most
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # in a checkout a link to the folder at the top
 
 
 @dataclass
@@ -105,11 +105,15 @@ def find(name_or_path: str, *folders: Path) -> Path:
             return candidate
     if exists(given):
         raise UserError(101, "is no regular file", "give a file of options, or a shipped config", where=name_or_path)
-    shipped = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-    near = difflib.get_close_matches(given.stem, shipped, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped)}"
+    near = difflib.get_close_matches(given.stem, shipped(), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped())}"
     where = looked_up(given) if given.parent != Path() else ""  # a bare name is looked up in configs/ too
     raise UserError(101, f"no such config{where}", hint, where=name_or_path)
+
+
+def shipped() -> list[str]:
+    """Return the names of the configs that come with megazero."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def name_of(name_or_path: str) -> str:

@@ -4,22 +4,22 @@ import difflib
 
 
 def nearest(key: str, known: list[str]) -> str:
-    """Return a hint: the keys, or sections, whose last word is spelt most alike; of several that of a section like its.
-
-    The last word alone is compared: two keys are not alike because their section is.
+    """Return a hint: the key of the same name in another section, else the key or section that is close, if any.
 
     Args:
         known: all keys (`option_keys`).
     """
-    places = known + [section for section in sections_of(known) if section.count(".") == key.count(".")]
-    section, _, word = key.rpartition(".")
-    words = {place: place.rpartition(".")[2] for place in places}
-    cutoff = 0.6 if len(word) > 2 else 0.5  # two letters exchanged are half alike
-    alike = difflib.get_close_matches(word, dict.fromkeys(words.values()), n=1, cutoff=cutoff)
-    meant = {place.rpartition(".")[0]: place for place in places if words[place] in alike}
-    near = difflib.get_close_matches(section, meant, n=1)
-    meant = [meant[each] for each in near or meant]
-    return f"did you mean {' or '.join(meant[:3])}?" if meant else "see `megazero explain`"
+    sections = sections_of(known)
+    same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]
+    found = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same else 0.5)
+    near = [each for each in found if _alike(each.rpartition(".")[2], key.rpartition(".")[2])]
+    return f"did you mean {near[0]}?" if near else "see `megazero explain`"
+
+
+def _alike(name: str, other: str) -> bool:
+    """Return whether the last parts of two keys may be the same word: a section in common does not make them so."""
+    return sorted(name) == sorted(other) or difflib.SequenceMatcher(None, name, other).ratio() > 0.5
 
 
 def sections_of(known: list[str]) -> list[str]:

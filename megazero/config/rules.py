@@ -53,7 +53,7 @@ def _divides(small: str, large: str, do: str) -> Relation:
     return Relation(
         (large, small),
         f"{large} % {small} == 0",
-        lambda v: v[large] % v[small] == 0,
+        lambda v: v[small] is None or v[large] % v[small] == 0,
         lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}",
         do,
     )
@@ -307,22 +307,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion("data.pack", (True,), "data.mask_eod", (True,), "packed documents do not see each other"),
 )
-
-# Verbs of the contract, and whether they run today.
-VERBS: dict[str, bool] = {
-    "train": True,
-    "explain": True,
-    "generate": True,
-    "certify": True,
-    "schedule": True,
-    "plan": True,
-    "simulate": True,
-    "export": True,
-    "import": True,
-    "data": True,
-    "report": False,
-    "doctor": True,
-}
 
 
 def broken_relations(values: Values) -> list[Relation]:

@@ -223,7 +223,16 @@ class LrSchedule(Section):
 
 class Batch(Section):
     global_: Sequences = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
-    micro: Sequences = Field(default=1, description="Sequences in one forward pass of one data rank.")
+    micro: Sequences | None = Field(
+        default=None,
+        description="Sequences in one forward pass of one data rank; null: the largest that divides and fits.",
+    )
+
+    @property
+    def rows(self) -> int:
+        """Return the sequences of a micro-batch, which `run/micro_batch.py` has chosen where the config does not."""
+        assert self.micro is not None
+        return self.micro
 
 
 class Data(Section):

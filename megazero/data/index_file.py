@@ -35,7 +35,7 @@ DTYPE_CODES = {
     8: np.uint16,
 }
 _BLOCK = 1 << 19  # sequences that are checked at a time
-_DO = "copy it again or rebuild it with data_tools/preprocess.py"
+_DO = "copy it again or rebuild it with `megazero preprocess`"
 
 
 class Index(NamedTuple):
@@ -91,7 +91,7 @@ def open_index(file: DataFile) -> Index:
     Raises:
         UserError: 202, it is no index, or of another size than its header says; 203, it has no document.
     """
-    path, rebuild = file.path, "rebuild it with data_tools/preprocess.py"
+    path, rebuild = file.path, "rebuild it with `megazero preprocess`"
     header = file.read(0, min(HEADER.size, file.size)).tobytes()
     if len(header) < HEADER.size:
         raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(header)}", rebuild, where=path)

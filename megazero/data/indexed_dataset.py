@@ -30,6 +30,7 @@ from megazero.base.atomic import write_error
 from megazero.base.errors import UserError
 from megazero.base.files import flush, flush_folder, temporary_name
 from megazero.base.reading import looked_up
+from megazero.base.this_copy import here
 from megazero.data.data_file import DataFile, Descriptors
 from megazero.data.document_offsets import held
 from megazero.data.index_file import (
@@ -93,12 +94,12 @@ def refuse_missing(prefix: str | Path) -> None:
 
 def _how_to_make(prefix: Path) -> str:
     if prefix.suffix in (".ds", ".npy", ".bin") and prefix.exists() and not prefix.with_suffix(".idx").exists():
-        return f"copy another project's file into our format: `python data_tools/merge.py {prefix} --output PREFIX`"
+        return f"copy another project's file into our format: `megazero merge {prefix} --output PREFIX`"
     if prefix.suffix in (".bin", ".idx"):
         return f"give the prefix without {prefix.suffix}"
     if "data/quickstart" in prefix.as_posix():
-        return "run `make data`"
-    return f"run `python data_tools/preprocess.py --input TEXT --tokenizer MODEL --output {prefix}`"
+        return here("run `make data`", "make token files of your text with `megazero preprocess`, and name them")
+    return f"run `megazero preprocess --input TEXT --tokenizer MODEL --output {prefix}`"
 
 
 class IndexedDatasetWriter:

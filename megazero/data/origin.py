@@ -1,6 +1,6 @@
 """Write down what token files were made of, and read it: PREFIX.json beside PREFIX.bin and PREFIX.idx.
 
-`data_tools/preprocess.py` writes it. Token files without one (made by others, or before there was any) are read as
+`megazero preprocess` writes it. Token files without one (made by others, or before there was any) are read as
 well; then nobody knows by which tokenizer they were made, nor how many bytes of text they stand for.
 """
 

@@ -81,7 +81,7 @@ def _warn_without_fused(reason: str) -> None:
     """Say loudly that a GPU goes without the kernels that were made for it."""
     _LOG.warning(
         "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, or "
-        "name a folder of built ones in %s (docs/kernels.md), or say precision.kernels=reference",
+        "name a folder of built ones in %s, or say precision.kernels=reference",
         reason,
         FOLDER_VARIABLE,
     )

@@ -17,7 +17,6 @@ WANDB_BASE_URL, WANDB_API_KEY and the rest are read by the library as always.
 """
 
 import contextlib
-import importlib.util
 import os
 import signal
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from megazero.base.errors import UserError
+from megazero.base.packages import refuse_sinks
 from megazero.observe.metrics import Number, Value, scalars
 from megazero.observe.probe import Probe, host_of
 from megazero.observe.sinks import say, warn
@@ -50,15 +49,7 @@ class WandbSink:
     """
 
     def __init__(self, project: str, name: str, run: str, config: Mapping[str, Any], folder: Path):
-        spec = importlib.util.find_spec("wandb")
-        # A folder "wandb" beside the program, as the library itself makes, is found too, as a package without a file.
-        if spec is None or spec.origin is None:
-            raise UserError(
-                160,
-                "the wandb package is not installed",
-                "run `pip install wandb`, or set observe.wandb=null",
-                where="observe.wandb",
-            )
+        refuse_sinks(wandb=True)
         self._project = project
         self._name = name
         self._id: str | None = run

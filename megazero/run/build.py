@@ -196,7 +196,7 @@ def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> Ba
     return BatchLoader(
         data.mixture,
         global_batch=batch.global_,
-        micro_batch=batch.micro,
+        micro_batch=batch.rows,
         data_rank=axis.rank,
         num_data=axis.size,
         begins=(part.first, part.samples),
@@ -255,7 +255,7 @@ def _validation(
     grid: Grid,
     device: torch.device,
 ) -> Validation:
-    micro, samples = config.batch.micro, config.data.valid_samples
+    micro, samples = config.batch.rows, config.data.valid_samples
     token_bytes = _text_bytes(dataset, tokenizer)
 
     def batches() -> Iterator[MicroBatch]:

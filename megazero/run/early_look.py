@@ -6,6 +6,7 @@ waiting. The faults of a run that goes on belong in its log, so they are not che
 
 from pathlib import Path
 
+from megazero.base.packages import refuse_sinks
 from megazero.build.pipeline import check_world
 from megazero.config.file import run_dir
 from megazero.config.schema import Config
@@ -16,17 +17,19 @@ from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
+from megazero.run.micro_batch import with_micro
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
-    """Refuse wrong numbers of ranks, a folder that is taken, data not there, a tokenizer or mask that does not fit.
+    """Refuse wrong numbers of ranks, missing packages, a folder that is taken, data that is missing or does not fit.
 
     Raises:
-        UserError: 106; 110, 420; 201, 222, 228; 162, 209, 210, 112; 203, 221, 225.
+        UserError: 106; 160, 161; 110, 420; 201, 222, 228; 162, 209, 210, 112; 203, 221, 225.
     """
     if nproc is not None:
         done = 0 if config.checkpoint.resume == "none" else None
-        check_parts(Course(config), nproc, f"--nproc {nproc}", done=done)
+        check_parts(Course(with_micro(config, nproc)), nproc, f"--nproc {nproc}", done=done)
+    refuse_sinks(wandb=config.observe.wandb is not None, tensorboard=config.observe.tensorboard)
     folder, data = RunFolder(run_dir(config, name)), config.data
     if config.checkpoint.resume == "none":
         folder.refuse_if_taken(RunLock(folder.lock))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.base.errors import UserError
+from megazero.base.packages import is_installed
 from megazero.base.reading import looked_up
 from megazero.run.early_stops import EarlyStops
 from megazero.run.lock import RunLock
@@ -133,7 +134,9 @@ class RunFolder:
         return None
 
     def picture_is_old(self) -> bool:
-        """Return whether the loss curve is missing, or older than the newest row."""
+        """Return whether the loss curve can be drawn, and is missing or older than the newest row."""
+        if not is_installed("matplotlib"):
+            return False
         try:
             return self.loss_plot.stat().st_mtime_ns < self.metrics.stat().st_mtime_ns
         except OSError:

@@ -49,6 +49,7 @@ from megazero.run.history import accounted
 from megazero.run.ledger_file import write_ledger
 from megazero.run.lock import RunLock, remove_dead
 from megazero.run.log import settle_in
+from megazero.run.micro_batch import gpu, with_micro
 from megazero.run.parts import train_parts
 from megazero.run.resume import ResumePoint, find_job, from_first, newest_manifest, refuse_fewer, share
 from megazero.run.words import ending, say, sharing
@@ -76,7 +77,7 @@ def launch(
     size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:
         done = None if _resumes(config) else 0
-        check_parts(Course(config), size, f"--nproc {nproc}" if nproc else "", done=done)
+        check_parts(Course(with_micro(config, size)), size, f"--nproc {nproc}" if nproc else "", done=done)
     except UserError as error:
         if world.rank == 0:
             raise
@@ -125,7 +126,10 @@ def run_training(config: Config, name: str, place: RankContext, allowed: Sequenc
         UserError: whatever is wrong with the folder, the data, or the numbers.
         CollectiveError: another rank does not answer.
     """
-    world = place.world
+    world, device = place.world, place.world.device
+    alone = device.type == "cuda" and not world.shares_gpus  # on a GPU whose memory is all this rank's
+    memory = gpu(torch.cuda.get_device_properties(device).total_memory) if alone else None
+    config = with_micro(config, world.size, memory)
     with doing("meeting the other ranks"):
         comm = connect(
             place,
@@ -229,7 +233,7 @@ def _train_in(
     if stopped is not None and stopped.exit_code == REQUEUE and not trained:
         agree(grid["world"], device, lambda: folder.early_stops.add(stopped.text) if first else None)
     if first:
-        if trained or (stopped is None and folder.picture_is_old()):
+        if folder.picture_is_old() and (trained or stopped is None):
             _draw(folder)
         if not trained and done >= config.run.steps and stopped is None:
             say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")

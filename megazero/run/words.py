@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megazero.base.heartbeat import HEART
+from megazero.base.packages import is_installed
 from megazero.build.job import job_of
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
@@ -107,6 +108,8 @@ def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | Non
     if found is not None and (said := doubt(found, site.job, ready.about)):
         yield said
     yield from shared_paths(ready.data)
+    if not is_installed("matplotlib"):
+        yield "the loss curve will not be drawn: matplotlib is not installed (pip install matplotlib)"
     warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr
     if warmup > steps:
         reached = f"the learning rate ends at {peak * steps / warmup:.3g} and never reaches optimizer.lr {peak:.3g}"
@@ -125,7 +128,8 @@ def ending(scores: Mapping[str, Score], folder: RunFolder, seconds: float) -> st
         if score.bits_per_byte is not None:
             lines[-1] += f", {score.bits_per_byte:.4f} bits per byte"
     lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
-    lines.append(f"loss curve {folder.loss_plot}")
+    if folder.loss_plot.exists():
+        lines.append(f"loss curve {folder.loss_plot}")
     return "\n".join(lines)
 
 

@@ -34,8 +34,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     from megazero.config.file import load
+    from megazero.run.micro_batch import with_micro
 
-    config = load(options.config, options.overrides)
+    config = with_micro(load(options.config, options.overrides), options.max_ranks)
     with doing("loading torch"):
         from megazero.tools.certify.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
 

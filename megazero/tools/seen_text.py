@@ -212,8 +212,8 @@ def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
     ranks, batch = grid["tensor"] * grid["data"] * grid["pipeline"], config.batch
     if rank >= ranks:
         raise UserError(100, f"--rank {rank}: the run has {ranks} ranks", where="data")
-    data_rank, micro_batches = rank // grid["tensor"] % grid["data"], batch.global_ // (batch.micro * grid["data"])
-    places = (placement(i, grid["data"], micro_batches, batch.micro) for i in range(batch.global_))
+    data_rank, micro_batches = rank // grid["tensor"] % grid["data"], batch.global_ // (batch.rows * grid["data"])
+    places = (placement(i, grid["data"], micro_batches, batch.rows) for i in range(batch.global_))
     return [i for i, place in enumerate(places) if place[0] == data_rank]
 
 

@@ -57,7 +57,7 @@ class Work:
 
 def gpt(config: Config, ranks: int) -> Work:
     """Return the work of a GPT of plain torch modules, as a config has it."""
-    micro = config.batch.micro
+    micro = config.batch.rows
     accumulation = config.batch.global_ // (micro * ranks)
     batches = partial(random_batches, micro, vocab=config.model.vocab, seq_len=config.model.seq_len)
     return Work(partial(peer, config), (Block,), _loss, batches, _decays, micro, accumulation, config.model.hidden)

@@ -236,7 +236,7 @@ def torch_phases(
         join(place, rank, size, store)
     model = peers.peer(config) if wrap is None else wrap(peers.peer(config))
     optimizer = torch.optim.AdamW(model.parameters(), **peers.ADAM)
-    batches = random_batches(config.batch.micro, rank, config.model.vocab, config.model.seq_len)
+    batches = random_batches(config.batch.rows, rank, config.model.vocab, config.model.seq_len)
     clip = model.clip_grad_norm_ if isinstance(model, FullyShardedDataParallel) else None
     while True:
         tokens_SB, targets_SB = next(batches)
@@ -304,7 +304,7 @@ def deepspeed_phases(stage: int, config: Config, place: Place, rank: int, size: 
     deepspeed = peers.join_deepspeed(rank, size, store or f"{folder.name}/store")
     model = peers.peer(config)
     settings = {
-        "train_micro_batch_size_per_gpu": config.batch.micro,
+        "train_micro_batch_size_per_gpu": config.batch.rows,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage, "overlap_comm": False, **peers.limits_of(config.model.hidden)},
         "zero_allow_untested_optimizer": True,
@@ -312,7 +312,7 @@ def deepspeed_phases(stage: int, config: Config, place: Place, rank: int, size: 
     }
     optimizer = torch.optim.AdamW(model.parameters(), **peers.ADAM)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    batches = random_batches(config.batch.micro, rank, config.model.vocab, config.model.seq_len)
+    batches = random_batches(config.batch.rows, rank, config.model.vocab, config.model.seq_len)
     while True:
         tokens_SB, targets_SB = next(batches)
         yield

@@ -50,7 +50,7 @@ def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1
 def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], StageInputs]:
     """Return a function that gives this rank's next micro-batch, for a step."""
     feed_of = feeds_of(grid["tensor"], device, config.parallel.sequence)
-    micro = config.batch.micro
+    micro = config.batch.rows
     batches = random_batches(micro, grid["data"].rank, config.model.vocab, config.model.seq_len)
 
     def feed(step: int) -> StageInputs:
@@ -66,7 +66,7 @@ def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.devic
     adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
     built = build(config.model_copy(update={"optimizer": adam}), grid, device, ops)
     feed = feeder(config, grid, device)
-    micro_batches = config.batch.global_ // (config.batch.micro * grid["data"].size)
+    micro_batches = config.batch.global_ // (config.batch.rows * grid["data"].size)
     steps = iter(range(1 << 30))
 
     def step() -> float:

@@ -27,7 +27,7 @@ def plain_step(config: Config, again: bool) -> Callable[[], float]:
     """Return one training step of plain torch in one process."""
     model = _peer(config, _torch_checkpoint if again else None)
     (optimizer,) = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    batches = random_batches(config.batch.micro)
+    batches = random_batches(config.batch.rows)
 
     def step() -> float:
         loss = model(*next(batches))
@@ -54,7 +54,7 @@ def spread_step(config: Config, again: str, rank: int, size: int, store: str) ->
     model = _peer(config, around)
     spread(model, init_device_mesh("cpu", (size,)), sequence=config.parallel.sequence)
     optimizers = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    batches = random_batches(config.batch.micro)
+    batches = random_batches(config.batch.rows)
 
     def step() -> float:
         with loss_parallel():

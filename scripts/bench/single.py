@@ -85,7 +85,7 @@ def plain_step(model: str, compiled: bool) -> Call:
     rest = [p for n, p in plain.named_parameters() if p.dim() != 2 or "positions" in n]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-    batches = random_batches(config.batch.micro)
+    batches = random_batches(config.batch.rows)
 
     def step() -> float:
         tokens_SB, targets_SB = next(batches)

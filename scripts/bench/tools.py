@@ -56,7 +56,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "13B, 128 ranks": "simulate --config gpt13b --gpus 128",
         "170B, 400 ranks": "simulate --config gpt170b --gpus 400",
         "1T, 3,072 ranks, 512 micro-batches": "simulate --config gpt1t --gpus 3072",
-        "1T, 1,024 ranks, 1,536 micro-batches": "simulate --config gpt1t --gpus 1024",
+        "1T, 1,024 ranks, 1,536 micro-batches": "simulate --config gpt1t --gpus 1024 batch.micro=1",
     },
     "certify": {
         f"{n} ranks": f"certify --config tiny --max-ranks {n} --layouts 20 batch.global=4 batch.micro=1 {SMALL}"

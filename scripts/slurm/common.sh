@@ -4,6 +4,7 @@
 # Read before site.sh, which may change them.
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
+hardware= # what `megazero plan --hardware` takes; "": not known
 container=() # stands before Python in every task
 # A rank sees all GPUs of its node and takes the one of its number: NCCL copies between GPUs of a node directly only
 # where both ranks see both. Its threads stay on the cores of its task.

@@ -13,6 +13,10 @@
 # Where kernels are kept once they are compiled. With a folder that all nodes see, one node compiles for all.
 # export XDG_CACHE_HOME=/shared/$USER/cache
 
+# The GPUs, as `megazero plan --hardware` takes them: a name, or a file of `megazero doctor --write` with the disk's rate.
+# With it a job whose save takes long is told to save earlier than 120 s before its end.
+# hardware=h100-80gb
+
 # Network. The names of interfaces are those of the nodes (`ip -brief address`); docs/operations.md says what listens.
 # export GLOO_SOCKET_IFNAME=ib0
 # export NCCL_SOCKET_IFNAME=ib0

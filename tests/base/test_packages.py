@@ -41,5 +41,5 @@ def test_too_many_ranks_are_refused_before_torch_is_loaded() -> None:
     code = "import sys; from megazero.__main__ import main; "
     code += "code = main(['train', '--config', 'tiny', '--nproc', '3']); sys.exit(code + 10 * ('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    line = "MZ-106 --nproc 3: expected batch.global % (batch.micro * data ranks) == 0, got 8 % (8 * 3) = 8; "
-    assert (done.returncode, done.stderr) == (2, line + "change batch.global\n")
+    line = "MZ-106 --nproc 3: expected batch.global % (batch.micro * data ranks) == 0, got 8 % (1 * 3) = 2; "
+    assert (done.returncode, done.stderr) == (2, line + "use batch.global=6 or 9, or --nproc 1, 2, 4\n")

@@ -69,7 +69,7 @@ def test_tables_of_certify_and_doctor_fit_too() -> None:
     numbers = dict.fromkeys(("loss", "norm", "gradients", "weights", "moments", "update", "size"), 1.2e-13)
     row = Row(layout=layout, bitwise=False, times={"loss": 0.5}, **numbers)
     fine = Row(layout=job_on(), bitwise=True, times={"loss": 0.0}, **dict.fromkeys(numbers, 0.0))
-    lines = narrow_table([row, fine], load("tiny"), 4).splitlines()
+    lines = narrow_table([row, fine], load("tiny", ["batch.micro=1"]), 4).splitlines()
     assert max(map(len, lines)) <= COLUMNS and "1e-13" in lines[-3]
     found = Diagnosis({"machine": [Finding("load", "many words " * 20, "absent", "do " * 40)]}, "not measured")
     lines = as_text(found, COLUMNS).splitlines()

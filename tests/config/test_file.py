@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megazero.base.errors import LINE_LIMIT, UserError
+from megazero.base.errors import LINE_LIMIT, FaultList, UserError
 from megazero.base.yaml_text import parse_yaml
 from megazero.config.file import CONFIGS, dump, find, flatten, load, option_keys
 from megazero.config.schema import Config
@@ -209,3 +209,24 @@ def test_the_library_says_nothing_of_its_own(tmp_path: Path, text: str, line: st
 def test_a_key_of_two_thousand_sections() -> None:
     with pytest.raises(UserError, match=r"MZ-108 command line: .a\.a\..* is not section.key=value"):
         load("tiny", ["a." * 2000 + "b=1"])
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("optimizer.name", "see `megazero explain`"),  # not optimizer.eps: nothing but the section is alike
+        ("optimizer.moments", "see `megazero explain`"),
+        ("parallel.context", "see `megazero explain`"),
+        ("precision.masters", "see `megazero explain`"),
+        ("model.width", "see `megazero explain`"),
+        ("optimizer.bettas", "did you mean optimizer.betas?"),
+        ("optimizr.lr", "did you mean optimizer.lr?"),
+        ("zero.stag", "did you mean zero.stage?"),
+        ("schedule.steps", "did you mean run.steps?"),
+        ("modle.hiden", "did you mean model.hidden?"),
+    ],
+)
+def test_a_key_is_suggested_only_where_it_is_close(key: str, hint: str) -> None:
+    with pytest.raises(FaultList) as caught:
+        load("tiny", [f"{key}=muon"])
+    assert str(caught.value.errors[0]) == f"MZ-104 command line: unknown key {key}; {hint}"

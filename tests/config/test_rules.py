@@ -6,7 +6,7 @@ import pytest
 
 from megazero.base.errors import FaultList
 from megazero.config.file import load, option_keys
-from megazero.config.rules import EXCLUSIONS, RELATIONS, VERBS
+from megazero.config.rules import EXCLUSIONS, RELATIONS
 
 # The options that break exactly this equation (others at their defaults), and a nearby value that holds.
 BREAKS: dict[str, tuple[list[str], str]] = {
@@ -127,8 +127,6 @@ ALSO = [
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
 ]
-CONTRACT_VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import"}
-CONTRACT_VERBS |= {"report", "doctor", "data"}
 
 
 @pytest.fixture
@@ -177,7 +175,3 @@ def test_exclusion_is_broken_alone(file: str, option: str, value: object):
     (error,) = caught.value.errors
     assert error.code == 107 and f"command line: {option} {str(value).lower()} with " in str(error)
     load(file, [*breaking, mended])
-
-
-def test_verbs_are_the_contracts():
-    assert set(VERBS) == CONTRACT_VERBS

@@ -27,7 +27,7 @@ DEFAULTS = {
     "precision": {"dtype": "fp32", "kernels": "auto"},
     "optimizer": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0},
     "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200, "steps": None},
-    "batch": {"global": 8, "micro": 1},
+    "batch": {"global": 8, "micro": None},
     "data": {
         "train": "data/quickstart/train",
         "sources": None,

@@ -138,7 +138,7 @@ def test_damaged_index(make_dataset, tmp_path: Path, content: bytes, code: int, 
 
 
 def test_missing_files_name_the_command(tmp_path: Path):
-    assert "data_tools/preprocess.py" in str(refusal(tmp_path / "train"))
+    assert "`megazero preprocess " in str(refusal(tmp_path / "train"))
     assert "`make data`" in str(refusal(tmp_path / "data/quickstart/train"))
     assert "without .bin" in str(refusal(tmp_path / "train.bin"))
     (tmp_path / "train.idx").write_bytes(megatron_bytes(8, [1], 2, [0, 1]))

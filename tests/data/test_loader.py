@@ -210,7 +210,7 @@ def test_open_datasets(counting, make_dataset, tmp_path: Path):
 
 
 def test_open_datasets_without_files(tmp_path: Path):
-    with pytest.raises(UserError, match=r"MZ-201.*preprocess.py"):
+    with pytest.raises(UserError, match=r"MZ-201.*`megazero preprocess "):
         open_datasets(tmp_path / "none", 0.1, 8, VOCAB, False)
     with pytest.raises(UserError, match=r"MZ-201.*run `make data`"):
         open_datasets("data/quickstart/none", 0.1, 8, VOCAB, False)

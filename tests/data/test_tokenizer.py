@@ -65,7 +65,7 @@ def test_fingerprint_is_of_the_content(tokenizer: Tokenizer, tmp_path: Path):
 
 
 def test_files_that_are_no_model(tmp_path: Path):
-    with pytest.raises(UserError, match=r"MZ-209.*No such file.*train_tokenizer"):
+    with pytest.raises(UserError, match=r"MZ-209.*No such file.*`megazero tokenizer "):
         open_tokenizer(tmp_path / "none.model")
     with pytest.raises(UserError, match=r"MZ-209.*make data"):
         open_tokenizer(tmp_path / "data/quickstart/tokenizer.model")

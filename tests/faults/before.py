@@ -21,7 +21,7 @@ usage("an override without a value", "MZ-108 …", "run.steps")
 usage(
     "more ranks than the batch divides",
     "MZ-106 --nproc 3: expected batch.global % (batch.micro * data ranks) == 0, got "
-    "4 % (2 * 3) = 4; change batch.global",
+    "4 % (2 * 3) = 4; use batch.global=6, or --nproc 1, 2",
     "--nproc",
     "3",
 )

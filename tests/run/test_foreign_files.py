@@ -43,6 +43,6 @@ def test_training_names_the_command_that_copies(tiny_data: TinyData, others, tmp
         line = [f"data.train={path}", f"run.dir={tmp_path / 'run'}"]
         assert main(["train", "--config", str(tiny_data.config), *line]) == 1
         err = capsys.readouterr().err
-        assert err.startswith("MZ-201 ") and f"merge.py {path} --output PREFIX" in err and err.count("\n") == 1
+        assert err.startswith("MZ-201 ") and f"`megazero merge {path} --output PREFIX`" in err and err.count("\n") == 1
     assert merged(others["web.npy"], tmp_path / "x") == 1
     assert "MZ-222" in capsys.readouterr().err

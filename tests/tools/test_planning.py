@@ -11,14 +11,15 @@ from megazero.__main__ import main
 from megazero.base.errors import UserError
 from megazero.build.job import job_of, options_of
 from megazero.config.file import load, spelt
-from megazero.plan.machines import MACHINES
+from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import step_time
+from megazero.run.session import launch
 from megazero.tools.doctor.hardware import Hardware, Link
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
-from megazero.tools.planning.report import rounded
-from tests.tiny_run import ROOT, TinyData, command
+from megazero.tools.planning.report import rounded, spans
+from tests.tiny_run import PARAMETERS, ROOT, TinyData, command
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
 TIME = ("step_s", "tokens_per_second_per_device", "tflops_per_device", "mfu", "hfu")
@@ -177,7 +178,7 @@ def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: P
     path = tmp_path / "measured.yaml"
     text = (ROOT / "docs/planning.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     path.write_text(text[: text.index("reached:")])
-    layout = job_of(load("llama8b"), 8)
+    layout = job_of(load("llama8b", ["batch.micro=1"]), 8)
     layout = replace(layout, shape=replace(layout.shape, seq_len=65_536), recompute="full")
     assert step_time(layout, machine_of(str(path))).hfu < 1
 
@@ -228,3 +229,71 @@ def test_a_run_says_what_it_holds_beside_its_plan(tiny_data: TinyData, tmp_path:
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text(encoding="utf-8"))[0]["bytes"]
     for category in ("parameters", "gradients", "optimizer"):
         assert held[category] == ledger[category]["peak"]
+
+
+def test_a_checkpoint_has_the_bytes_of_a_real_one(tiny_data: TinyData, tmp_path: Path) -> None:
+    assert launch(tiny_data.load(tmp_path, "run.steps=1", "data.valid=null"), "small", 1) == 0
+    found = plan(tiny_data.load(tmp_path), 1, MACHINES["h200"]).checkpoint
+    written = sum(path.stat().st_size for path in tmp_path.rglob("shard_*.safetensors"))
+    assert found.bytes == 12 * PARAMETERS and found.bytes < written < 1.02 * found.bytes
+
+
+def test_a_save_is_as_slow_as_the_disk_and_leads_the_signal(tmp_path: Path) -> None:
+    def lead(name: str, ranks: int, machine: Machine) -> tuple[float, int]:
+        found = plan(load(name), ranks, machine).checkpoint
+        assert found.measured == (machine.name == "mine")
+        return found.save_s, found.lead_s
+
+    h200 = MACHINES["h200"]
+    saved, seconds = lead("gpt13b", 8, h200)  # one node, 152 GB
+    assert 152 < saved < 157 and 1.5 * saved + 30 < seconds
+    again, later = lead("gpt13b", 16, h200)
+    assert again == pytest.approx(saved / 2, rel=0.01) and 120 <= later < seconds
+    faster = replace(h200, name="mine", disk_write=4e9)  # of each device
+    assert lead("gpt13b", 8, faster)[0] < saved / 10
+    assert lead("tiny", 1, h200)[1] == 120
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [("2048", 1), ("2049", 2), ("2K", 1), ("300b", 146_484_375), ("1e9", 488_282), ("1.5T", 732_421_875)],
+)
+def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str], tokens: str, steps: int) -> None:
+    line = ("--config", "tiny", "--gpus", "1", "--hardware", "h200", "--tokens", tokens)
+    budget = json.loads(answer(capsys, *line, "--json"))["budget"]
+    assert budget["steps"] == steps and budget["hours"] == pytest.approx(24 * budget["days"])
+    text = answer(capsys, *line)
+    assert f" tokens: {steps:,} steps,\n" in text and " hours, " in text and " days, " in text
+    assert re.search(
+        r"^a checkpoint: 0.1212 GB, saved in [\d.]+ s at 1 GB/s from each node, which is supposed; ", text, re.M
+    )
+
+
+def test_a_budget_of_a_config_with_stages() -> None:
+    stages = ["run.steps=10", "batch.global=8", "stages=[{until_step: 4, batch: {global: 4}}]"]
+    config, h200 = load("tiny", stages), MACHINES["h200"]
+    assert plan(config, 1, h200).steps == 10
+    for tokens, steps in (
+        (1024, 1),
+        (4 * 1024, 4),
+        (4 * 1024 + 1, 5),
+        (4 * 1024 + 2048, 5),
+        (4 * 1024 + 30 * 2048, 34),
+    ):
+        assert plan(config, 1, h200, float(tokens)).steps == steps
+
+
+@pytest.mark.parametrize("wrong", ["0", "5X", "B", "-1B", "nan"])
+def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    assert main(["plan", "--config", "tiny", "--gpus", "1", "--hardware", "h200", f"--tokens={wrong}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("MZ-100: argument --tokens: expected a number ") and err.count("\n") == 1
+
+
+def test_where_memory_is_highest_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--gpus", "64", "--hardware", "a100-80gb")
+    said = answer(capsys, "--config", "gpt13b", *line, "parallel.pipeline=8")
+    where = "memory is highest in backward, while a step computes the gradient of"
+    assert f"\n{where} a feed-forward layer's GELU on pipeline ranks 0 to 7\n" in said and "most is in" not in said
+    assert f"\n{where} the loss\n" in answer(capsys, "--config", "llama8b", *line)
+    assert spans([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8" and spans([3]) == "3"

@@ -8,6 +8,7 @@ import numpy as np
 
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up, parse_object, read_file
+from megazero.base.this_copy import here
 
 FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
 CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a file, as transformers writes them
@@ -49,7 +50,12 @@ def config_beside(path: Path) -> dict[str, Any]:
 
 def how_to_make(path: Path) -> str:
     """Return which command makes the tokenizer that is not there."""
-    return "run `make data`" if "data/quickstart" in path.as_posix() else "run data_tools/train_tokenizer.py"
+    train = "run `megazero tokenizer --input TEXT --vocab N --output MODEL`"
+    return (
+        here("run `make data`", f"{train}, and give data.tokenizer=MODEL")
+        if "data/quickstart" in path.as_posix()
+        else train
+    )
 
 
 def require_extra(package: str, extra: str, path: Path) -> None:

@@ -176,7 +176,7 @@ def _threads(count: float) -> str:
 
 
 def _broken(why: str) -> Finding:
-    return Finding("local ranks", why, "missing", "runs of several ranks need it; see docs/operations.md")
+    return Finding("local ranks", why, "missing", "runs of several ranks need it")
 
 
 def _speeds(devices: "Measured") -> Iterator[Finding]:

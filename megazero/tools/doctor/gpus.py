@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.base.this_copy import here
 from megazero.plan.hardware import peak_flops
 from megazero.tools.doctor.finding import Finding, amount
 
@@ -23,7 +24,8 @@ def gpus() -> Iterator[Finding]:
     if not usable:
         why = " ".join(str(caught[-1].message).split())[:160] if caught else f"torch {torch.__version__} sees none"
         if _DRIVER.exists() or shutil.which("nvidia-smi"):
-            do = "take a build of torch for this driver's CUDA: make setup TORCH=..."
+            do = "take a build of torch for this driver's CUDA: "
+            do += here("make setup TORCH=...", "pip install torch==...")
             yield Finding("GPUs", f"there is an NVIDIA driver, but {why}", "absent", do)
         else:
             yield Finding("GPUs", "none; each rank computes on its share of the CPU")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.base.packages import PACKAGES, Package
+from megazero.base.this_copy import here
 from megazero.launcher.scratch import scratch_folder
 from megazero.tools.doctor.finding import Finding
 
@@ -25,19 +26,19 @@ _PROGRAM = "#include <vector>\nint sum(const std::vector<int>& v) { int s = 0; f
 
 def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
     """Yield a line of all that are here, and one for each that is not."""
-    here = []
+    present = []
     for package in table:
         version = _version(package)
         if version is not None and _numbers(version)[: len(package.least)] >= package.least:
-            here.append(f"{package.name} {version}")
+            present.append(f"{package.name} {version}")
             continue
         wanted = package.name + (f">={'.'.join(map(str, package.least))}" if package.least else "")
         got = "not installed" if version is None else f"{version}, expected {wanted}"
         if package.use:
             yield Finding(package.name, f"{got}; only for {package.use}", "absent", f"pip install '{wanted}'")
         else:
-            yield Finding(package.name, got, "missing", f"make setup, or pip install '{wanted}'")
-    yield Finding("packages", ", ".join(here) or "none")
+            yield Finding(package.name, got, "missing", here("make setup, or ", "") + f"pip install '{wanted}'")
+    yield Finding("packages", ", ".join(present) or "none")
 
 
 def cpp_compiler() -> Iterator[Finding]:
@@ -88,7 +89,8 @@ def backends() -> Iterator[Finding]:
 
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("gloo", "not in this build of torch", "missing", "take another build: make setup TORCH=...")
+        do = f"take another build: {here('make setup TORCH=...', 'pip install torch==...')}"
+        yield Finding("gloo", "not in this build of torch", "missing", do)
     else:
         yield Finding("gloo", "there, for ranks on CPUs")
     if dist.is_available() and dist.is_nccl_available():
@@ -97,7 +99,7 @@ def backends() -> Iterator[Finding]:
         version = ".".join(map(str, nccl.version()))
         yield Finding("NCCL", f"{version}, for ranks on GPUs")
     else:
-        do = "on a GPU machine take a CUDA build: make setup TORCH=..."
+        do = f"on a GPU machine take a CUDA build: {here('make setup TORCH=...', 'pip install torch==...')}"
         yield Finding("NCCL", "not in this build of torch", "absent", do)
 
 

@@ -191,7 +191,7 @@ def _run(pipeline: Pipeline, action: Action) -> None:
 
 def _batch(config: Config) -> MicroBatch:
     """Return a batch as the loader makes it."""
-    shape, eod = (config.model.seq_len, config.batch.micro), config.data.mask_eod
+    shape, eod = (config.model.seq_len, config.batch.rows), config.data.mask_eod
     tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
     return MicroBatch(
         tokens,
@@ -199,7 +199,7 @@ def _batch(config: Config) -> MicroBatch:
         torch.empty(shape, dtype=torch.bool),
         torch.empty(shape, dtype=torch.int64) if eod else None,
         ((shape[0],),) * shape[1] if eod else None,
-        torch.empty(config.batch.micro, dtype=torch.int64),
+        torch.empty(config.batch.rows, dtype=torch.int64),
     )
 
 

@@ -4,6 +4,7 @@ Arithmetic alone (`plan/`): no torch, no device. The memory of a plan is compare
 with published ones (docs/planning.md).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,11 +23,12 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
+from megazero.run.micro_batch import with_micro
 from megazero.tools.planning.allowed import allowed_by_rules
+from megazero.tools.planning.checkpoint import Checkpoint, checkpoint_of
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
-_DAY = 86400.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Plan:
         settings: (recompute and Pa as words, memory of the fullest rank with them instead).
         traffic: bytes of the rank that sends most, by axis and purpose.
         by_node: the same by axis, in the node and across.
-        tokens: the budget.
+        tokens, steps: the budget, and the steps that it takes.
         system: the software that trains.
         stage: the stage that is planned, in words; "": there are none.
     """
@@ -52,6 +54,7 @@ class Plan:
     by_node: dict[str, dict[str, int]]
     time: StepTime
     tokens: float
+    steps: int
     system: System = OURS
     stage: str = ""
 
@@ -74,14 +77,18 @@ class Plan:
         return list(communicators(self.job, self.ranks.index(self.fullest), self.machine.nccl_channels))
 
     @property
-    def days(self) -> float:
-        """Return the days that the budget of tokens takes."""
-        return self.tokens / (self.time.tokens_per_second_per_device * self.job.ranks) / _DAY
+    def checkpoint(self) -> Checkpoint:
+        return checkpoint_of(self.job, self.machine, self.time.step_s)
+
+    @property
+    def hours(self) -> float:
+        """Return the hours that the budget of tokens takes."""
+        return self.tokens / (self.time.tokens_per_second_per_device * self.job.ranks) / 3600
 
     @property
     def dollars(self) -> float | None:
         price = self.machine.price_per_hour
-        return None if price is None else self.days * 24 * self.job.ranks * price
+        return None if price is None else self.hours * self.job.ranks * price
 
 
 def system_of(name: str) -> System:
@@ -106,12 +113,12 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         UserError: 118, the machine has no peak for the config's precision, or no disks that it asks for.
     """
     _check_peak(config, machine)
-    course = Course(config)
+    course = Course(with_micro(config, ranks, machine))
     planned = [(part, job := job_of(part.config, ranks), list(_ranks(job, machine, system))) for part in course.parts]
     part, job, found = max(planned, key=lambda each: max(rank.peak for rank in each[2]))
     words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(planned) > 1 else ""
     sent = max((system.sent(job, traffic(job, rank)) for rank in range(job.pipeline)), key=_total)
-    whole = course.tokens(config.run.steps)
+    whole = float(course.tokens(config.run.steps)) if tokens is None else tokens
     return Plan(
         job,
         machine,
@@ -121,10 +128,17 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         sent,
         split_by_node(job, sent, machine.devices_per_node),
         step_time(job, machine, system),
-        float(whole if tokens is None else tokens),
+        whole,
+        _steps(course, whole),
         system,
         words,
     )
+
+
+def _steps(course: Course, tokens: float) -> int:
+    """Return the steps that so many tokens take; of a run with stages the last one goes on."""
+    part = next(part for part in reversed(course.parts) if part.tokens <= tokens)
+    return part.first + math.ceil((tokens - part.tokens) / part.tokens_per_step)
 
 
 def find(config: Config, ranks: int, machine: Machine) -> Search:
@@ -134,7 +148,8 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
-    job = replace(job_of(config, config.parallel.tensor * config.parallel.pipeline), delayed=False, graphs=False)
+    split = config.parallel.tensor * config.parallel.pipeline
+    job = replace(job_of(with_micro(config, split), split), delayed=False, graphs=False)
     _check_peak(config, machine)
     found = search(job, ranks, machine, allowed_by_rules(config))
     if not found.best:
@@ -179,7 +194,14 @@ def as_json(found: Plan) -> dict[str, Any]:
         "time": time,
         "fits": found.fits,
         "uncertainty": {"time": TIME_ERROR, "meaning": UNCERTAINTY},
-        "budget": {"tokens": found.tokens, "days": found.days, "dollars": found.dollars},
+        "checkpoint": asdict(found.checkpoint),
+        "budget": {
+            "tokens": found.tokens,
+            "steps": found.steps,
+            "hours": found.hours,
+            "days": found.hours / 24,
+            "dollars": found.dollars,
+        },
     }
 
 
@@ -253,7 +275,7 @@ def _check_peak(config: Config, machine: Machine) -> None:
         what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
         raise UserError(118, what, "take another precision.dtype", where="plan")
     if config.uses_disks and not machine.disk_bytes:
-        do = "give `disk` in a machine's file (docs/planning.md)"
+        do = "give `disk: {bytes, read, write}` in a machine's file"
         raise UserError(118, f"the disks of {machine.name} are not known", do, where="plan")
 
 

@@ -108,7 +108,7 @@ def machine_of(name_or_path: str) -> Machine:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"])) or "the file"
         what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
-        raise UserError(117, what, "docs/planning.md shows a file", where=path.name) from None
+        raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
     except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(117, f"not readable: {what}", "mend the file", where=path.name) from None

@@ -15,6 +15,7 @@ from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.draw import draw_on
 from megazero.schedules.simulate import Costs, Timeline, simulate
+from megazero.tools.planning.checkpoint import Checkpoint
 from megazero.tools.planning.job import Plan, why
 
 _BESIDE = 4  # pipeline ranks beside each other in a table
@@ -34,6 +35,17 @@ _COLOURS = {
     "scores": "#b5651d",
     "allocator": "#d9d9d9",
 }
+# What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
+_GRADIENT_OF = {
+    "loss": "the loss",
+    "last norm": "the last norm",
+    "mask": "a dropout mask",
+    "down": "a feed-forward layer's second product",
+    "gelu": "a feed-forward layer's GELU",
+    "silu x up": "a feed-forward layer's SwiGLU",
+    "up": "a feed-forward layer's first product",
+    "norm": "a feed-forward layer's norm",
+}
 _WHERE_THERE_ARE = (
     "secondary",
     "residuals",
@@ -47,7 +59,7 @@ _WHERE_THERE_ARE = (
 def as_text(plan: Plan, columns: int | None = None) -> str:
     """Return everything a plan knows; sentences broken at so many columns, None: nowhere."""
     sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
-    blocks = (sentences, _memory(plan), _settings(plan), _traffic(plan), _time(plan, columns))
+    blocks = (sentences, _memory(plan, columns), _settings(plan), _traffic(plan), _time(plan, columns))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -166,7 +178,7 @@ def _head(plan: Plan) -> Iterator[str]:
     )
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan, columns: int | None) -> Iterator[str]:
     categories = list(dict.fromkeys(category for rank in plan.ranks for category in rank.held))
     for first in range(0, len(plan.ranks), _BESIDE):
         some = plan.ranks[first : first + _BESIDE]
@@ -175,12 +187,31 @@ def _memory(plan: Plan) -> Iterator[str]:
             cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
             yield f"  {category.replace('_', ' '):<16}{cells}"
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
-        yield f"  {'most is in':<16}" + "".join(f"{rank.cause:>10}" for rank in some)
+    yield from wrapped(_peaks(plan), columns, "  ")
     yield "logits of a micro-batch, in the last rank's"
     yield f"activations: {plan.logits / 1e9:,.3f} GB"
     if plan.communicators:
         yield f"{len(plan.communicators)} communicators of NCCL on the fullest rank, which"
         yield "take estimated memory: not measured"
+
+
+def _peaks(plan: Plan) -> str:
+    """Return where in a step each rank holds most, as a sentence."""
+    ranks: dict[str, list[int]] = {}
+    for rank, found in enumerate(plan.ranks):
+        ranks.setdefault(_GRADIENT_OF[found.cause], []).append(rank)
+    places = [f"{of} on pipeline rank{'s' * (len(some) > 1)} {spans(some)}" for of, some in ranks.items()]
+    if plan.job.pipeline == 1:
+        places = list(ranks)
+    return f"memory is highest in backward, while a step computes the gradient of {', of '.join(places)}"
+
+
+def spans(numbers: list[int]) -> str:
+    """Return ascending numbers in words: 0 to 6, 8."""
+    ends = [n for n in numbers if n - 1 not in numbers or n + 1 not in numbers]
+    starts = [n for n in ends if n - 1 not in numbers]
+    last = [next(end for end in ends if end >= start and end + 1 not in numbers) for start in starts]
+    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in zip(starts, last, strict=True))
 
 
 def _settings(plan: Plan) -> Iterator[str]:
@@ -219,4 +250,13 @@ def _time(plan: Plan, columns: int | None) -> Iterator[str]:
     yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s a device"
     yield f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"
     cost = "" if plan.dollars is None else f", {rounded(plan.dollars)} dollars"
-    yield f"{plan.tokens:.3g} tokens: {rounded(plan.days)} days{cost}"
+    yield f"{plan.tokens:.3g} tokens: {plan.steps:,} steps,"
+    yield f"{rounded(plan.hours)} hours, {rounded(plan.hours / 24)} days{cost}"
+    yield from wrapped(_checkpoint(plan.checkpoint), columns, "  ")
+
+
+def _checkpoint(found: Checkpoint) -> str:
+    rate = f"{found.rate / 1e9:.3g} GB/s from each node{'' if found.measured else ', which is supposed'}"
+    size = f"{found.bytes / 1e9:,.0f}" if found.bytes > 1e11 else f"{found.bytes / 1e9:.4g}"
+    what = f"a checkpoint: {size} GB, saved in {rounded(found.save_s)} s at {rate}"
+    return f"{what}; under SLURM give sbatch --signal=USR1@{found.lead_s}"
