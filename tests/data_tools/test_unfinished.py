@@ -167,6 +167,6 @@ def test_documents_of_other_tokenizers_are_encoded_whole(
     assert "encoded in parts" not in capsys.readouterr().out
     origin = read_origin(tmp_path / "whole")
     assert origin is not None and origin.tokens == len(made.encode(document).ids) + 1
-    monkeypatch.setattr(preprocess, "WHOLE_BYTES", 7)
+    monkeypatch.setattr("data_tools.corpus.WHOLE", 7)
     assert preprocess.main([*line, "--output", str(tmp_path / "cut")]) == 0
     assert "; 1 documents of more than" in capsys.readouterr().out
