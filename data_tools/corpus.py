@@ -274,11 +274,11 @@ class Reader:
         for number, row in enumerate(rows(path, self._select, done), start=done + 1):
             refuse = _refuser(f"{path}, row {number}")
             try:
-                if row is None:
-                    raise refuse("the text is not UTF-8")
+                if isinstance(row, Exception):
+                    raise refuse(f"cannot be read: {row}")
                 runs = self._select.runs(row, refuse)
-            except UserError as error:
-                self._refuse(error)
+            except (UserError, UnicodeDecodeError) as error:
+                self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
             yield from self._take(runs, sum(len(run.text) for run in runs or ()), number)
 
@@ -315,7 +315,7 @@ def _cut(blocks: Iterable[str], whole: bool) -> Iterator[Piece]:
             yield _piece(rest[:end])
             rest = rest[end:]
         while len(rest) > WHOLE:
-            places = (place.match(rest, WHOLE // 2, WHOLE + 1) for place in _PLACES)
+            places = (place.match(rest, WHOLE - PIECE_BYTES, WHOLE + 1) for place in _PLACES)
             end = next((found.end() for found in places if found), WHOLE)
             yield _piece(rest[:end], cut=True)
             rest = rest[end:]

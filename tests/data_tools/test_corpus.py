@@ -51,7 +51,7 @@ def test_text_files_come_whole_in_small_pieces(tmp_path: Path, small_pieces: int
         assert all(len(piece.text) <= small_pieces for piece in pieces)
         assert sum(piece.bytes_read for piece in pieces) == len(text.encode())
         assert all(a.cut != a.text.endswith("\n") for a, b in pairwise(pieces))
-        assert all(12 < len(a.text) <= 24 and "\n" not in a.text for a in pieces if a.cut)
+        assert all(8 < len(a.text) <= 24 and "\n" not in a.text for a in pieces if a.cut)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
