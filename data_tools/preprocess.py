@@ -87,7 +87,7 @@ def preprocess(options: argparse.Namespace) -> None:
 def _report(state: State, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
     mark = state.mark
-    left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "bad ones skipped": mark.rejected}
+    left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "skipped as bad": mark.rejected}
     words = f"{state.documents:,} documents ({state.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
     words += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
     words += f"), {state.tokens:,} tokens, {state.bytes:,} bytes, {state.bytes / state.tokens:.3f} bytes per token, "
@@ -213,7 +213,7 @@ def _write(
             what = f"expected text, got {unfinished.state.empty:,} empty documents "
             if skipped is not None:
                 skipped.tell(options.output, tell)
-                what += f"and {skipped.count:,} bad ones that were skipped "
+                what += f"and {skipped.count:,} skipped as bad "
             what += f"in {len(files):,} files"
             raise UserError(214, what, "check --input", where=files[0])
         digest = unfinished.write_mask()

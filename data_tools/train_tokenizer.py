@@ -57,7 +57,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     used = sum(len(text.encode()) for text in sample)
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
     seconds = time.monotonic() - started
-    left_out = f" ({skipped.count:,} bad ones skipped)" if skipped is not None and skipped.count else ""
+    left_out = f" ({skipped.count:,} skipped as bad)" if skipped is not None and skipped.count else ""
     ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
     with HEART.paused():
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")

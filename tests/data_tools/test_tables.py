@@ -166,11 +166,11 @@ def test_the_report_counts_what_was_skipped(tmp_path: Path, capsys: pytest.Captu
     write(tmp_path / "x.parquet", pyarrow.array([b"one", b"\xff", b"\xfe"]))
     line = ["--skip-bad", "--tokenizer", "bytes", "--workers", "1", "--output", str(tmp_path / "out"), "--input"]
     assert preprocess.main([*line, str(tmp_path / "x.parquet")]) == 0
-    assert "1 documents (0 empty ones skipped, 2 bad ones skipped)" in capsys.readouterr().out
+    assert "1 documents (0 empty ones skipped, 2 skipped as bad)" in capsys.readouterr().out
     write(tmp_path / "y.parquet", pyarrow.array([b"\xff", b"\xfe"]))
     assert preprocess.main([*line, str(tmp_path / "y.parquet")]) == 1
     said = capsys.readouterr().err
-    assert "expected text, got 0 empty documents and 2 bad ones that were skipped in 1 files" in said
+    assert "expected text, got 0 empty documents and 2 skipped as bad in 1 files" in said
     assert (tmp_path / "out.skipped.txt").read_text().count("y.parquet, row ") == 2
 
 

@@ -142,7 +142,7 @@ def test_duplicates_are_left_out_once(text: list[str], tmp_path: Path, capsys) -
     texts = {f"document {i % 7}\n" * (i % 4) for i in range(20)} - {""} | {"a text of its own"}
     assert origin.documents == len(texts) and origin.text_bytes == sum(map(len, texts))
     assert origin.longest == max(map(len, texts)) + 1 and f"longest {origin.longest} tokens" in said
-    assert "duplicates" in said and "4 bad ones skipped" in said
+    assert "duplicates" in said and "4 skipped as bad" in said
     refused = preprocess.main([*text, "--deduplicate", "--part", "1/2", "--output", str(tmp_path / "x")])
     assert refused == 2 and "MZ-190" in capsys.readouterr().err
 
