@@ -28,7 +28,7 @@ from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_tex
 from data_tools.places import Mark, Part, Span
 from data_tools.selection import Run, Select, Taken
 from data_tools.skipped import Skipped
-from data_tools.tables import rows
+from data_tools.tables import most_text, rows
 from data_tools.templates import TEMPLATE_FAULT
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
@@ -271,6 +271,7 @@ class Reader:
 
     def _rows(self, path: Path, done: int) -> Iterator[Piece]:
         """Yield the documents of the rows of a table, but the first `done`."""
+        text, most = 0, most_text(path)
         for number, row in enumerate(rows(path, self._select, done), start=done + 1):
             refuse = _refuser(f"{path}, row {number}")
             try:
@@ -280,7 +281,11 @@ class Reader:
             except (UserError, UnicodeDecodeError) as error:
                 self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            yield from self._take(runs, sum(len(run.text) for run in runs or ()), number)
+            size = sum(len(run.text) for run in runs or ())
+            text += size
+            if text > most:
+                raise DamagedError(f"expands to more than {most:,} characters of text")
+            yield from self._take(runs, size, number)
 
 
 def check_files(reader: Reader, total: int) -> None:

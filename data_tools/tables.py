@@ -2,7 +2,7 @@
 
 A table of kilobytes can hold gigabytes: pages are compressed, and equal or similar values are stored once. A reader
 allocates what the header of a page says, so these headers are read first, and they decide how many rows are decoded at
-a time; the sizes at the end of the file may say anything. What has been decoded is counted as well.
+a time; the sizes at the end of the file may say anything. The text that comes out is counted as well.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from megazero.base.errors import UserError
 
 _ROWS, _BATCH_BYTES = 1024, 256 << 20  # decoded at a time, at least one row
 _PAGE_BYTES = 512 << 20  # the largest pages that are written on purpose have 500 MB
-_SMALL, _DENSITY = 1 << 30, 1000  # more than 1 GiB out of a file is text only if the file has a thousandth of that
+_SMALL, _DENSITY = 1 << 30, 1000  # more characters are text only if the file has a thousandth of them in bytes
 
 
 def rows(path: Path, select: Taken, skip: int) -> Iterator[dict[str, Any] | Exception]:
@@ -27,18 +27,19 @@ def rows(path: Path, select: Taken, skip: int) -> Iterator[dict[str, Any] | Exce
 
     Raises:
         UserError: 162, pyarrow is not installed; 213, a column is not there.
-        DamagedError: the file is no table, is cut off, or expands to more than tables do.
+        DamagedError: the file is no table, is cut off, or has a page that is too large.
     """
     require_package("pyarrow", path)
-    most, decoded = max(_SMALL, _DENSITY * path.stat().st_size), 0
     with _damage():
         for batch in _batches(path, select):
-            decoded += batch.nbytes
-            if decoded > most:
-                raise DamagedError(f"expands to more than {most:,} bytes")
             for i in range(skip, batch.num_rows):
                 yield _row(batch, i)
             skip = max(skip - batch.num_rows, 0)
+
+
+def most_text(path: Path) -> int:
+    """Return the characters of text that a table has at most, unless it was made to expand."""
+    return max(_SMALL, _DENSITY * path.stat().st_size)
 
 
 def _row(batch: Any, i: int) -> dict[str, Any] | Exception:

@@ -35,10 +35,10 @@ def write(path: Path, texts: object, **options: object) -> Path:
     return path
 
 
-def write_repeated(path: Path, rows: int) -> Path:
+def write_repeated(path: Path, rows: int, **options: object) -> Path:
     """A MiB of text, stored once, in every row."""
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["x" * MIB])
-    return write(path, texts, dictionary_pagesize_limit=2 * MIB)
+    return write(path, texts, dictionary_pagesize_limit=2 * MIB, **options)
 
 
 def refused(path: Path) -> str:
@@ -57,12 +57,14 @@ def test_one_text_in_every_row_costs_little_memory(tmp_path: Path, pool: pyarrow
     assert pool.max_memory() < 400 * MIB, "all rows have 1,024 MiB"
 
 
-def test_a_table_that_expands_to_more_than_text_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_repeated(tmp_path / "x.parquet", 40)
+@pytest.mark.parametrize("store_schema", [False, True], ids=["strings", "dictionary"])
+def test_a_table_that_expands_to_more_than_text_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_schema: bool
+) -> None:
+    path = write_repeated(tmp_path / "x.parquet", 40, store_schema=store_schema)
     assert sum(len(piece.text) for piece in Reader([path])) == 40 * MIB
     monkeypatch.setattr(tables, "_SMALL", 30 * MIB)
-    monkeypatch.setattr(tables, "_BATCH_BYTES", 10 * MIB)
-    assert "x.parquet: cannot be read: expands to more than 31,457,280 bytes; check" in refused(path)
+    assert "x.parquet: cannot be read: expands to more than 31,457,280 characters of text; check" in refused(path)
     skipped = Skipped()
     (tmp_path / "y.txt").write_text("y")
     texts = [piece.text for piece in Reader([path, tmp_path / "y.txt"], skipped=skipped)]
