@@ -43,7 +43,7 @@ _BOM = "\ufeff"
 # Where a long text is cut, best first. No word of the published patterns (GPT-2, cl100k, o200k) goes over these places,
 # and a tokenizer that puts a space before a text puts none before the first kind of rest.
 _PLACES = (
-    re.compile(r".*[^\W_](?= [^\W_])", re.DOTALL),  # before a single space between words
+    re.compile(r".*\S(?= \S)", re.DOTALL),  # before a single space
     re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # behind a word
     re.compile(r".*\S\n(?=[^\W_])", re.DOTALL),  # before a word at the beginning of a line
 )

@@ -101,6 +101,7 @@ def test_one_line_around_the_border_of_a_real_block(tmp_path: Path, model: Path,
 
 LONG = {
     "sentences": "Some words, and others: they're 12345 of them.  Two spaces!\n\n\n    self.x = [1]\r\n" * 40,
+    "signs": "        '.x-h'   : '+/+-x_',\n" * 99,
     "one line": "Some words, and others: they're 12345 of them.  Two spaces! " * 40,
     "lines of one word": "word\n1234567\n" * 250,
     "no spaces": "中文在这里。\n中文。\n" * 250,
