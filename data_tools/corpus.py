@@ -1,22 +1,24 @@
 """Read text, whatever its size, in bounded memory.
 
 A corpus is a list of files. `.jsonl` holds a document per line and a table (`.parquet`, `.arrow`) one per row, in some
-of its fields; any other file is one document; `.gz` and `.zst` are decompressed. Every document comes as a run of
-pieces of at most a quarter of a megabyte, cut after a line end where there is one, so that one file of 100 GB costs no
-more memory than a thousand small ones. With a vocabulary in which a newline is a token of its own, cutting after one
-changes no token; for others the pieces are 16 MB, so that only longer documents are cut at all.
+of its fields; any other file is one document; `.gz` and `.zst` are decompressed. A document comes as a run of pieces,
+so that one file of 100 GB costs no more memory than a thousand small ones. A piece ends where a cut changes no id:
+after a newline, for a vocabulary in which a newline is a token of its own; at the end of the document, for any other.
+Only after `WHOLE` characters without such a place is a document cut elsewhere, and that piece says so.
 
-Text must be UTF-8 and is passed on unchanged; the only thing ever dropped is a byte order mark before JSON. Other text
-is refused, or where the user has asked for that skipped, counted and listed (`Skipped`): the whole file, or of a
-`.jsonl` the line, of a table the row. A file of text is checked before its first piece is passed on, so that no part of
-a bad file gets into a data set.
+Text must be UTF-8 and is passed on unchanged, but for a byte order mark at the beginning of a file. Other text is
+refused, or where the user has asked for that skipped, counted and listed (`Skipped`): the whole file, or of a `.jsonl`
+the line, of a table the row. A file of text is checked before its first piece is passed on, so that no part of a bad
+file gets into a data set.
 """
 
 import codecs
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,17 +28,25 @@ from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_tex
 from data_tools.places import Mark, Part, Span
 from data_tools.selection import Run, Select, Taken
 from data_tools.skipped import Skipped
-from data_tools.tables import rows
+from data_tools.tables import most_text, rows
 from data_tools.templates import TEMPLATE_FAULT
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 
-PIECE_BYTES = 256 * 1024
-WHOLE_BYTES = 16 * 1024 * 1024  # a piece for tokenizers whose ids depend on where a text is cut
+PIECE_BYTES = 256 * 1024  # read at a time
+WHOLE = 16 * 1024 * 1024  # characters of a piece without a place where a cut changes no id
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
 _TEXT = (".txt", ".md", ".py", ".jsonl")
 TEXT_SUFFIXES = (*_TEXT, *TABLES, *(text + end for text in _TEXT for end in COMPRESSED))
+_BOM = "\ufeff"
+# Where a long text is cut, best first. No word of the published patterns (GPT-2, cl100k, o200k) goes over these places,
+# and a tokenizer that puts a space before a text puts none before the first kind of rest.
+_PLACES = (
+    re.compile(r".*\S(?= \S)", re.DOTALL),  # before a single space
+    re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # behind a word
+    re.compile(r".*\S\n(?=[^\W_])", re.DOTALL),  # before a word at the beginning of a line
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,9 @@ class Piece:
     """A part of a document.
 
     Attributes:
-        text: at most PIECE_BYTES of UTF-8; the last piece of a document may be empty.
+        text: at most WHOLE + PIECE_BYTES characters; the last piece of a document may be empty.
         last: it ends its document.
+        cut: it ends where the ids may not be those of the whole document.
         bytes_read: how much of the file was read for it, to show progress.
         record: the number of its record in the file, from 1.
         mark: the place behind it; only of a last piece.
@@ -57,6 +68,7 @@ class Piece:
     text: str
     last: bool
     bytes_read: int
+    cut: bool = False
     record: int = 1
     mark: Mark | None = None
     digest: bytes | None = None
@@ -119,7 +131,7 @@ class Reader:
         part: what is read of them.
         known: documents that have been there are left out; None: nobody asks.
         start: the place to begin behind.
-        piece_bytes: the longest piece.
+        whole: no document is to be cut, as a cut anywhere may change ids.
 
     Raises:
         UserError: 162, a package is missing; 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected
@@ -135,10 +147,10 @@ class Reader:
         part: Part = _ALL,
         known: Known | None = None,
         start: Mark = _BEGINNING,
-        piece_bytes: int | None = None,
+        whole: bool = False,
     ):
         self._files, self._select, self._skipped, self._known, self._start = files, select, skipped, known, start
-        self._size = piece_bytes or PIECE_BYTES
+        self._whole = whole
         self._spans = part.spans([path.stat().st_size for path in files])
         self._filtered, self._duplicates = start.filtered, start.duplicates
         self._pending = 0  # bytes of records without a piece
@@ -198,13 +210,18 @@ class Reader:
             self._filtered += 1
             self._pending += size
             return
-        *others, last = runs or [Run("")]
-        for run in others:
-            for piece in _cut(run, self._size):
-                yield replace(piece, record=record)
-        *pieces, end = _cut(last, self._size)
+        *pieces, end = chain.from_iterable(map(self._pieces_of, runs or [Run("")]))
         yield from (replace(piece, record=record) for piece in pieces)
         yield replace(end, last=True, bytes_read=size, record=record, digest=digest)
+
+    def _pieces_of(self, run: Run) -> Iterator[Piece]:
+        """Yield a run, which is in memory as a whole, in pieces, none of which ends its document."""
+        if run.id is not None:
+            yield Piece(run.text, last=False, bytes_read=0, scored=run.scored, id=run.id)
+            return
+        blocks = (run.text[start : start + PIECE_BYTES] for start in range(0, len(run.text), PIECE_BYTES))
+        for piece in _cut(blocks, self._whole):
+            yield replace(piece, last=False, bytes_read=0, scored=run.scored)
 
     def _text(self, path: Path) -> Iterator[Piece]:
         """Yield the pieces of a file that is one document."""
@@ -213,8 +230,8 @@ class Reader:
             hashed, size = xxhash.xxh3_128(), 0
             try:
                 with open_text(path) as file:
-                    for block in _checked(file, path):
-                        hashed.update(block)
+                    for block in _blocks(file, path):
+                        hashed.update(block.encode())
                         size += len(block)
             except (UserError, DamagedError) as error:
                 self._refuse(error if isinstance(error, UserError) else _unreadable(path, error))
@@ -225,14 +242,8 @@ class Reader:
                     self._duplicates += 1
                     return
         with open_text(path) as file:
-            rest, offset = b"", 0
-            while block := file.read(self._size - len(rest)):
-                data = rest + block
-                cut = data.rfind(b"\n") + 1 or _character_end(data)
-                rest = data[cut:]
-                yield Piece(_decode(data[:cut], path, offset), last=False, bytes_read=cut)
-                offset += cut
-            yield Piece(_decode(rest, path, offset), last=True, bytes_read=len(rest), digest=digest)
+            for piece in _cut(_blocks(file, path), self._whole):
+                yield replace(piece, digest=digest) if piece.last else piece
 
     def _lines(self, path: Path, start: int, stop: int | None, done: int) -> Iterator[Piece]:
         """Yield the documents of lines that begin in [start, stop) of a file of JSON lines, but the first `done`."""
@@ -260,16 +271,21 @@ class Reader:
 
     def _rows(self, path: Path, done: int) -> Iterator[Piece]:
         """Yield the documents of the rows of a table, but the first `done`."""
+        text, most = 0, most_text(path)
         for number, row in enumerate(rows(path, self._select, done), start=done + 1):
             refuse = _refuser(f"{path}, row {number}")
             try:
-                if row is None:
-                    raise refuse("the text is not UTF-8")
+                if isinstance(row, Exception):
+                    raise refuse(f"cannot be read: {row}")
                 runs = self._select.runs(row, refuse)
-            except UserError as error:
-                self._refuse(error)
+            except (UserError, UnicodeDecodeError) as error:
+                self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            yield from self._take(runs, sum(len(run.text) for run in runs or ()), number)
+            size = sum(len(run.text) for run in runs or ())
+            text += size
+            if text > most:
+                raise DamagedError(f"expands to more than {most:,} characters of text")
+            yield from self._take(runs, size, number)
 
 
 def check_files(reader: Reader, total: int) -> None:
@@ -281,34 +297,42 @@ def check_files(reader: Reader, total: int) -> None:
             progress.done = read // 1_000_000
 
 
-def _checked(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the blocks of a file of text. Raises UserError 212: not UTF-8."""
-    decoder, offset, pending = codecs.getincrementaldecoder("utf-8")(), 0, 0
-    while True:
-        block = file.read(PIECE_BYTES)
+def _blocks(file: BinaryIO, path: Path) -> Iterator[str]:
+    """Yield the text of a file in blocks, without a byte order mark. Raises UserError 212: it is not UTF-8."""
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    block = b"\0"
+    while block:
+        block, pending = file.read(PIECE_BYTES), len(decoder.getstate()[0])  # of a character that was cut
         try:
-            decoder.decode(block, final=not block)
+            text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise _not_utf8(error, path, offset - pending) from error
-        if not block:
-            return
+        yield text if offset else text.removeprefix(_BOM)
         offset += len(block)
-        pending = len(decoder.getstate()[0])  # of a character that the next block goes on with
-        yield block
+
+
+def _cut(blocks: Iterable[str], whole: bool) -> Iterator[Piece]:
+    """Yield a text in pieces, cut after newlines, or only where it is too long if it is to stay whole."""
+    rest = ""
+    for block in blocks:
+        rest += block
+        if not whole and (end := rest.rfind("\n", len(rest) - len(block)) + 1):
+            yield _piece(rest[:end])
+            rest = rest[end:]
+        while len(rest) > WHOLE:
+            places = (place.match(rest, WHOLE - PIECE_BYTES, WHOLE + 1) for place in _PLACES)
+            end = next((found.end() for found in places if found), WHOLE)
+            yield _piece(rest[:end], cut=True)
+            rest = rest[end:]
+    yield _piece(rest, last=True)
+
+
+def _piece(text: str, *, last: bool = False, cut: bool = False) -> Piece:
+    return Piece(text, last, len(text.encode()), cut)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(211, f"cannot be read: {error.strerror}", "check --input", where=path)
-
-
-def _character_end(data: bytes) -> int:
-    """Return where the last complete character of UTF-8 ends; the end of the data when its tail is no UTF-8 anyway."""
-    for back in range(1, min(4, len(data) - 1) + 1):
-        if data[-back] >= 0xC0:  # the first byte of a character of 2 to 4 bytes, which may be cut
-            return len(data) - back
-        if data[-back] < 0x80:
-            break
-    return len(data)
 
 
 def _decode(data: bytes, path: Path, offset: int) -> str:
@@ -349,20 +373,10 @@ def _json_record(line: bytes, path: Path, where: str, first: bool, offset: int) 
     except UserError as error:
         raise UserError(error.code, error.what, error.do, where=where) from error
     if first:
-        content = content.removeprefix("\ufeff")
+        content = content.removeprefix(_BOM)
     if not content.strip():
         return _BLANK
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise refuse(f"not JSON: {error}") from error
-
-
-def _cut(run: Run, piece_bytes: int) -> Iterator[Piece]:
-    """Yield a run, which is in memory as a whole, in pieces, none of which ends its document."""
-    text, size, start = run.text, piece_bytes // 4, 0  # characters, of at most 4 bytes
-    while run.id is None and len(text) - start > size:
-        stop = text.rfind("\n", start, start + size) + 1 or start + size
-        yield Piece(text[start:stop], last=False, bytes_read=0, scored=run.scored)
-        start = stop
-    yield Piece(text[start:], last=False, bytes_read=0, scored=run.scored, id=run.id)

@@ -40,7 +40,8 @@ def encode_pieces(
     One worker is this process: what goes through a pipe, and the start of a process, would cost more than they give.
 
     Raises:
-        UserError: 216 when a worker process died; whatever reading the pieces raises.
+        UserError: 216, a worker process died; 209, the tokenizer's library fails over a text; whatever reading the
+            pieces raises.
     """
     if workers == 1:
         encode_here = open_tokenizer(tokenizer).encode
@@ -58,10 +59,13 @@ def encode_pieces(
     def encode(texts: list[str | int]) -> list[np.ndarray]:
         try:
             of_thread.connection.send(texts)
-            return of_thread.connection.recv()
+            found = of_thread.connection.recv()
         except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
             what = "a worker process died (killed, or out of memory)"
             raise UserError(216, what, "try fewer --workers") from error
+        if isinstance(found, dict):
+            raise UserError(**found)
+        return found
 
     def oldest() -> Iterator[tuple[Piece, np.ndarray]]:
         batch, future = under_way.popleft()
@@ -125,6 +129,10 @@ def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
     encode = open_tokenizer(path).encode
     try:
         while True:
-            connection.send([_ids(encode, text, dtype) for text in connection.recv()])
+            texts = connection.recv()
+            try:
+                connection.send([_ids(encode, text, dtype) for text in texts])
+            except UserError as error:  # itself it cannot be pickled
+                connection.send({"code": error.code, "what": error.what, "do": error.do, "where": error.where})
     except (EOFError, ConnectionError, MemoryError):
         return

@@ -4,6 +4,8 @@
     megazero inspect data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
 
 Opening it checks the index; then every id is read and checked against the vocabulary (--vocab, or the tokenizer's).
+With a tokenizer it says how often each special token occurs. A document is shown with the names of its special tokens,
+and where not every token counts in the loss, in stretches that do and that do not.
 """
 
 import sys
@@ -19,8 +21,10 @@ import argparse
 import json
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +35,7 @@ from megazero.data.documents import TokenStream
 from megazero.data.joined import open_files
 from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.token_dataset import Mask, TokenDataset
-from megazero.data.tokenizer import open_tokenizer
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 BLOCK = 1 << 22  # tokens read at a time
 
@@ -43,7 +47,7 @@ def inspect(options: argparse.Namespace) -> None:
     dataset = open_files(options.prefix)
     require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
-    low, high = _scan(dataset, vocab)
+    low, high, counts = _scan(dataset, vocab, tokenizer)
     lengths = _lengths(dataset)
     report = {
         "prefix": str(options.prefix),
@@ -59,15 +63,36 @@ def inspect(options: argparse.Namespace) -> None:
         "scored": _count_scored(dataset),
         "vocab": vocab,
     }
+    if tokenizer is not None:
+        names = sorted(tokenizer.specials.items(), key=lambda special: special[1])
+        report["specials"] = {name: {"id": i, "count": int(counts[i])} for name, i in names}
     if options.document is not None and tokenizer is not None:
         start, stop = _bounds(dataset, options.document)
-        report["text"] = tokenizer.decode(dataset.read(start, stop).tolist())
+        report["text"] = _with_names(tokenizer, dataset.read(start, stop).tolist())
         if dataset.mask is not None:
-            report["answers"] = [tokenizer.decode(ids) for ids in _answers(dataset, dataset.mask, start, stop)]
-    if options.json:
-        print(json.dumps(report))
-    else:
-        print("\n".join(f"{name:14} {_readable(value)}" for name, value in report.items()))
+            stretches = list(_stretches(dataset, dataset.mask, start, stop))
+            report["answers"] = [tokenizer.decode(ids) for ids, scored in stretches if scored]
+            report["stretches"] = [{"text": _with_names(tokenizer, ids), "scored": scored} for ids, scored in stretches]
+    print(json.dumps(report) if options.json else "\n".join(f"{name:14} {value}" for name, value in _table(report)))
+
+
+def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a report for people, each with its name."""
+    for name, value in report.items():
+        if name == "specials":
+            found = {token: special for token, special in value.items() if special["count"]}
+            yield from (("special", f"{t} is {s['id']}, {s['count']:,} times") for t, s in found.items())
+            if others := len(value) - len(found):
+                yield "special", f"{others:,} others, which do not occur"
+        elif name == "scored":
+            share = (
+                f"{value:,} tokens count in the loss, {value / (report['tokens'] or 1):.2%}" if value else "no token"
+            )
+            yield name, "every token counts in the loss" if value is None else share
+        elif name == "stretches":
+            yield from (("scored" if each["scored"] else "not scored", repr(each["text"])) for each in value)
+        elif name != "answers":  # they are among the stretches
+            yield name, _readable(value)
 
 
 def _lengths(dataset: TokenDataset) -> Counter[int]:
@@ -91,9 +116,16 @@ def _readable(value: object) -> str:
     return f"{value:,}" if isinstance(value, int | float) else "-" if value is None else f"{value}"
 
 
-def _scan(dataset: TokenDataset, vocab: int | None) -> tuple[int | None, int | None]:
-    """Return the smallest and largest id of the whole file. Raises UserError 205: one outside [0, vocab)."""
+def _scan(
+    dataset: TokenDataset, vocab: int | None, tokenizer: Tokenizer | None
+) -> tuple[int | None, int | None, np.ndarray]:
+    """Return the smallest and the largest id of the whole file, and how often each id of a tokenizer occurs.
+
+    Raises:
+        UserError: 205, an id outside of [0, vocab).
+    """
     low = high = None
+    counts = np.zeros(0 if tokenizer is None else tokenizer.vocab_size, np.int64)
     for start in range(0, dataset.num_tokens, BLOCK):
         block = dataset.read(start, min(start + BLOCK, dataset.num_tokens))
         block_low, block_high = int(block.min()), int(block.max())
@@ -105,7 +137,9 @@ def _scan(dataset: TokenDataset, vocab: int | None) -> tuple[int | None, int | N
             expected = f"0 <= id < {vocab}" if vocab else "0 <= id"
             what = f"token {position:,} of document {document:,} is {block[first]}, expected {expected}"
             raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
-    return low, high
+        if tokenizer is not None:
+            counts += np.bincount(block[block < len(counts)], minlength=len(counts))
+    return low, high, counts
 
 
 def _count_scored(dataset: TokenDataset) -> int | None:
@@ -116,11 +150,18 @@ def _count_scored(dataset: TokenDataset) -> int | None:
     return sum(int(mask.read(start, min(start + BLOCK, dataset.num_tokens)).sum()) for start in starts)
 
 
-def _answers(dataset: TokenDataset, mask: Mask, start: int, stop: int) -> list[list[int]]:
-    """Return the runs of tokens that are trained on, of those in [start, stop)."""
-    tokens, scored = dataset.read(start, stop), mask.read(start, stop)
-    edges = np.flatnonzero(np.diff(scored, prepend=False, append=False)).reshape(-1, 2)
-    return [tokens[begin:end].tolist() for begin, end in edges]
+def _stretches(dataset: TokenDataset, mask: Mask, start: int, stop: int) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tokens in [start, stop) in stretches that count in the loss, and that do not."""
+    marked = zip(dataset.read(start, stop).tolist(), mask.read(start, stop).tolist(), strict=True)
+    for scored, stretch in groupby(marked, key=itemgetter(1)):
+        yield [token for token, _ in stretch], bool(scored)
+
+
+def _with_names(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Return the text of ids, with the names of special tokens in it."""
+    names = {i: name for name, i in tokenizer.specials.items()}
+    runs = groupby(ids, key=lambda i: names.get(i, ""))
+    return "".join(name * len([*run]) if name else tokenizer.decode([*run]) for name, run in runs)
 
 
 def _bounds(dataset: TokenDataset, document: int) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import PIECE_BYTES, TEXT_SUFFIXES, WHOLE_BYTES, Known, Piece, Reader, check_files, find_files
+from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Known, Piece, Reader, check_files, find_files
 from data_tools.encoding import encode_pieces
 from data_tools.files import TABLES, kind_of
 from data_tools.places import Part
@@ -81,21 +81,21 @@ def preprocess(options: argparse.Namespace) -> None:
         unfinished.remove()
     (skipped or Skipped()).tell(options.output, tell)
     with HEART.paused():
-        print(f"{options.output}: {_report(state, tokenizer, masked)}, {time.monotonic() - started:.1f} s")
+        print(f"{options.output}: {_report(state, masked)}, {time.monotonic() - started:.1f} s")
 
 
-def _report(state: State, tokenizer: Tokenizer, masked: bool) -> str:
+def _report(state: State, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
     mark = state.mark
-    left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "rejected": mark.rejected}
+    left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "skipped as bad": mark.rejected}
     words = f"{state.documents:,} documents ({state.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
     words += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
     words += f"), {state.tokens:,} tokens, {state.bytes:,} bytes, {state.bytes / state.tokens:.3f} bytes per token, "
     words += f"longest {state.longest:,} tokens"
     if masked:
         words += f", {state.scored:,} tokens of answers"
-    if state.cut and not masked and not tokenizer.cuts_after_newline:
-        words += f"; {state.cut:,} documents of more than {WHOLE_BYTES >> 20} MB were encoded in parts"
+    if state.cut:
+        words += f"; {state.cut:,} documents of more than {WHOLE:,} characters were encoded in parts"
     return words
 
 
@@ -104,7 +104,7 @@ def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], s
     looks = [path.stat() for path in files]
     corpus = [(str(path), look.st_size, look.st_mtime_ns) for path, look in zip(files, looks, strict=True)]
     words = [corpus, tokenizer.fingerprint, str(select), str(options.part)]
-    words += [options.skip_bad, options.deduplicate, _piece_bytes(tokenizer)]
+    words += [options.skip_bad, options.deduplicate, WHOLE]
     return xxhash.xxh3_128_hexdigest(repr(words).encode(errors="surrogateescape"))
 
 
@@ -128,10 +128,6 @@ def _files(options: argparse.Namespace) -> list[Path]:
     if options.chat is not None and odd is not None:
         raise UserError(211, "--chat reads records: .jsonl, .parquet or .arrow", "name others in --input", where=odd)
     return files
-
-
-def _piece_bytes(tokenizer: Tokenizer) -> int:
-    return PIECE_BYTES if tokenizer.cuts_after_newline else WHOLE_BYTES
 
 
 @contextmanager
@@ -179,7 +175,7 @@ def _write(
 ) -> None:
     """Encode what is not done yet, and write the token files. Raises UserError."""
     start, masked = unfinished.state.mark, unfinished.mask is not None
-    how = {"part": options.part, "piece_bytes": _piece_bytes(tokenizer)}
+    how = {"part": options.part, "whole": not tokenizer.cuts_after_newline}
     spans = options.part.spans([path.stat().st_size for path in files])
     total = sum(span.stop - span.start for span in spans)
     if skipped is None and not unfinished.goes_on:
@@ -214,7 +210,11 @@ def _write(
                 advance(piece.bytes_read)
         unfinished.state = replace(unfinished.state, mark=pieces.end())
         if not writer.num_documents:
-            what = f"expected text, got {unfinished.state.empty:,} empty documents in {len(files):,} files"
+            what = f"expected text, got {unfinished.state.empty:,} empty documents "
+            if skipped is not None:
+                skipped.tell(options.output, tell)
+                what += f"and {skipped.count:,} skipped as bad "
+            what += f"in {len(files):,} files"
             raise UserError(214, what, "check --input", where=files[0])
         digest = unfinished.write_mask()
     state = unfinished.state
@@ -224,13 +224,13 @@ def _write(
 
 @dataclass
 class _Document:
-    """The counts of a document, as in `State`; `parts` are its pieces that are not empty."""
+    """The counts of a document, as in `State`."""
 
     tokens: int = 0
     scored: int = 0
     bytes: int = 0
     id_bytes: int = 0
-    parts: int = 0
+    cut: bool = False
 
     def add(self, piece: Piece, ids: np.ndarray, sizes: np.ndarray) -> None:
         """Count one more piece."""
@@ -238,7 +238,7 @@ class _Document:
         self.scored += piece.scored * len(ids)
         self.bytes += len(piece.text.encode()) if piece.id is None else 0
         self.id_bytes += int(sizes[ids].sum())
-        self.parts += bool(piece.text)
+        self.cut |= piece.cut
 
 
 def _behind(state: State, piece: Piece, document: _Document) -> State:
@@ -255,7 +255,7 @@ def _behind(state: State, piece: Piece, document: _Document) -> State:
         bytes=state.bytes + document.bytes,
         id_bytes=state.id_bytes + document.id_bytes,
         longest=max(state.longest, document.tokens),
-        cut=state.cut + (document.parts > 1),
+        cut=state.cut + document.cut,
     )
 
 

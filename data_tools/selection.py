@@ -16,15 +16,16 @@ _ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.
 
 
 def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """Return what a record holds under a path: a key, or keys of objects inside each other, with dots between."""
-    if path in record:
-        return record[path]
+    """Return what a record holds under a path: a key, or keys of objects inside each other, with dots between.
+
+    Bytes, which columns of a table may hold, are text. Raises UnicodeDecodeError: they are not UTF-8.
+    """
     found: Any = record
-    for key in path.split("."):
+    for key in [path] if path in record else path.split("."):
         if not isinstance(found, dict) or key not in found:
             return MISSING
         found = found[key]
-    return found
+    return found.decode() if isinstance(found, bytes) else found
 
 
 @dataclass(frozen=True)

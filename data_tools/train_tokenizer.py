@@ -47,17 +47,18 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
     sample = _sample(files, Select(tuple(options.field), tuple(options.where)), skipped)
+    (skipped or Skipped()).tell(options.output, tell)
     if not any(text.replace("\0", "").strip() for text in sample):
         raise UserError(214, "expected text, got none but white space", "check --input", where=options.input[0])
     model = _train(sample, options.vocab)
     with doing("checking the vocabulary"):
         ratio = _check(model, sample)
     write_atomically(options.output, model)
-    (skipped or Skipped()).tell(options.output, tell)
     used = sum(len(text.encode()) for text in sample)
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
     seconds = time.monotonic() - started
-    ending = f"{used:,} bytes, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
+    left_out = f" ({skipped.count:,} skipped as bad)" if skipped is not None and skipped.count else ""
+    ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
     with HEART.paused():
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 

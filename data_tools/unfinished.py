@@ -46,7 +46,7 @@ class State:
         bytes, id_bytes: of the text, and those that its ids stand for.
         longest: tokens of the longest document.
         scored: tokens that are trained on.
-        cut: documents that were longer than a piece, where a cut may change ids.
+        cut: documents that were so long that they were cut where that may change ids.
         rejected: the reasons of what was skipped.
     """
 

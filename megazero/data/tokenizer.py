@@ -9,6 +9,7 @@ A tokenizer is lossless where each text comes back from its ids, byte for byte. 
 bits per byte counts the bytes of the text that the data was made from (`data/origin.py`), not those that ids decode to.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from megazero.base.errors import UserError
+from megazero.base.held_stderr import stderr_held
 from megazero.data.tokenizers import plain_bytes
 from megazero.data.tokenizers.json_file import JsonFile
 from megazero.data.tokenizers.plain_bytes import PlainBytes
@@ -53,11 +55,19 @@ class Tokenizer(Protocol):
     def files(self) -> Mapping[str, bytes]: ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without end-of-document. Raises UserError 212: half a surrogate pair, no text."""
+        """Return the ids of a text, without end-of-document.
+
+        Raises:
+            UserError: 212, half a surrogate pair, which is no text; 209, the library fails over the text.
+        """
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without special ids; bytes that are not UTF-8 come as U+FFFD."""
+        """Return the text of ids, without special ids; bytes that are not UTF-8 come as U+FFFD.
+
+        Raises:
+            UserError: 209, the library fails over the ids.
+        """
         ...
 
     def token_bytes(self) -> np.ndarray:
@@ -80,7 +90,11 @@ def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
         UserError: 112, it has more ids than the model; 162, it needs a package that is not installed; 209, it cannot be
             read; 210, nothing in it ends a document.
     """
-    tokenizer = _kind(str(path))
+    lines: list[str] = []
+    with stderr_held(lines):  # a library that panics writes its own traceback before ours is one line
+        tokenizer = _kind(str(path))
+    for line in lines:
+        print(line, file=sys.stderr)
     if vocab is not None and tokenizer.vocab_size > vocab:
         what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
         raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)

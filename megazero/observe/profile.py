@@ -11,10 +11,8 @@ asked for) nothing is started or written.
 """
 
 import logging
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megazero.base.held_stderr import stderr_held
 from megazero.observe.sinks import warn
 
 TABLE_ROWS = 25
@@ -105,23 +104,13 @@ class Profile:
 @contextmanager
 def _library_lines_in_log() -> Iterator[None]:
     """Move the lines that torch's recorder writes to standard error into the log; other lines stay there."""
+    lines: list[str] = []
     try:
-        sys.stderr.flush()
-        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, in what may not be skipped
-        real = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # there is no standard error, or no room for a file
-        yield
-        return
-    with said:
-        os.dup2(said.fileno(), 2)
-        try:
+        with stderr_held(lines):
             yield
-        finally:
-            os.dup2(real, 2)
-            os.close(real)
-            said.seek(0)
-            for line in said.read().decode(errors="replace").splitlines():
-                if _OF_THE_LIBRARY.match(line):
-                    _LOG.info("profiler: %s", line)
-                else:
-                    print(line, file=sys.stderr)
+    finally:
+        for line in lines:
+            if _OF_THE_LIBRARY.match(line):
+                _LOG.info("profiler: %s", line)
+            else:
+                print(line, file=sys.stderr)

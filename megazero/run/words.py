@@ -114,6 +114,10 @@ def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | Non
     if warmup > steps:
         reached = f"the learning rate ends at {peak * steps / warmup:.3g} and never reaches optimizer.lr {peak:.3g}"
         yield f"schedule.warmup {warmup} is longer than run.steps {steps}: {reached}"
+    vocab, tokenizer = config.model.vocab, ready.tokenizer
+    if tokenizer is not None and (unused := vocab - tokenizer.vocab_size):
+        used = f"{tokenizer.path} has {tokenizer.vocab_size:,} ids"
+        yield f"model.vocab is {vocab:,}, {used}: {unused:,} rows ({unused / vocab:.2%}) are never used"
 
 
 def ending(scores: Mapping[str, Score], folder: RunFolder, seconds: float) -> str:

@@ -232,12 +232,23 @@ def test_rank_file_needs_what_it_does_not_say(tmp_path: Path) -> None:
         ({"pattern": ""}, "at most 4,096 characters"),
         ({"special_tokens": [1]}, "names with their ids"),
         ({"eod": "none"}, "one of the special tokens"),
-        ({"eod": [1]}, "unhashable"),
+        ({"eod": [1]}, 'under "eod" one of the special tokens, got [1]'),
+        ({"bos": []}, 'under "bos" one of the special tokens, got []'),
+        ({"bos": "none"}, 'under "bos" one of the special tokens'),
+        ({"special_tokens": {END: 10}, "bos": END}, f"{END!r} has the id 10, which is that of a rank"),
+        ({"pattern": "x*"}, "its library fails: range end index"),
     ):
         beside.write_text(json.dumps(told | change))
         with pytest.raises(UserError, match="MZ-209") as caught:
             open_tokenizer(path)
         assert what in str(caught.value)
+    for missing, what in (
+        (["pattern"], 'cannot be read: "pattern" is missing'),
+        (["special_tokens", "eod"], '"special_tokens" and "eod" are missing'),
+    ):
+        beside.write_text(json.dumps({key: value for key, value in told.items() if key not in missing}))
+        with pytest.raises(UserError, match=f"MZ-209 .*x.tiktoken.json: .*{what}; repair it"):
+            open_tokenizer(path)
     beside.unlink()
     with pytest.raises(UserError, match=r"MZ-210.*There is no x.tiktoken.json"):
         open_tokenizer(path)
@@ -264,6 +275,20 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pyte
     ):
         with pytest.raises(UserError, match=f"MZ-162.*the package {package} is not installed"):
             open_tokenizer(path)
+
+
+def test_the_example_of_the_documents_is_taken(tmp_path: Path) -> None:
+    path = write_ranks(tmp_path / "x.tiktoken")
+    (tmp_path / "x.tiktoken.json").write_text(
+        fenced("json", (Path(__file__).parents[2] / "docs/data.md").read_text())[0]
+    )
+    tokenizer = open_tokenizer(path)
+    assert (tokenizer.eod, tokenizer.vocab_size, tokenizer.lossless) == (100_257, 100_259, True)
+
+
+def fenced(language: str, page: str) -> list[str]:
+    """The blocks of a page in a language."""
+    return [block.split("```")[0] for block in page.split(f"```{language}\n")[1:]]
 
 
 def test_llama_3s_file_says_what_it_is(tmp_path: Path) -> None:

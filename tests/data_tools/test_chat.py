@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def test_a_bad_record_is_one_line(tokenizer: Path, tmp_path: Path, record: Any, 
     assert said.startswith(f"MZ-213 {path}:5: ") and what in said and said.count("\n") == 1 and len(said) <= 301
     assert not list(tmp_path.glob("out*"))
     assert preprocess.main([*line, "--skip-bad"]) == 0
-    assert len(made(tmp_path / "out")) == len(CHATS) and "1 rejected" in capsys.readouterr().out
+    assert len(made(tmp_path / "out")) == len(CHATS) and "1 skipped as bad" in capsys.readouterr().out
     assert f"{path}:5: " in (tmp_path / "out.skipped.txt").read_text()
 
 
@@ -337,6 +338,19 @@ def test_inspect_shows_answers(tokenizer: Path, tmp_path: Path, command) -> None
     report = json.loads(done.stdout)
     assert report["answers"] == ["A parser of arguments.", "No.\n"]
     assert report["scored"] == sum(sum(scored) for _, scored in found)
+    counts = Counter(i for ids, _ in found for i in ids)
+    specials = open_tokenizer(tokenizer).specials
+    assert report["specials"] == {name: {"id": i, "count": counts[i]} for name, i in specials.items()}
+    assert [each["scored"] for each in report["stretches"]] == [False, True, False, True, False]
+    assert report["stretches"][1]["text"] == "A parser of arguments.<|im_end|>"
+    assert "".join(each["text"] for each in report["stretches"]) == report["text"]
+    assert report["text"].startswith("<|im_start|>") and report["text"].count("<|im_end|>") == 5
+    table = command("inspect", "out", "--tokenizer", tokenizer, "--document", 0).stdout
+    (end,) = (name for name in specials if name == "<|im_end|>")
+    assert f"special        {end} is {specials[end]}, {counts[specials[end]]:,} times\n" in table
+    share = f"{report['scored']:,} tokens count in the loss, {report['scored'] / report['tokens']:.2%}\n"
+    assert f"scored         {share}" in table and "scored         'A parser of arguments.<|im_end|>'\n" in table
+    assert "not scored     '<|im_start|>" in table and "answers" not in table
     (tmp_path / "out.mask").unlink()
     assert "MZ-225 out.mask: is not there, but out.json names it" in command("inspect", "out").stderr
 

@@ -1,5 +1,7 @@
 """Reading text: nothing lost at the cuts, and every fault with its place."""
 
+import codecs
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_tools import corpus
-from data_tools.corpus import Reader, find_files
+from data_tools.corpus import Known, Reader, find_files
+from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 
 LETTERS = st.sampled_from(["a", "é", "中", "😀", "\n", "\r\n", "\n\n", "\u2581", "\0", " "])
@@ -19,8 +22,10 @@ REUSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks of 16 bytes; returns how many characters a piece has at most, once there is no newline for 24."""
     monkeypatch.setattr(corpus, "PIECE_BYTES", 16)
-    return 16
+    monkeypatch.setattr(corpus, "WHOLE", 24)
+    return 24 + 16
 
 
 def documents(files: list[Path]) -> list[str]:
@@ -43,10 +48,10 @@ def test_text_files_come_whole_in_small_pieces(tmp_path: Path, small_pieces: int
     assert documents(files) == texts
     for file, text in zip(files, texts, strict=True):
         pieces = list(Reader([file]))
-        assert all(len(piece.text.encode()) <= small_pieces for piece in pieces)
+        assert all(len(piece.text) <= small_pieces for piece in pieces)
         assert sum(piece.bytes_read for piece in pieces) == len(text.encode())
-        cuts = pairwise(pieces)
-        assert all(a.text.endswith("\n") or "\n" not in a.text for a, b in cuts if b.text)
+        assert all(a.cut != a.text.endswith("\n") for a, b in pairwise(pieces))
+        assert all(8 < len(a.text) <= 24 and "\n" not in a.text for a in pieces if a.cut)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.booleans())
@@ -55,14 +60,26 @@ def test_json_lines_come_whole_in_small_pieces(tmp_path: Path, small_pieces: int
     lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only) for text in texts]
     (tmp_path / "x.jsonl").write_bytes("\n\n".join(lines).encode())
     assert documents([tmp_path / "x.jsonl"]) == texts
-    assert all(len(piece.text.encode()) <= small_pieces for piece in Reader([tmp_path / "x.jsonl"]))
+    assert all(len(piece.text) <= small_pieces for piece in Reader([tmp_path / "x.jsonl"]))
 
 
-def test_byte_order_mark(tmp_path: Path):
-    """It is not JSON, but it is text."""
-    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
-    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfa")
-    assert documents([tmp_path / "x.jsonl", tmp_path / "x.txt"]) == ["a", "\ufeffa"]
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("name", ["x.txt", "x.md", "x.h", "x.txt.gz", "x.jsonl", "x.jsonl.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, skip: bool):
+    """It is dropped at the beginning of a file, once, and nowhere else."""
+    text = "\ufeffa\ufeff"
+    content = json.dumps({"text": text}, ensure_ascii=False) if "jsonl" in name else text
+    data = codecs.BOM_UTF8 + content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    reader = Reader([tmp_path / name], skipped=Skipped() if skip else None, known=Known() if skip else None)
+    assert [piece.text for piece in reader] == [text]
+
+
+def test_the_place_of_bad_utf8_counts_the_byte_order_mark(tmp_path: Path):
+    for name, before in (("x.txt", b""), ("x.jsonl", b'{"text": "')):
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + before + b"a\xff")
+        with pytest.raises(UserError, match=rf"MZ-212 .*byte {4 + len(before)} \(0xff\)"):
+            documents([tmp_path / name])
 
 
 def test_folders_are_sorted_and_searched_for_text(tmp_path: Path):

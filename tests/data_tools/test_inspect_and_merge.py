@@ -46,8 +46,11 @@ def test_inspect_shows_a_document(command, model: Path, tmp_path: Path):
     tokenizer = open_tokenizer(model)
     write(tmp_path / "x", [[2], [*tokenizer.encode("def f():\n    pass\n"), 2]])
     result = command("inspect", "x", "--tokenizer", model, "--document", 1)
-    assert result.returncode == 0 and "text           def f():\n    pass\n" in result.stdout
-    assert "vocab          400\n" in result.stdout
+    assert result.returncode == 0 and "text           def f():\n    pass\n</s>\n" in result.stdout
+    assert (
+        "vocab          400\n" in result.stdout and "scored         every token counts in the loss\n" in result.stdout
+    )
+    assert "special        </s> is 2, 2 times\nspecial        1 others, which do not occur\n" in result.stdout
 
 
 def test_inspect_empty_data_set(command, tmp_path: Path):

@@ -19,6 +19,7 @@ import pytest
 from data_tools import preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
+from tests.data.test_tokenizer_kinds import GPT2, write_ranks
 from tests.processes import alive, children, until, until_gone
 from tests.quiet import without_heartbeat
 
@@ -89,6 +90,21 @@ def test_what_it_refuses(fails, model: Path, tmp_path: Path):
     fails(1, 209, *line[:2], "none.model", *line[3:], "good.txt")
     fails(2, 190, *line[:6], 0, "--input", "good.txt")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_tokenizer_whose_library_panics_is_one_line(command, tmp_path: Path, workers: int):
+    """The library's own lines come before it."""
+    ranks = write_ranks(tmp_path / "x.tiktoken")
+    told = json.loads((tmp_path / "x.tiktoken.json").read_text()) | {"pattern": rf"(?:a|a)*b(?<=x)|{GPT2}"}
+    (tmp_path / "x.tiktoken.json").write_text(json.dumps(told))
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("good", "a" * 60 + "b")))
+    line = ("--input", "x.jsonl", "--tokenizer", ranks, "--output", "out", "--workers", workers)
+    result = command("preprocess", *line)
+    ours = [line for line in result.stderr.splitlines() if "MZ-" in line or "Traceback" in line]
+    assert result.returncode == 1 and len(ours) == 1, result.stderr
+    assert ours[0].startswith(f"MZ-209 {ranks}: its library fails: ") and "BacktrackLimitExceeded" in ours[0]
+    assert not list(tmp_path.glob("out.bin"))
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def test_duplicates_are_left_out_once(text: list[str], tmp_path: Path, capsys) -
     texts = {f"document {i % 7}\n" * (i % 4) for i in range(20)} - {""} | {"a text of its own"}
     assert origin.documents == len(texts) and origin.text_bytes == sum(map(len, texts))
     assert origin.longest == max(map(len, texts)) + 1 and f"longest {origin.longest} tokens" in said
-    assert "duplicates" in said and "4 rejected" in said
+    assert "duplicates" in said and "4 skipped as bad" in said
     refused = preprocess.main([*text, "--deduplicate", "--part", "1/2", "--output", str(tmp_path / "x")])
     assert refused == 2 and "MZ-190" in capsys.readouterr().err
 
@@ -167,6 +167,6 @@ def test_documents_of_other_tokenizers_are_encoded_whole(
     assert "encoded in parts" not in capsys.readouterr().out
     origin = read_origin(tmp_path / "whole")
     assert origin is not None and origin.tokens == len(made.encode(document).ids) + 1
-    monkeypatch.setattr(preprocess, "WHOLE_BYTES", 7)
+    monkeypatch.setattr("data_tools.corpus.WHOLE", 7)
     assert preprocess.main([*line, "--output", str(tmp_path / "cut")]) == 0
     assert "; 1 documents of more than" in capsys.readouterr().out

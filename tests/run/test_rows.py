@@ -153,3 +153,10 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said(tiny_data: TinyData, tmp_
             "warning: schedule.warmup 5 is longer than run.steps 4: the learning rate ends at 0.0016 and never reaches"
         )
         assert err == (f"{line} optimizer.lr 0.002\n" if said else "")
+
+
+def test_a_vocabulary_that_is_larger_than_the_tokenizers_is_said(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
+    config = tiny_data.load(tmp_path, "model.vocab=512", "data.valid=null", "run.steps=1", "schedule.warmup=0")
+    assert launch(config, "small", 1) == 0
+    used = f"{tiny_data.tokenizer} has 400 ids: 112 rows (21.88%) are never used\n"
+    assert capsys.readouterr().err == f"warning: model.vocab is 512, {used}"

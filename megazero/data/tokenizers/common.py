@@ -1,5 +1,7 @@
 """Serve all kinds of tokenizers: read a file, refuse it in one line, tell whether a text comes back."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,23 @@ class _Coder(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: list[int]) -> str: ...
     def token_bytes(self) -> np.ndarray: ...
+
+
+@contextmanager
+def guarded(path: Path, what: str, do: str) -> Iterator[None]:
+    """Turn whatever a library raises over a tokenizer's file into UserError 209; its Rust panics are no `Exception`."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        said = " ".join(str(error).split())[:120] or type(error).__name__
+        raise UserError(209, f"{what}: {said}", do, where=path) from error
+
+
+def in_use(path: Path) -> AbstractContextManager[None]:
+    """Guard a library at work on text or ids."""
+    return guarded(path, "its library fails", "repair the tokenizer, or leave that text out")
 
 
 def read_tokenizer(path: Path) -> bytes:

@@ -6,8 +6,6 @@ is text here, as everything in it; nothing is put before or behind it.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ from megazero.data.tokenizers.common import (
     SPACE_MARK,
     config_beside,
     gives_back,
+    guarded,
+    in_use,
     read_tokenizer,
     require_extra,
     require_sizes,
@@ -46,19 +46,25 @@ class JsonFile:
         self.path = Path(path)
         content = read_tokenizer(self.path)
         require_extra("tokenizers", "hf", self.path)
-        described = _parse(content, self.path)
-        self._library = _open(content, self.path)
+        with guarded(self.path, "not a file of the tokenizers library", _WHOLE):
+            self._read(content)
+
+    def _read(self, content: bytes) -> None:
+        described = _parse(content)
+        self._library = _open(content)
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         require_sizes(self.vocab_size, self.path)
-        special = {token.content: i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+        added = self._library.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
         beside = config_beside(self.path)
         roles = self._roles(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
         self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
         self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
-        with _refused(self.path):
-            self.lossless = gives_back(self)
+        if self.eod not in added:
+            self._require_no_text(roles["eos_token"])
+        self.lossless = gives_back(self)
         self.cuts_after_newline = False
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
@@ -67,13 +73,22 @@ class JsonFile:
 
     def encode(self, text: str) -> list[int]:
         require_text(text)
-        return self._library.encode(text, add_special_tokens=False).ids
+        with in_use(self.path):
+            return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        return self._library.decode(ids, skip_special_tokens=True)
+        with in_use(self.path):
+            return self._library.decode(ids, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray:
         return self._sizes
+
+    def _require_no_text(self, end: str) -> None:
+        """Refuse an end of documents that ordinary text gives as well. Raises UserError 209."""
+        text = self._library.decode([self.eod], skip_special_tokens=False)
+        if self._sizes[self.eod] == 1 or self.eod in self.encode(text):
+            what = f"{end!r:.40} (id {self.eod}) ends a document, but text gives it as well"
+            raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
     def _template(self) -> dict[str, bytes]:
         """Return the file of a chat template beside it, by its name, if there is one. Raises UserError 209."""
@@ -101,44 +116,30 @@ class JsonFile:
         return {"bos_token": end, "eos_token": end} | named
 
 
-@contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """Turn what the library raises into UserError 209; its panics, too, which are no `Exception`."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
-        raise
-    except BaseException as error:
-        what = f"not a file of the tokenizers library: {' '.join(str(error).split())[:120]}"
-        raise UserError(209, what, _WHOLE, where=path) from None
-
-
-def _parse(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON, once what the library would do with it is known to be a function of the text."""
-    with _refused(path):
-        described = parse_object(content)
-        model = described.get("model")
-        if not isinstance(model, dict):
-            raise ValueError("expected a model in it")
-        if model.get("dropout"):
-            raise ValueError(f"model.dropout {model['dropout']!s:.20} draws ids at random: take it out")
-        ids = model.get("vocab")
-        added = described.get("added_tokens") or []
-        values = ids.values() if isinstance(ids, dict) else ()
-        values = [*values, *(token.get("id") for token in added if isinstance(token, dict))]
-        if odd := next((value for value in values if not isinstance(value, int) or not 0 <= value < MOST_IDS), None):
-            raise ValueError(f"expected ids below {MOST_IDS:,}, got {odd!s:.20}")
+def _parse(content: bytes) -> dict[str, Any]:
+    """Return the JSON. Raises ValueError: the library would not make a function of the text of it."""
+    described = parse_object(content)
+    model = described.get("model")
+    if not isinstance(model, dict):
+        raise ValueError("expected a model in it")
+    if model.get("dropout"):
+        raise ValueError(f"model.dropout {model['dropout']!s:.20} draws ids at random: take it out")
+    ids = model.get("vocab")
+    added = described.get("added_tokens") or []
+    values = ids.values() if isinstance(ids, dict) else ()
+    values = [*values, *(token.get("id") for token in added if isinstance(token, dict))]
+    if odd := next((value for value in values if not isinstance(value, int) or not 0 <= value < MOST_IDS), None):
+        raise ValueError(f"expected ids below {MOST_IDS:,}, got {odd!s:.20}")
     return described
 
 
-def _open(content: bytes, path: Path) -> Any:
+def _open(content: bytes) -> Any:
     import tokenizers
 
-    with _refused(path):
-        library = tokenizers.Tokenizer.from_str(content.decode())
-        library.no_truncation()
-        library.no_padding()
-        library.encode_special_tokens = True
+    library = tokenizers.Tokenizer.from_str(content.decode())
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
     return library
 
 

@@ -21,6 +21,8 @@ from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
 from megazero.data.tokenizers.common import (
     gives_back,
+    guarded,
+    in_use,
     read_tokenizer,
     require_extra,
     require_sizes,
@@ -57,29 +59,30 @@ class RankFile:
         self.path = Path(path)
         content = read_tokenizer(self.path)
         require_extra("tiktoken", "tiktoken", self.path)
-        ranks = ranks_of(content, self.path)
         described = self._described()
-        pattern, special = described["pattern"], described["special_tokens"]
+        with guarded(self.path, "not usable as a rank file", "repair the pattern, or give the whole file"):
+            self._read(content, described)
+
+    def _read(self, content: bytes, described: dict[str, Any]) -> None:
+        ranks = ranks_of(content, self.path)
+        special: dict[str, int] = described["special_tokens"]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
         require_sizes(self.vocab_size, self.path)
+        self._known = {*ranks.values()}
+        if odd := next((name for name, i in special.items() if i in self._known), None):
+            what = f"special token {odd!r:.40} has the id {special[odd]}, which is that of a rank"
+            raise UserError(209, what, "give it an id of its own", where=f"{self.path}.json")
         self.eod: int = special[described["eod"]]
-        self.bos: int = special.get(described.get("bos"), self.eod)
-        self.specials: dict[str, int] = special
-        self._special_ids = set(special.values())
+        self.bos: int = special[described.get("bos") or described["eod"]]
+        self.specials = special
         self._sizes = np.zeros(self.vocab_size, np.int64)
         for token, rank in ranks.items():
             self._sizes[rank] = len(token)
         import tiktoken
 
-        try:
-            self._library = tiktoken.Encoding(
-                self.path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-            )
-            self._known = {*ranks.values()}
-            self.lossless = gives_back(self)
-        except (ValueError, KeyError) as error:
-            what = f"not usable as a rank file: {' '.join(str(error).split())[:120]}"
-            raise UserError(209, what, "mend the pattern, or give the whole file", where=self.path) from None
+        made_of = {"pat_str": described["pattern"], "mergeable_ranks": ranks, "special_tokens": special}
+        self._library = tiktoken.Encoding(self.path.name, **made_of)
+        self.lossless = gives_back(self)
         self.cuts_after_newline = False
         told = json.dumps(described, indent=1).encode()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + json.dumps(described, sort_keys=True).encode())
@@ -87,10 +90,12 @@ class RankFile:
 
     def encode(self, text: str) -> list[int]:
         require_text(text)
-        return self._library.encode_ordinary(text)
+        with in_use(self.path):
+            return self._library.encode_ordinary(text)
 
     def decode(self, ids: list[int]) -> str:
-        return self._library.decode([i for i in ids if i in self._known])
+        with in_use(self.path):
+            return self._library.decode([i for i in ids if i in self._known])
 
     def token_bytes(self) -> np.ndarray:
         return self._sizes
@@ -109,15 +114,18 @@ class RankFile:
             raise UserError(210, what, 'put it there, with "pattern", "special_tokens" and "eod"', where=self.path)
         try:
             found = parse_object(read_file(beside, _BESIDE_BYTES))
-            pattern, special, end = found.get("pattern"), found.get("special_tokens"), found.get("eod")
+            if missing := [f'"{key}"' for key in ("pattern", "special_tokens", "eod") if key not in found]:
+                raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+            pattern, special = found["pattern"], found["special_tokens"]
             if not isinstance(pattern, str) or not 0 < len(pattern) <= _PATTERN:
-                raise ValueError(f'expected under "pattern" at most {_PATTERN:,} characters')
+                raise ValueError(f'expected under "pattern" a text of at most {_PATTERN:,} characters')
             if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
                 raise ValueError('expected under "special_tokens" names with their ids')
-            if end not in special:
-                raise ValueError('expected under "eod" one of the special tokens')
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(209, f"cannot be read: {error}", "mend it", where=beside) from error
+            for key in ("eod", "bos") if found.get("bos") is not None else ("eod",):
+                if not isinstance(found[key], str) or found[key] not in special:
+                    raise ValueError(f'expected under "{key}" one of the special tokens, got {found[key]!r:.40}')
+        except (OSError, ValueError) as error:
+            raise UserError(209, f"cannot be read: {error}", "repair it", where=beside) from error
         return {key: found[key] for key in ("pattern", "special_tokens", "eod", "bos") if key in found}
 
 

@@ -25,7 +25,9 @@ from megazero.base.errors import UserError
 from megazero.data.tokenizers.common import (
     SPACE_MARK,
     gives_back,
+    guarded,
     how_to_make,
+    in_use,
     read_tokenizer,
     require_sizes,
     require_text,
@@ -51,34 +53,33 @@ class SentencePiece:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         content = read_tokenizer(self.path)
+        if _looks_like_ranks(content):
+            what = "expected a SentencePiece model, got byte pairs with their ranks"
+            raise UserError(209, what, "name it NAME.tiktoken", where=path)
+        with guarded(self.path, "expected a SentencePiece model, cannot parse it", how_to_make(self.path)):
+            self._read(content)
+
+    def _read(self, content: bytes) -> None:
         self._bytes_of_mark: list[int] | None = None
         self._words: _Remembered | None = None
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-            self.vocab_size: int = self._model.vocab_size()
-            require_sizes(self.vocab_size, self.path)
-            self.eod: int = self._model.eos_id()
-            self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
-            self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
-            bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-            if all(self._model.is_byte(i) for i in bytes_of_mark):
-                self._bytes_of_mark = bytes_of_mark
-            settings = settings_of(content)
-            self.lossless = gives_back(self) and not settings.has_rules
-            if not self.lossless:
-                self._bytes_of_mark = None  # each part of the text would get a prefix of its own
-            elif settings.kind == BPE:
-                self._words = self._remembered()
-        except (RuntimeError, ValueError, IndexError) as error:  # also words of the library's that are no UTF-8
-            if isinstance(error, UserError):
-                raise
-            what, do = "expected a SentencePiece model, cannot parse it", how_to_make(self.path)
-            if _looks_like_ranks(content):
-                what, do = "expected a SentencePiece model, got byte pairs with their ranks", "name it NAME.tiktoken"
-            raise UserError(209, what, do, where=path) from error
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        self.vocab_size: int = self._model.vocab_size()
+        require_sizes(self.vocab_size, self.path)
+        self.eod: int = self._model.eos_id()
         if self.eod < 0:
             what = f"expected a </s>, which ends a document, got id {self.eod}"
-            raise UserError(210, what, how_to_make(self.path), where=path)
+            raise UserError(210, what, how_to_make(self.path), where=self.path)
+        self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
+        self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
+        bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        if all(self._model.is_byte(i) for i in bytes_of_mark):
+            self._bytes_of_mark = bytes_of_mark
+        settings = settings_of(content)
+        self.lossless = gives_back(self) and not settings.has_rules
+        if not self.lossless:
+            self._bytes_of_mark = None  # each part of the text would get a prefix of its own
+        elif settings.kind == BPE:
+            self._words = self._remembered()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content)
         controls = (i for i in range(self.vocab_size) if self._model.is_control(i))
         self.specials = {self._model.id_to_piece(i): i for i in {self.bos, self.eod, *controls}}
@@ -87,17 +88,19 @@ class SentencePiece:
 
     def encode(self, text: str) -> list[int]:
         require_text(text)
-        if self._bytes_of_mark is None:
-            return self._model.encode(text)
-        first, *others = text.split(SPACE_MARK)
-        ids = self._ids(first)
-        for part in others:
-            ids += self._bytes_of_mark
-            ids += self._ids(part)
-        return ids
+        with in_use(self.path):
+            if self._bytes_of_mark is None:
+                return self._model.encode(text)
+            first, *others = text.split(SPACE_MARK)
+            ids = self._ids(first)
+            for part in others:
+                ids += self._bytes_of_mark
+                ids += self._ids(part)
+            return ids
 
     def decode(self, ids: list[int]) -> str:
-        return self._model.decode(ids)
+        with in_use(self.path):
+            return self._model.decode(ids)
 
     def token_bytes(self) -> np.ndarray:
         return self._sizes
