@@ -1,7 +1,7 @@
 """Certify that every layout computes the model that one process does.
 
-    layouts_of   all layouts of up to N ranks that the config's model admits; of too many a sample in which every two
-                 values that go together somewhere occur together, and more spread evenly over the rest
+    layouts_of   returns all layouts of up to N ranks that the config's model admits
+    sample_of    returns some of them: first those in which most values go together for the first time
     certify      the same model, data and steps on one process and in each layout, compared parameter by parameter:
                  initial weights, the first step's gradients, weights after all steps, loss and gradient norm
 
@@ -11,6 +11,7 @@ Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what mu
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -124,23 +125,39 @@ def alone_of(config: Config) -> Job:
 
 
 def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
-    """Return at most about `number` of them: first a cover of every pair of values, then evenly spread over the rest.
+    """Return `number` of them: first a cover of every pair of values, then evenly spread over the rest.
 
-    The cover alone may have more than `number`; of fewer layouts all are returned.
+    Of fewer layouts all are returned; a number smaller than the cover's gives those of it that have most pairs.
     """
     if len(layouts) <= number:
         return list(layouts)
-    pairs = {layout: _pairs(layout) for layout in layouts}
-    missing = set().union(*pairs.values())
-    chosen: list[Job] = []
-    while missing:
-        best = max(layouts, key=lambda layout: len(pairs[layout] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
+    chosen = cover_of(layouts)[:number]
     taken = set(chosen)
     rest = [layout for layout in layouts if layout not in taken]
-    more = max(number - len(chosen), 0)
+    more = number - len(chosen)
     return chosen + [rest[i * len(rest) // more] for i in range(more)]
+
+
+def cover_of(layouts: Sequence[Job]) -> list[Job]:
+    """Return layouts in which every two values go together that do so in any; those with most new pairs come first."""
+    pairs = [_pairs(layout) for layout in layouts]
+    missing, chosen = set().union(*pairs), []
+    best_first = sorted((-len(own), k) for k, own in enumerate(pairs))  # a heap; new pairs only become fewer
+    while missing:
+        _, k = heappop(best_first)
+        gain = (-len(pairs[k] & missing), k)
+        if best_first and gain > best_first[0]:
+            heappush(best_first, gain)
+        else:
+            chosen.append(layouts[k])
+            missing -= pairs[k]
+    return chosen
+
+
+def pairs_missed(layouts: Sequence[Job], chosen: Sequence[Job]) -> tuple[int, int]:
+    """Return how many pairs of values go together in no chosen layout, and in how many do in some layout."""
+    every, covered = (set().union(*map(_pairs, some)) for some in (layouts, chosen))
+    return len(every - covered), len(every)
 
 
 class Certificate:

@@ -10,7 +10,15 @@ import pytest
 from megazero.__main__ import main
 from megazero.config.schema import Config
 from megazero.plan.job import Job
-from megazero.tools.certify.certify import TENSOR, alone_of, certify, layouts_of, sample_of
+from megazero.tools.certify.certify import (
+    TENSOR,
+    alone_of,
+    certify,
+    cover_of,
+    layouts_of,
+    pairs_missed,
+    sample_of,
+)
 from megazero.tools.certify.tolerances import GRADIENT_FP32
 from megazero.zero.unit import Unit
 from tests.tiny_run import TinyData
@@ -53,7 +61,7 @@ def faults_of(config: Config, layouts: list[Job], steps: int) -> list[str]:
 def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
     """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
     config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
-    layouts = sample_of(layouts_of(config, ranks), 1)
+    layouts = cover_of(layouts_of(config, ranks))
     assert len(layouts) >= 5 and {layout.ranks for layout in layouts} == set(range(2, ranks + 1))
     assert faults_of(config, layouts, 2) == []
 
@@ -168,7 +176,7 @@ def test_a_doubled_gradient_is_found_and_named(
             "--max-ranks",
             "2",
             "--layouts",
-            "1",
+            str(len(cover_of(layouts_of(config, 2)))),
             "--steps",
             "2",
             *SMALL,
@@ -201,11 +209,15 @@ def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path:
     assert len(layouts) == len(set(layouts)) > 150
     assert max(layout.ranks for layout in layouts) == 8
     assert all(layout.pipeline * layout.chunks <= 4 and layout.tensor in (1, 2, 4, 8) for layout in layouts)
-    cover = sample_of(layouts, 1)
+    cover = cover_of(layouts)
     for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         assert {layout.stage for layout in cover if layout.schedule == schedule} == {0, 1, 2, 3}
     assert {(one.sequence, one.tensor_chunks) for one in cover if one.tensor > 1} == set(TENSOR[True])
     assert sample_of(layouts, 100)[: len(cover)] == cover and len(sample_of(layouts, 100)) == 100
+    assert pairs_missed(layouts, cover)[0] == 0
+    few = sample_of(layouts, 6)
+    missed, pairs = pairs_missed(layouts, few)
+    assert few == cover[:6] and 0 < missed < pairs
 
 
 def test_nothing_to_compare_is_no_certificate(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:
