@@ -45,6 +45,7 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
             pairs_missed,
             sample_of,
             table,
+            with_one_process,
         )
 
     interruption.check()
@@ -60,10 +61,10 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     if missed:
         tell(f"{len(layouts)} of {len(allowed)} layouts: {missed} of {pairs} pairs of values are in none of them")
     ACTIVITIES.now("comparing layouts", "")
-    rows = []
-    for row in certify(config, layouts, options.steps, interruption):
+    compared, rows = with_one_process(layouts), []
+    for row in certify(config, compared, options.steps, interruption):
         rows.append(row)
-        tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
+        tell(f"{len(rows)}/{len(compared)} {row.layout}: {row.fault or row.summary}")
     found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
     answer(json.dumps(found, indent=1) if options.json else shape(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0
