@@ -15,7 +15,7 @@ from megazero.launcher.interruption import Interruption
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options to its parser, which has those of a config."""
     parser.add_argument("--max-ranks", type=at_least(1, int, 32), default=8, help="of a layout (default: 8)")
-    layouts = "how many of all that the ranks allow; more where every two values need more to meet (default: 160)"
+    layouts = "the most to compare, first those with most pairs of values together (default: 160)"
     parser.add_argument("--layouts", type=at_least(1, int), default=160, help=layouts)
     steps = "training steps to compare (default: 4)"
     parser.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
@@ -38,23 +38,34 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
 
     config = with_micro(load(options.config, options.overrides), options.max_ranks)
     with doing("loading torch"):
-        from megazero.tools.certify.certify import as_json, certify, layouts_of, narrow_table, sample_of, table
+        from megazero.tools.certify.certify import (
+            as_json,
+            certify,
+            layouts_of,
+            narrow_table,
+            pairs_missed,
+            sample_of,
+            table,
+            with_one_process,
+        )
 
     interruption.check()
     if options.plant or options.fault:
         return _plant(config, options, interruption)
     with doing("choosing layouts"):
-        layouts = sample_of(layouts_of(config, options.max_ranks), options.layouts)
+        allowed = layouts_of(config, options.max_ranks)
+        layouts = sample_of(allowed, options.layouts)
     if not layouts:
         what = f"no layout of up to {options.max_ranks} ranks to compare with one process"
         raise UserError(106, what, "raise --max-ranks, or batch.global", where="certify")
-    if len(layouts) > options.layouts:
-        tell(f"{len(layouts)} layouts, not {options.layouts}: as many are needed to have every two values together")
+    missed, pairs = pairs_missed(allowed, layouts)
+    if missed:
+        tell(f"{len(layouts)} of {len(allowed)} layouts: {missed} of {pairs} pairs of values are in none of them")
     ACTIVITIES.now("comparing layouts", "")
-    rows = []
-    for row in certify(config, layouts, options.steps, interruption):
+    compared, rows = with_one_process(layouts), []
+    for row in certify(config, compared, options.steps, interruption):
         rows.append(row)
-        tell(f"{len(rows)}/{len(layouts)} {row.layout}: {row.fault or row.summary}")
+        tell(f"{len(rows)}/{len(compared)} {row.layout}: {row.fault or row.summary}")
     found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
     answer(json.dumps(found, indent=1) if options.json else shape(rows, config, options.steps))
     return 1 if any(row.fault for row in rows) else 0

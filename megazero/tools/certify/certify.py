@@ -1,9 +1,11 @@
-"""Certify that every layout computes the model that one process does.
+"""Certify that every layout computes the model that one process does, and one process the model of a reference.
 
-    layouts_of   all layouts of up to N ranks that the config's model admits; of too many a sample in which every two
-                 values that go together somewhere occur together, and more spread evenly over the rest
-    certify      the same model, data and steps on one process and in each layout, compared parameter by parameter:
-                 initial weights, the first step's gradients, weights after all steps, loss and gradient norm
+    layouts_of   returns all layouts of up to N ranks that the config's model admits
+    sample_of    returns some of them: first those in which most values go together for the first time
+    certify      trains the same model on the same data in each layout, and compares it with one process parameter by
+                 parameter: initial weights, the first step's gradients, weights after all steps, loss, gradient norm.
+                 Compares one process, and what any layout sends as integers, with the independent reference
+                 (`reference.py`), because a fault in code that both sides run is the same on both
 
 Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what must be equal to what, and how exactly.
 """
@@ -11,6 +13,7 @@ Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what mu
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -22,16 +25,19 @@ from megazero.base.errors import UserError
 from megazero.build.job import job_of, laid_out
 from megazero.build.pipeline import check_world
 from megazero.config.schema import Config
+from megazero.launcher.environment import RankContext
 from megazero.launcher.interruption import Interruption
 from megazero.launcher.scratch import scratch_folder
 from megazero.launcher.spawn import run_local
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES
 from megazero.plan.search import DISKS, INPUTS_ON_DISKS, OFFLOAD, RECOMPUTE
+from megazero.tools.certify.codes import codes_apart
+from megazero.tools.certify.comparison import times_of
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.state import Certified, compare_all
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
-from megazero.tools.certify.training import Plant, nothing, settings, train_rank
+from megazero.tools.certify.training import Plant, follow_rank, nothing, settings, train_rank
 from megazero.tools.planning.allowed import allowed_by_rules
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2))
@@ -50,15 +56,8 @@ _SPREAD = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_rank
 _SPREAD += ("schedule",)
 _SHOWN = (*_SPREAD, "chunks", "recompute", "partition")  # of a layout in JSON
 _SHOWN += ("parameter_bits", "gradient_bits", "error_feedback")
-_PAIRED = (
-    *_SPREAD,
-    "recompute",
-    "offloaded",
-    "delayed",
-    "parameter_bits",
-    "gradient_bits",
-    "error_feedback",
-)  # in a sample every two values that go together occur
+# In a sample every two values of these that go together occur.
+_PAIRED = (*_SPREAD, "recompute", "offloaded", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
 
 
 @dataclass(frozen=True)
@@ -110,23 +109,39 @@ def alone_of(config: Config) -> Job:
 
 
 def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
-    """Return at most about `number` of them: first a cover of every pair of values, then evenly spread over the rest.
+    """Return `number` of them: first a cover of every pair of values, then evenly spread over the rest.
 
-    The cover alone may have more than `number`; of fewer layouts all are returned.
+    Of fewer layouts all are returned; a number smaller than the cover's gives those of it that have most pairs.
     """
     if len(layouts) <= number:
         return list(layouts)
-    pairs = {layout: _pairs(layout) for layout in layouts}
-    missing = set().union(*pairs.values())
-    chosen: list[Job] = []
-    while missing:
-        best = max(layouts, key=lambda layout: len(pairs[layout] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
+    chosen = cover_of(layouts)[:number]
     taken = set(chosen)
     rest = [layout for layout in layouts if layout not in taken]
-    more = max(number - len(chosen), 0)
+    more = number - len(chosen)
     return chosen + [rest[i * len(rest) // more] for i in range(more)]
+
+
+def cover_of(layouts: Sequence[Job]) -> list[Job]:
+    """Return layouts in which every two values go together that do so in any; those with most new pairs come first."""
+    pairs = [_pairs(layout) for layout in layouts]
+    missing, chosen = set().union(*pairs), []
+    best_first = sorted((-len(own), k) for k, own in enumerate(pairs))  # a heap; new pairs only become fewer
+    while missing:
+        _, k = heappop(best_first)
+        gain = (-len(pairs[k] & missing), k)
+        if best_first and gain > best_first[0]:
+            heappush(best_first, gain)
+        else:
+            chosen.append(layouts[k])
+            missing -= pairs[k]
+    return chosen
+
+
+def pairs_missed(layouts: Sequence[Job], chosen: Sequence[Job]) -> tuple[int, int]:
+    """Return how many pairs of values go together in no chosen layout, and in how many do in some layout."""
+    every, covered = (set().union(*map(_pairs, some)) for some in (layouts, chosen))
+    return len(every - covered), len(every)
 
 
 class Certificate:
@@ -144,11 +159,14 @@ class Certificate:
         self._config, self._steps = settings(config), steps
         self.alone = alone_of(config)
         self._interruption = interruption or Interruption()
-        self._references: dict[bool, Results] = {}
+        self._alone: dict[bool, Results] = {}
+        self._followed: dict[bool, Results] = {}
         torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
 
     def row(self, layout: Job, plant: Plant = nothing) -> Row:
-        """Compare what a layout computes with one process.
+        """Compare what a layout computes with one process, and one process with the independent reference.
+
+        What is sent as integers is compared with that reference in any layout.
 
         Args:
             plant: what is changed on its ranks before they begin.
@@ -159,38 +177,89 @@ class Certificate:
         """
         model = self._config.model
         assert model.kv_heads is not None, "a resolved config"
-        alone = self._reference(layout.delayed)
-        ranks, fault = self._results(layout, plant)
+        expected = self._reference(layout.delayed) if layout.ranks == 1 else self.one_process(layout.delayed)
+        if layout.ranks == 1 and plant is nothing:
+            ranks, fault = [self.one_process(layout.delayed)], None
+        else:
+            ranks, fault = self._trained(layout, plant)
         if fault:
             return Row(layout=layout, fault=fault)
         tolerance = _tolerance(self._config, layout)
-        return Row(layout=layout, **vars(compare_all(ranks, alone, model.heads, model.kv_heads, tolerance)))
+        row = Row(layout=layout, **vars(compare_all(ranks, expected, model.heads, model.kv_heads, tolerance)))
+        return _with_codes(row, ranks) if layout.gradient_bits or layout.parameter_bits else row
+
+    def one_process(self, delayed: bool) -> Results:
+        """Return the results of one process, which is delayed as the layouts are that are compared with it.
+
+        Raises:
+            UserError: 303, it does not get through.
+        """
+        if delayed not in self._alone:
+            self._alone[delayed] = self._of_one(*self._trained(one_process(self.alone, delayed=delayed), nothing))
+        return self._alone[delayed]
 
     def _reference(self, delayed: bool) -> Results:
-        """Return the results of one process, which is delayed as the layouts are that are compared with it."""
-        if delayed not in self._references:
-            layout = replace(self.alone, offload_optimizer=True, delayed=True) if delayed else self.alone
-            ranks, fault = self._results(layout, nothing)
-            if fault is not None:
-                raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
-            self._references[delayed] = ranks[0]
-        return self._references[delayed]
-
-    def _results(self, layout: Job, plant: Plant) -> tuple[list[Results], str | None]:
-        """Return what each rank computed; or why it did not."""
-        lines: list[str] = []
-        name = f"{self._config.precision.dtype} {layout}"
-        with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
-            config = _configured(self._config, layout, folder)
-            code = run_local(
-                layout.ranks,
-                lambda place: train_rank(place, config, self._steps, folder, plant),
-                lambda statuses, line: lines.append(line),
-                signalled=self._interruption.end,
+        """Return the results of the independent reference."""
+        if delayed not in self._followed:
+            found = self._results(
+                f"the reference of {self._config.precision.dtype}",
+                1,
+                lambda folder: lambda place: follow_rank(self._config, self._steps, folder, late=delayed),
             )
+            self._followed[delayed] = self._of_one(*found)
+        return self._followed[delayed]
+
+    def _of_one(self, ranks: list[Results], fault: str | None) -> Results:
+        if fault is not None:
+            raise UserError(303, f"one process did not train: {fault}", "see the line above", where="certify")
+        return ranks[0]
+
+    def _trained(self, layout: Job, plant: Plant) -> tuple[list[Results], str | None]:
+        """Return what each rank of a layout computed; or why it did not."""
+
+        def work(folder: Path) -> Callable[[RankContext], None]:
+            config = _configured(self._config, layout, folder)
+            return lambda place: train_rank(place, config, self._steps, folder, plant)
+
+        return self._results(f"{self._config.precision.dtype} {layout}", layout.ranks, work)
+
+    def _results(
+        self, name: str, ranks: int, work: Callable[[Path], Callable[[RankContext], None]]
+    ) -> tuple[list[Results], str | None]:
+        """Return what some ranks wrote; or why they did not.
+
+        Args:
+            work: called with the folder to write to, returns what each rank runs.
+        """
+        lines: list[str] = []
+        with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
+            run, noted = work(folder), lambda statuses, line: lines.append(line)
+            code = run_local(ranks, run, noted, signalled=self._interruption.end)
             if code:
                 return [], lines[-1] if lines else f"exit code {code}"
-            return [load_results(folder, rank) for rank in range(layout.ranks)], None
+            return [load_results(folder, rank) for rank in range(ranks)], None
+
+
+def one_process(alone: Job, *, delayed: bool) -> Job:
+    """Return the job of one process, whose updates may be delayed."""
+    return replace(alone, offload_optimizer=True, delayed=True) if delayed else alone
+
+
+def with_one_process(layouts: Sequence[Job]) -> list[Job]:
+    """Return layouts of one config with the processes alone in front that they are compared with."""
+    delays = dict.fromkeys(layout.delayed for layout in layouts)
+    return [*(one_process(layouts[0].alone, delayed=delayed) for delayed in sorted(delays)), *layouts]
+
+
+def _with_codes(row: Row, ranks: Sequence[Results]) -> Row:
+    """Return the row with the comparison of what was sent as integers."""
+    layout, times, fault = row.layout, 0.0, row.fault
+    bits = (layout.parameter_bits, layout.gradient_bits)
+    for where, apart, tolerance in codes_apart(ranks, *bits, feedback=layout.error_feedback):
+        times = max(times, times_of(apart, tolerance))
+        if fault is None and not apart <= tolerance:
+            fault = f"{where}: {apart:.1e} > {tolerance:.0e}"
+    return replace(row, fault=fault, times={**row.times, "codes": times})
 
 
 def certify(
@@ -205,7 +274,8 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
     """Return the rows as a table in Markdown."""
     tolerance = _tolerance(config)
     lines = [
-        f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process: relative differences",
+        f"{_counted(rows)}, {steps} steps in {config.precision.dtype}, against one process, and this against an "
+        "independent reference: relative differences",
         "",
         "| layout | ranks | bitwise equal | loss | gradient norm | first gradients | weights "
         "| moments | update | its size | beyond its tolerance |",
@@ -226,7 +296,8 @@ def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
     tolerance = _tolerance(config)
     limits = (tolerance.loss, tolerance.norm, tolerance.gradients, tolerance.weights)
     lines = [
-        f"{len(rows)} layouts, {steps} steps in {config.precision.dtype}, against one process:",
+        f"{_counted(rows)}, {steps} steps in {config.precision.dtype}, against one process,",
+        "and this against an independent reference:",
         "relative differences, in an update of Adam's moments too",
         "",
         "layout",
@@ -264,7 +335,8 @@ def _tolerance(config: Config, layout: Job | None = None) -> Tolerance:
     """Return the tolerances of a layout; None: of those that send nothing as integers."""
     job = layout or alone_of(config)
     bits = {"parameter_bits": job.parameter_bits, "gradient_bits": job.gradient_bits}
-    return tolerance_of(config.precision.dtype, reduced=job.bytes.summed < job.bytes.gradient, **bits)
+    summed = layout is None or layout.ranks > 1  # one process sums nothing
+    return tolerance_of(config.precision.dtype, reduced=summed and job.bytes.summed < job.bytes.gradient, **bits)
 
 
 def _configured(config: Config, layout: Job, folder: Path) -> Config:
@@ -302,6 +374,10 @@ def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
     values = {name: getattr(layout, name) for name in _PAIRED}
     values |= {"inputs": layout.inputs}
     return set(combinations(values.items(), 2))
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    return f"{sum(row.layout.ranks > 1 for row in rows)} layouts"
 
 
 def _number(value: float) -> str:

@@ -47,7 +47,9 @@ def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int,
             found.see("loss", step, "loss", number, difference([rank.losses[step]], [loss]))
             # From the second step on it is the norm at weights that have gone apart themselves.
             kind = "norm" if step == 0 else "later norm"
-            found.see(kind, step, "gradient norm", number, difference([rank.norms[step]], [norm]))
+            skipped = alone.skips[step][0] and rank.skips[step][0]  # the norm of neither is a number
+            apart = 0.0 if skipped else difference([rank.norms[step]], [norm])
+            found.see(kind, step, "gradient norm", number, apart)
         for kind, step, theirs in snapshots:
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}

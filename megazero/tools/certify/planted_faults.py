@@ -22,16 +22,23 @@ from megazero.tools.certify.planted_on_the_way import (
     added_twice,
     block_of,
     inputs_of_another_block,
+    inverted_residuals,
+    larger_own,
+    larger_scales,
     lost_on_the_way,
+    lost_residuals,
     scales_of_another,
     stale_neighbours,
+    truncated_codes,
     unwritten,
 )
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
 
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
 Variant = Callable[[Job], Job]  # of a job on one process
+ALONE: Variant = replace  # the reference alone can find what is on both sides of a comparison with it
 DATA: Variant = partial(replace, data=2, stage=1)
 SHARDED: Variant = partial(replace, data=2, stage=3)
 PIPELINE: Variant = partial(replace, pipeline=2)
@@ -41,6 +48,8 @@ OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer=True)
 ON_DISKS: Variant = partial(replace, data=2, stage=2, disk_optimizer=True)
 DISK_INPUTS: Variant = partial(replace, tensor=2, recompute="full", partition=True, disk_inputs=True)
 QUANTISED: Variant = partial(replace, data=2, stage=3, parameter_bits=8, gradient_bits=8)
+CODES: Variant = partial(replace, data=2, stage=2, gradient_bits=4)
+FED_BACK: Variant = partial(replace, data=2, stage=2, gradient_bits=8, error_feedback=True)
 NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer=True, delayed=True)
 
@@ -53,6 +62,7 @@ class Fault:
         what: what is wrong, in a few words.
         layout: the layout that it is planted into.
         least: how many times its tolerance some measure has to be.
+        dtypes: in which precisions it can be.
     """
 
     name: str
@@ -60,6 +70,7 @@ class Fault:
     layout: Variant
     plant: Plant
     least: float = 1.0
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def _of_one_rank(plant: Plant) -> Plant:
@@ -79,20 +90,36 @@ def _around_update(rig: Rig, wrong: Callable[[Callable[..., None], Unit, dict[st
     optimizer.update = lambda unit, **how: wrong(update, unit, how)  # type: ignore[method-assign]
 
 
-def _change_decay(optimizer: Optimizer, decay: Callable[[float], float]) -> None:
+def _change_pieces(optimizer: Optimizer, change: Callable[[Any], dict[str, float]]) -> None:
     assert isinstance(optimizer, AdamW), "the fault is planted in it"
     optimizer._pieces = {
-        unit: [replace(piece, decay=decay(piece.decay)) for piece in pieces]
-        for unit, pieces in optimizer._pieces.items()
+        unit: [replace(piece, **change(piece)) for piece in pieces] for unit, pieces in optimizer._pieces.items()
     }
 
 
 def no_decay(rig: Rig) -> None:
-    _change_decay(rig.built.engine.optimizer, lambda decay: 0.0)
+    _change_pieces(rig.built.engine.optimizer, lambda piece: {"decay": 0.0})
 
 
 def misplaced_decay(rig: Rig) -> None:
-    _change_decay(rig.built.engine.optimizer, lambda decay: DECAY - decay)
+    _change_pieces(rig.built.engine.optimizer, lambda piece: {"decay": DECAY - piece.decay})
+
+
+def one_rate(rig: Rig) -> None:
+    _change_pieces(rig.built.engine.optimizer, lambda piece: {"lr_factor": 1.0})
+
+
+def counted_skip(rig: Rig) -> None:
+    def wrong(update: Callable[..., None], unit: Unit, how: dict[str, Any]) -> None:
+        update(unit, **how)
+        for step in rig.built.engine.optimizer.steps(unit):
+            step += how["skip"]
+
+    _around_update(rig, wrong)
+
+
+def kept_scale(rig: Rig) -> None:
+    rig.built.engine.loss_scale.update = lambda finite, counts: None  # type: ignore[method-assign]
 
 
 def loose_clip(rig: Rig) -> None:
@@ -230,6 +257,19 @@ def targets_of_another(rig: Rig) -> None:
     rig.feed = wrong
 
 
+def _fed(rig: Rig, wrong: Callable[[StageInputs], StageInputs]) -> None:
+    feed = rig.feed
+    rig.feed = lambda batch, step, training: wrong(feed(batch, step, training))
+
+
+def across_documents(rig: Rig) -> None:
+    _fed(rig, lambda own: replace(own, now=replace(own.now, documents=None)))
+
+
+def all_scored(rig: Rig) -> None:
+    _fed(rig, lambda own: replace(own, valid_SB=torch.ones_like(own.valid_SB)))
+
+
 def masks_of_another_layer(rig: Rig) -> None:
     """Give the blocks of a pipeline rank numbers from 0."""
     if rig.grid["pipeline"].rank == 0:
@@ -295,6 +335,12 @@ FAULTS = (
     Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, loose_clip, 10),
     Fault("frozen-norms", "norms are never updated", DATA, frozen_norms, 10),
     Fault("wrong-lr", "the learning rate is 2 % too large", DATA, wrong_lr, 10),
+    Fault("one-rate", "all groups learn at one rate, on both sides", ALONE, one_rate, 10),
+    Fault("loose-clip-alone", "the clip is 3 times as much, on both sides", ALONE, loose_clip, 10),
+    Fault("across-documents", "attention crosses documents, on both sides", ALONE, across_documents),
+    Fault("all-scored", "targets of other documents are scored, on both sides", ALONE, all_scored),
+    Fault("counted-skip", "Adam counts a skipped step, on both sides", ALONE, counted_skip, dtypes=("fp16",)),
+    Fault("kept-scale", "the loss scale stays when gradients overflow", DATA, kept_scale, dtypes=("fp16",)),
     Fault("bias-correction", "Adam's bias correction counts one update more", DATA, late_bias_correction),
     Fault("swapped-betas", "Adam's betas are swapped", DATA, swapped_betas),
     Fault("no-update", "one rank never updates its part of a block", SHARDED, _of_one_rank(no_update)),
@@ -318,6 +364,23 @@ FAULTS = (
     Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, stale_neighbours),
     Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, added_twice),
     Fault("other-scales", "a block of codes is multiplied by another one's scale", QUANTISED, scales_of_another),
+    Fault("truncated-codes", "codes are truncated instead of rounded", CODES, truncated_codes),
+    Fault("larger-scales", "scales of codes are 2 % too large", CODES, larger_scales),
+    Fault("larger-own", "a rank adds 1.02 times its own gradients to the others' codes", CODES, larger_own),
+    Fault(
+        "lost-residuals",
+        "rounding errors of codes are not sent with the next gradients",
+        FED_BACK,
+        lost_residuals,
+        dtypes=DTYPES[:3],
+    ),
+    Fault(
+        "inverted-residuals",
+        "rounding errors of codes are subtracted from the next gradients",
+        FED_BACK,
+        inverted_residuals,
+        dtypes=DTYPES[:3],
+    ),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),
     Fault("held-twice", "a piece of a parameter is held twice", DATA, _of_one_rank(held_twice)),
     Fault("held-by-nobody", "an element is held by nobody", DATA, _of_one_rank(held_by_nobody)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from megazero.comm.home import Access
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.tools.certify.training import Rig
+from megazero.zero.quantized import Quantizer
 from megazero.zero.unit import Unit
 
 
@@ -64,9 +66,66 @@ def stale_neighbours(rig: Rig) -> None:
     second.forget = lambda: None  # type: ignore[method-assign]
 
 
-def added_twice(rig: Rig) -> None:
-    quantizer = block_of(rig).quantizers.gradients
+def _gradients_of(unit: Unit) -> Quantizer:
+    quantizer = unit.quantizers.gradients
     assert quantizer is not None, "the layout quantises gradients"
+    return quantizer
+
+
+def _before(rig: Rig, method: str, wrong: Callable[..., object]) -> None:
+    """Call `wrong(quantizer, ...)` before a method of what quantises the gradients of a block."""
+    quantizer = _gradients_of(block_of(rig))
+    right = getattr(quantizer, method)
+
+    def both(*given: Any, **options: Any) -> Any:
+        wrong(quantizer, *given)
+        return right(*given, **options)
+
+    object.__setattr__(quantizer, method, both)
+
+
+def lost_residuals(rig: Rig) -> None:
+    _before(rig, "_quantize", lambda quantizer, *given: quantizer.residuals.zero_())
+
+
+def inverted_residuals(rig: Rig) -> None:
+    _before(rig, "_quantize", lambda quantizer, codes, x, number: quantizer.residuals[number].neg_())
+
+
+def larger_own(rig: Rig) -> None:
+    _before(rig, "_start_exchange", lambda quantizer, parts, out, axis, *rest: parts[axis.rank].mul_(1.02))
+
+
+def _coded_otherwise(rig: Rig, wrong: Callable[[Callable[..., None], Tensor, Tensor, int], None]) -> None:
+    quantizer = _gradients_of(block_of(rig))
+    right = quantizer.ops.quantize_
+    ops = replace(quantizer.ops, quantize_=lambda codes, x, bits: wrong(right, codes, x, bits))
+    object.__setattr__(quantizer, "ops", ops)
+
+
+def truncated_codes(rig: Rig) -> None:
+    def wrong(right: Callable[..., None], codes: Tensor, x: Tensor, bits: int) -> None:
+        blocks = x.view(-1, BLOCK)
+        step = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        right(codes, (step * (blocks / step).trunc().nan_to_num()).flatten(), bits)
+
+    _coded_otherwise(rig, wrong)
+
+
+def larger_scales(rig: Rig) -> None:
+    def wrong(right: Callable[..., None], codes: Tensor, x: Tensor, bits: int) -> None:
+        right(codes, x, bits)
+        _scales(codes, len(x), bits).mul_(1.02)
+
+    _coded_otherwise(rig, wrong)
+
+
+def _scales(codes: Tensor, numel: int, bits: int) -> Tensor:
+    return codes[code_bytes(numel, bits) :][: 4 * -(-numel // BLOCK)].view(torch.float32)
+
+
+def added_twice(rig: Rig) -> None:
+    quantizer = _gradients_of(block_of(rig))
     dequantize_ = quantizer.ops.dequantize_
 
     def twice(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
@@ -82,7 +141,7 @@ def scales_of_another(rig: Rig) -> None:
     dequantize_ = quantizer.ops.dequantize_
 
     def swapped(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
-        scales = codes[code_bytes(len(into), bits) :][: 4 * -(-len(into) // BLOCK)].view(torch.float32)
+        scales = _scales(codes, len(into), bits)
         own = scales.clone()
         scales.copy_(own.roll(1))
         dequantize_(into, codes, bits, add)

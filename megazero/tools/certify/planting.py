@@ -16,9 +16,8 @@ from megazero.config.schema import Config
 from megazero.launcher.interruption import Interruption
 from megazero.plan.job import Job
 from megazero.tools.certify.certify import Certificate, admission, alone_of
-from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault, scaled
+from megazero.tools.certify.planted_faults import DATA, DTYPES, FAULTS, Fault, scaled
 
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
 _SMALLEST = 47  # of the scales that are tried, 2^-47
 NOTHING, SCALES = "nothing", {"scaled-block": False, "scaled-gradient": True}
 _SCALED = {False: "a block's reduced gradients times 1 + x", True: "all reduced gradients times 1 + x"}
@@ -60,18 +59,19 @@ def plant(
         UserError: 106, the config does not admit a layout; 303, one process does not get through.
     """
     config = _suited(config)
-    faults = [fault for fault in _faults(config) if fault.name in chosen]
-    admits = admission(config)
-    for layout in _layouts(config):
-        if not admits(layout):
-            what = f"the config cannot be trained as {layout}, into which faults are planted"
-            raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
+    for dtype in DTYPES:
+        admits = admission(_in(config, dtype))
+        for layout in _layouts(config, dtype):
+            if not admits(layout):
+                what = f"the config cannot be trained as {layout}, into which faults are planted"
+                raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
     for dtype in DTYPES:
         certificate = Certificate(_in(config, dtype), steps, interruption)
         if NOTHING in chosen:
-            yield _nothing(certificate, _layouts(config), dtype)
-        for fault in faults:
-            yield _found(certificate, fault, dtype)
+            yield _nothing(certificate, _layouts(config, dtype), dtype)
+        for fault in _faults(config, dtype):
+            if fault.name in chosen:
+                yield _found(certificate, fault, dtype)
         for name, everywhere in SCALES.items():
             if name in chosen:
                 yield _smallest(certificate, name, everywhere, dtype)
@@ -79,9 +79,10 @@ def plant(
 
 def _suited(config: Config) -> Config:
     model = {"dropout": config.model.dropout or 0.1, "tie_embeddings": True}
-    batch = {"global_": 4, "micro": 1}
+    batch, data = {"global_": 4, "micro": 1}, {"mask_eod": True}
+    sections = {"model": model, "batch": batch, "data": data}
     return config.model_copy(
-        update={"model": config.model.model_copy(update=model), "batch": config.batch.model_copy(update=batch)}
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
 
 
@@ -94,15 +95,15 @@ def _in(config: Config, dtype: str) -> Config:
     return config.model_copy(update={"precision": precision, "zero": zero})
 
 
-def _faults(config: Config) -> list[Fault]:
-    """Return what can be planted; sums in a dtype of their own are not of codes."""
+def _faults(config: Config, dtype: str) -> list[Fault]:
+    """Return what can be planted in a precision; sums in a dtype of their own are not of codes."""
     alone, summed = alone_of(config), config.zero.reduce_dtype is not None
-    return [fault for fault in FAULTS if not (summed and fault.layout(alone).gradient_bits)]
+    return [fault for fault in FAULTS if dtype in fault.dtypes and not (summed and fault.layout(alone).gradient_bits)]
 
 
-def _layouts(config: Config) -> list[Job]:
-    """Return each layout of a config's job that a fault is planted into."""
-    return [layout(alone_of(config)) for layout in dict.fromkeys(fault.layout for fault in _faults(config))]
+def _layouts(config: Config, dtype: str) -> list[Job]:
+    """Return each layout of a config's job that a fault is planted into in a precision."""
+    return [layout(alone_of(config)) for layout in dict.fromkeys(fault.layout for fault in _faults(config, dtype))]
 
 
 def _nothing(certificate: Certificate, layouts: Sequence[Job], dtype: str) -> Planted:

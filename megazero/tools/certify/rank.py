@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,12 +19,28 @@ from megazero.zero.engine import Engine
 from megazero.zero.placement import FlatBuffer, redistribute
 
 
+class Coded(NamedTuple):
+    """How a unit is sent as integers: among which ranks, how many of them are neighbours.
+
+    `accumulate` has of each recorded reduction whether its sum was added to the one before.
+    """
+
+    ranks: list[int]
+    near: int
+    accumulate: list[bool]
+
+
+# With fp16 the second step overflows: its loss is scaled by so much more. The loss scale begins at `SCALE`.
+OVERFLOW, _MORE, SCALE = 1, 2.0**40, 2.0**16
+
+
 @dataclass(frozen=True)
 class Results:
     """The results of one rank.
 
     Attributes:
         losses, norms: those of each step.
+        skips: for each step whether it changed nothing, and the loss scale after it.
         rows: of each parameter that is split the first row that this rank has, and how many, padding left out.
         stored: its parts of all tensors, by "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; and of what it
             would save at the beginning and after all steps, by "KIND/NUMBER": first, weight, exp_avg, exp_avg_sq.
@@ -30,6 +48,7 @@ class Results:
         shapes: the whole shape of every parameter of the model.
         data_rank: its number on the data axis.
         samples: for each step the samples that were computed with, and a digest of the tokens of each.
+        coded: of each unit that is sent as integers how it is (`codes.py`).
     """
 
     losses: list[float]
@@ -40,6 +59,8 @@ class Results:
     shapes: dict[str, list[int]] = field(default_factory=dict)
     data_rank: int = 0
     samples: list[list[tuple[int, str]]] = field(default_factory=list)
+    skips: list[tuple[bool, float]] = field(default_factory=list)
+    coded: dict[str, Coded] = field(default_factory=dict)
 
     def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
         """Return (name, this rank's part) of each of a kind."""
@@ -55,22 +76,34 @@ def load_results(folder: Path, rank: int) -> Results:
     numbers = json.loads((folder / f"{rank}.json").read_text())
     numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
     numbers["held"] = [(name, start, stop) for name, start, stop in numbers["held"]]
+    numbers["skips"] = [(skipped, scale) for skipped, scale in numbers["skips"]]
+    numbers["coded"] = {unit: Coded(**how) for unit, how in numbers["coded"].items()}
     numbers["samples"] = [[(number, digest) for number, digest in step] for step in numbers["samples"]]
     return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
 
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
     numbers = {name: value for name, value in vars(results).items() if name != "stored"}
+    numbers["coded"] = {unit: how._asdict() for unit, how in results.coded.items()}
     save_file(results.stored, folder / f"{rank}.safetensors")
     (folder / f"{rank}.json").write_text(json.dumps(numbers))  # last: where it is, all is there
 
 
-def record(built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float) -> Results:
+def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
+    """Return a digest of what is read and scored of a sample."""
+    columns = torch.stack((tokens_S, targets_S, valid_S.to(torch.int64))).contiguous()
+    return xxhash.xxh3_64_hexdigest(columns.numpy().tobytes())
+
+
+def record(
+    built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float, overflow: int | None = None
+) -> Results:
     """Train, and return what this rank computed; after the last step no update is delayed.
 
     Args:
         passes: runs forward and backward of a step.
         clip: the config's.
+        overflow: the step whose loss is scaled by so much more that gradients overflow.
     """
     engine = built.engine
     declarations = declarations_by_name(built.model.named_parameters())
@@ -89,8 +122,11 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
     note("initial", parameters_as_they_rest(engine))
     for step in range(steps):
         engine.begin_step()
+        more = _MORE if step == overflow else 1.0
+        engine.loss_scale.scale.mul_(more)
         passes(step)
         done = engine.finish_step(lr)
+        engine.loss_scale.scale.div_(more)
         if step == 0:
             note("gradient", reduced_gradients(engine, done.applied, clip_factor(done.grad_norm, clip)))
         if step + 1 == steps:
@@ -98,6 +134,7 @@ def record(built: Built, passes: Callable[[int], object], steps: int, lr: float,
         note(f"weight/{step}", parameters_as_they_rest(engine))
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
+        results.skips.append((bool(done.skipped), engine.loss_scale.scale.item()))
     return results
 
 

@@ -1,5 +1,6 @@
 """Compare what the ranks of a layout hold together after training, and what they trained on, with one process.
 
+    skipped      of each step whether it changed nothing, and the loss scale after it
     samples      of each step, each sample once over the data axis, and the same on all ranks that share a data rank
     held once    what the ranks would save is every element of every parameter, each exactly once
     replicas     the weights that every rank computes with are those that would be saved, in its dtype
@@ -7,7 +8,7 @@
     update       the weights after all steps less the first ones, in the optimizer's precision
     sizes        its norm, over all matrices and over all vectors
 
-The first three are exact.
+The first four are exact.
 """
 
 import math
@@ -58,7 +59,8 @@ def compare_all(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: 
         heads, kv_heads: the model's.
     """
     computed = compare(ranks, alone, heads, kv_heads, tolerance)
-    exact = {"samples": wrong_sample(ranks, alone), "held once": not_held_once(ranks)}
+    exact = {"skipped steps": wrong_skip(ranks, alone), "samples": wrong_sample(ranks, alone)}
+    exact["held once"] = not_held_once(ranks)
     found: list[_Found] = []
     if exact["held once"] is None:
         state = _assembled(ranks)
@@ -67,7 +69,7 @@ def compare_all(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: 
     times = {measure: math.inf if line else 0.0 for measure, line in exact.items()}
     for each in found:
         times[each.measure] = max(times.get(each.measure, 0.0), times_of(each.value, each.tolerance))
-    lines = [exact["samples"], computed.fault, exact["held once"], exact.get("replicas")]
+    lines = [exact["samples"], exact["skipped steps"], computed.fault, exact["held once"], exact.get("replicas")]
     lines += [each.line for each in found if not each.value <= each.tolerance]
     worst = {measure: [each.value for each in found if each.measure == measure] for measure in times}
     return Certified(
@@ -82,6 +84,19 @@ def compare_all(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: 
         max(worst.get("update", []), default=0.0),
         max(worst.get("size of updates", []), default=0.0),
     )
+
+
+def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
+    """Return the first step that a rank skipped and one process did not, or after which their loss scales differ."""
+    for step, expected in enumerate(alone.skips):
+        for number, rank in enumerate(ranks):
+            if rank.skips[step] != expected:
+                words = [
+                    f"{'skipped' if skipped else 'updated'}, loss scale {scale:g}"
+                    for skipped, scale in (rank.skips[step], expected)
+                ]
+                return f"step {step + 1}: rank {number} has {words[0]}, expected {words[1]}"
+    return None
 
 
 def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:

@@ -42,6 +42,11 @@ length, a few hundred eps at most.
                      twice that of a second moment; half of it of the size of an update; a loss, at its beginning near
                      the entropy of the vocabulary, depends on all of them, with both signs: r / 2.
 
+    ARRIVED          what comes of values that are sent as integers, against the independent reference, which starts
+                     from what each rank had before: codes are functions of values, and sums are taken in one order
+                     and dtype, so nothing may differ but the rounding of additions. In fp64 and fp32 as a gradient;
+                     in 16 bits one unit in the last place.
+
 The certificate trains with settings of its own, so that a wrong one shows ten times over:
 
     LR        the largest that WEIGHTS is made for: an update is large beside the rounding of the weight it is added to.
@@ -51,6 +56,8 @@ The certificate trains with settings of its own, so that a wrong one shows ten t
     DECAY     LR * DECAY is 2.5e-2 of a weight in each step: 50 times WEIGHTS_FP32, and as much of a matrix' update as
               Adam's part. Where it is dropped or misplaced, sizes change by more than a tenth.
     CLIP      a tenth or less of a gradient norm at the beginning: it acts in every step, and the moments show it.
+    VECTORS   what does not decay learns at this times the rate, no faster than LR: where the factor is lost, the size
+              of its update doubles.
     LR again  2 % of it are 2 % of every size: 20 times SIZES_BF16, 40 times WEIGHTS_FP32.
 """
 
@@ -69,10 +76,12 @@ WEIGHTS_FP64 = 1e-11
 LOSS_FP32 = 2e-6
 GRADIENT_FP32 = 5e-6
 WEIGHTS_FP32 = 5e-4
+ARRIVED = {torch.float64: GRADIENT_FP64, torch.float32: GRADIENT_FP32, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SIZES_BF16, SIZES_FP16 = 2.0**-10, 2.0**-13
 STATES_BF16, STATES_FP16 = 2.0**-4, 2.0**-7
 
 LR, DECAY, CLIP, BETAS = 1e-3, 25.0, 0.1, (0.9, 0.95)
+VECTORS = 0.5
 
 
 def eps_of(numel: int) -> float:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from megazero.build.assemble import (
@@ -25,18 +25,23 @@ from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config
-from megazero.config.stages import Course
-from megazero.data.windows import MicroBatch
+from megazero.config.stages import Course, Part
+from megazero.data.windows import MicroBatch, WindowTokens
+from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.model.parameter import declaration_of
+from megazero.optim.adamw import AdamW
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
-from megazero.run.data import open_data
+from megazero.run.data import RunData, open_data
 from megazero.run.disks import open_disks
-from megazero.tools.certify.rank import Results, record, write_results
-from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, eps_of
+from megazero.tools.certify.codes import record_codes
+from megazero.tools.certify.rank import OVERFLOW, Results, digest_of, record, write_results
+from megazero.tools.certify.reference import follow
+from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, VECTORS, eps_of
+from megazero.zero.engine import Engine
 
 
 @dataclass
@@ -85,8 +90,9 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(config, device, comm.ledger)
     built = build(config, grid, device, ops, host, disks=disks)
-    course = Course(config.model_copy(update={"stages": None}))  # a certificate is of one set of options
-    loader = loader_of(course.parts[0], open_data(config, course), grid["data"], device)
+    _slow_vectors(built.engine, config, ops)
+    data, first = _opened(config)
+    loader = loader_of(first, data, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
     plant(rig)
@@ -95,6 +101,48 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     if disks is not None:
         disks.close()
     disconnect()
+
+
+def follow_rank(config: Config, steps: int, folder: Path, *, late: bool) -> None:
+    """Train the independent reference, and write its results into the folder.
+
+    Args:
+        late: forward sees the weights of one update less.
+    """
+    torch.set_num_threads(1)
+    data, _ = _opened(config)
+    write_results(follow(config, data.mixture, steps, late=late), folder, 0)
+
+
+def _opened(config: Config) -> tuple[RunData, Part]:
+    """Return the data of a certificate, which is of one set of options, and the part of a run that reads it.
+
+    Every other window has documents of a third of its length or less, for text may have no short ones.
+    """
+    course = Course(config.model_copy(update={"stages": None}))
+    data = open_data(config, course)
+    for source in data.mixture.sources:
+        source.windows.read = _with_more_ends(source.windows.read)  # type: ignore[method-assign]
+    return data, course.parts[0]
+
+
+def _with_more_ends(read: Callable[[int], WindowTokens]) -> Callable[[int], WindowTokens]:
+    def cut(window: int) -> WindowTokens:
+        found = read(window)
+        pieces = 3 * np.arange(len(found.ordinals)) // len(found.ordinals) * (window % 2)
+        return found._replace(ordinals=np.where(found.ordinals < 0, found.ordinals, 3 * found.ordinals + pieces))
+
+    return cut
+
+
+def _slow_vectors(engine: Engine, config: Config, ops: Operations) -> None:
+    """Give what does not decay a learning rate of its own, as a group of a user's has."""
+    for unit in engine.units:
+        groups = [(replace(group, lr_factor=1.0 if group.decay else VECTORS), at) for group, at in unit.layout.groups]
+        unit.layout = replace(unit.layout, groups=tuple(groups))
+    o = config.optimizer
+    given = {"betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay, "bucket": bucket_of(config), "ops": ops}
+    engine.optimizer = AdamW(engine.units, **given)
 
 
 def _trained(rig: Rig, config: Config, steps: int) -> Results:
@@ -111,13 +159,17 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
         samples.append([sample for batch in seen.values() for sample in _samples(batch)])
 
     before = [values["weight"].clone() for _, values in _held(rig)]
-    results = record(rig.built, passes, steps, config.optimizer.lr, config.optimizer.clip)
+    codes = record_codes(rig.built.engine.units)
+    overflow = OVERFLOW if config.precision.dtype == "fp16" else None
+    results = record(rig.built, passes, steps, config.optimizer.lr, config.optimizer.clip, overflow)
+    results.stored.update(codes.stored)
     after = _held(rig)
     for number, (first, (_, values)) in enumerate(zip(before, after, strict=True)):
         tensors = {"first": first, **values}
         results.stored.update({f"{kind}/{number}": value.clone() for kind, value in tensors.items()})
     held = [(piece.name, piece.start, piece.stop) for piece, _ in after]
-    return replace(results, held=held, shapes=shapes_of(rig.built), data_rank=rig.grid["data"].rank, samples=samples)
+    results = replace(results, held=held, shapes=shapes_of(rig.built), data_rank=rig.grid["data"].rank)
+    return replace(results, samples=samples, coded=codes.how)
 
 
 def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
@@ -141,8 +193,5 @@ def _values(holding: ShardState, flat: Tensor, piece: Piece) -> Tensor:
 
 def _samples(batch: MicroBatch) -> list[tuple[int, str]]:
     """Return the number of each sample, and a digest of what is read and scored of it."""
-    columns = torch.stack((batch.tokens_SB, batch.targets_SB, batch.valid_SB.to(torch.int64)))
-    return [
-        (int(number), xxhash.xxh3_64_hexdigest(columns[:, :, row].contiguous().numpy().tobytes()))
-        for row, number in enumerate(batch.sample_ids_B)
-    ]
+    columns = zip(batch.tokens_SB.T, batch.targets_SB.T, batch.valid_SB.T, strict=True)
+    return [(id_, digest_of(*column)) for id_, column in zip(batch.sample_ids_B.tolist(), columns, strict=True)]

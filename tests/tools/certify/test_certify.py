@@ -10,7 +10,17 @@ import pytest
 from megazero.__main__ import main
 from megazero.config.schema import Config
 from megazero.plan.job import Job
-from megazero.tools.certify.certify import TENSOR, alone_of, certify, layouts_of, sample_of
+from megazero.tools.certify.certify import (
+    TENSOR,
+    Certificate,
+    alone_of,
+    certify,
+    cover_of,
+    layouts_of,
+    pairs_missed,
+    sample_of,
+    with_one_process,
+)
 from megazero.tools.certify.tolerances import GRADIENT_FP32
 from megazero.zero.unit import Unit
 from tests.tiny_run import TinyData
@@ -53,7 +63,7 @@ def faults_of(config: Config, layouts: list[Job], steps: int) -> list[str]:
 def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
     """In fp64, tied: what two schedules, stages or sizes go together goes together here."""
     config = config_of(tiny_data, tmp_path, *SMALL, "precision.dtype=fp64")
-    layouts = sample_of(layouts_of(config, ranks), 1)
+    layouts = cover_of(layouts_of(config, ranks))
     assert len(layouts) >= 5 and {layout.ranks for layout in layouts} == set(range(2, ranks + 1))
     assert faults_of(config, layouts, 2) == []
 
@@ -80,7 +90,7 @@ def test_a_few_layouts_are_certified_in_every_precision(tiny_data: TinyData, tmp
     rows = list(certify(config, laid_out(config, *FEW), 2))
     assert [f"{row.layout}: {row.fault}" for row in rows if row.fault] == []
     measures = {"initial weights", "loss", "gradient norm", "later norms", "first gradients", "weights", "samples"}
-    measures |= {"held once", "replicas", "first moment", "second moment", "update", "size of updates"}
+    measures |= {"skipped steps", "held once", "replicas", "first moment", "second moment", "update", "size of updates"}
     assert all(set(row.times) == measures and max(row.times.values()) < 1 for row in rows)
 
 
@@ -137,6 +147,58 @@ def test_sums_in_another_dtype_have_a_tolerance_of_their_own(tiny_data: TinyData
     assert dtype != "fp32" or all(row.gradients > 10 * GRADIENT_FP32 for row in rows)
 
 
+MIXED = ("model.kv_heads=2", "model.activation=swiglu", "model.position=rotary")
+SHAPES = {
+    "gpt": FLAVOURS["gpt"],
+    "llama": (*FLAVOURS["llama"], "model.kv_heads=2"),
+    "mixed": MIXED,  # LayerNorm with biases around a gate, tied
+    "rms": ("model.norm=rmsnorm",),
+}
+REFERENCE = [
+    ("gpt", "fp64", ("data.mask_eod=true",)),
+    ("llama", "fp64", ("data.mask_eod=true", "data.pack=true", "batch.micro=2")),
+    ("mixed", "fp32", ("data.mask_eod=true",)),
+    ("llama", "bf16", ("data.mask_eod=true",)),
+    pytest.param("rms", "fp32", (), marks=pytest.mark.full),
+    pytest.param("gpt", "fp16", (), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "options"), REFERENCE)
+def test_one_process_is_what_the_reference_is(
+    tiny_data: TinyData, tmp_path: Path, shape: str, dtype: str, options: tuple[str, ...]
+) -> None:
+    """On time and a step late. In fp64 and fp32 by the tolerances of two processes, a fifth of them."""
+    small = ("model.layers=2", "batch.global=4", f"precision.dtype={dtype}")
+    config = config_of(tiny_data, tmp_path, *SMALL, *SHAPES[shape], *small, *options)
+    rows = list(certify(config, with_one_process(laid_out(config, {"data": 2}, LATE))[:2], 3))
+    assert [row.layout.ranks for row in rows] == [1, 1] and rows[1].layout.delayed
+    for row in rows:
+        print(row.layout, row.times)
+    assert [row.fault for row in rows if row.fault] == []
+    assert dtype in ("bf16", "fp16") or all(max(row.times.values()) < 0.2 for row in rows)
+    assert not any(row.bitwise for row in rows)  # they are computed by two programs
+
+
+# What overflows stays in memory of stage 1 that quantised gradients leave as it is.
+STAYS = pytest.mark.xfail(reason="an overflow is found again in all later steps", strict=False)
+OVERFLOWS = [
+    {"data": 2, "stage": 3, "gradient_bits": 8},
+    {"pipeline": 2},
+    pytest.param({"data": 2, "stage": 1, "gradient_bits": 8}, marks=STAYS),
+]
+
+
+@pytest.mark.parametrize("layout", OVERFLOWS, ids=str)
+def test_an_overflow_is_skipped_alike(tiny_data: TinyData, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """In the second of three steps; the third one updates again."""
+    config = config_of(tiny_data, tmp_path, *SMALL, "model.layers=2", "batch.global=2", "precision.dtype=fp16")
+    certificate = Certificate(config, 3)
+    rows = map(certificate.row, with_one_process(laid_out(config, layout)))
+    assert [row.fault for row in rows if row.fault] == []
+    assert certificate.one_process(delayed=False).skips == [(False, 65536.0), (True, 32768.0), (False, 32768.0)]
+
+
 def test_a_pipeline_alone_changes_no_bit(tiny_data: TinyData, tmp_path: Path) -> None:
     """Of an untied model. A tied one adds the two uses of its weight in another order."""
     config = config_of(tiny_data, tmp_path, *SMALL, *FLAVOURS["llama"])
@@ -168,7 +230,7 @@ def test_a_doubled_gradient_is_found_and_named(
             "--max-ranks",
             "2",
             "--layouts",
-            "1",
+            str(len(cover_of(layouts_of(config, 2)))),
             "--steps",
             "2",
             *SMALL,
@@ -201,11 +263,15 @@ def test_layouts_are_those_that_the_config_admits(tiny_data: TinyData, tmp_path:
     assert len(layouts) == len(set(layouts)) > 150
     assert max(layout.ranks for layout in layouts) == 8
     assert all(layout.pipeline * layout.chunks <= 4 and layout.tensor in (1, 2, 4, 8) for layout in layouts)
-    cover = sample_of(layouts, 1)
+    cover = cover_of(layouts)
     for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         assert {layout.stage for layout in cover if layout.schedule == schedule} == {0, 1, 2, 3}
     assert {(one.sequence, one.tensor_chunks) for one in cover if one.tensor > 1} == set(TENSOR[True])
     assert sample_of(layouts, 100)[: len(cover)] == cover and len(sample_of(layouts, 100)) == 100
+    assert pairs_missed(layouts, cover)[0] == 0
+    few = sample_of(layouts, 6)
+    missed, pairs = pairs_missed(layouts, few)
+    assert few == cover[:6] and 0 < missed < pairs
 
 
 def test_nothing_to_compare_is_no_certificate(tiny_data: TinyData, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,22 @@ def test_what_was_missed_is_found(
     check(found)
 
 
+# On both sides of a comparison, or smaller than what codes lose.
+REFERENCE = ("across-documents", "larger-own", "inverted-residuals")
+
+
+def test_the_reference_finds_what_no_comparison_of_layouts_does(
+    tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred times beyond the tolerance, where fp32 is compared."""
+    monkeypatch.setattr(planting, "DTYPES", ("fp32",))
+    found = list(plant(tiny_data.load(tmp_path, *SHAPE), REFERENCE, 2))
+    assert [each.fault for each in found] == list(REFERENCE)
+    check(found)
+    assert all(each.times > 100 for each in found)
+    assert [each.measure for each in found[1:]] == ["codes", "codes"]
+
+
 REDUCED = [
     ("fp32", ("rough-sums", "wrong-lr")),
     pytest.param("bf16", ("rough-sums", "wrong-lr"), marks=pytest.mark.full),
@@ -61,7 +77,9 @@ def test_every_fault_is_found_in_every_precision(tiny_data: TinyData, capsys: py
     rows = [row | {"times": row["times"] or float("inf")} for row in json.loads(capsys.readouterr().out)["planted"]]
     found = [planting.Planted(**row) for row in rows]
     check(found)
-    assert {(each.fault, each.dtype) for each in found} == {(name, dtype) for name in names() for dtype in DTYPES}
+    everywhere = {(name, dtype) for name in (NOTHING, *SCALES) for dtype in DTYPES}
+    planted = {(fault.name, dtype) for fault in FAULTS for dtype in fault.dtypes}
+    assert {(each.fault, each.dtype) for each in found} == everywhere | planted
     scales = {(each.fault, each.dtype): each.scale for each in found if each.scale is not None}
     assert all(scales[name, "fp64"] <= 1e-12 and scales[name, "fp32"] <= 1e-4 for name in SCALES)
     assert all(1e-4 < scales[name, dtype] <= 2**-5 for name in SCALES for dtype in ("bf16", "fp16"))

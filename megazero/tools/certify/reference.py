@@ -1,0 +1,302 @@
+"""Compute a few steps of training once more, apart from the product: what one process is compared with.
+
+Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is the
+same on both sides of a comparison. This file imports none of them. It is plain torch in fp64: forward and AdamW
+written from the papers, autograd, and torch's clipping. It shares the random numbers (`kernels/counter.py`, with
+vectors in docs/numerics.md) and the text, which it reads as tokens with the number of each one's document.
+
+    follow          trains the config's model
+    reduced_sums    sums gradients that are sent as integers, from what each rank had before (docs/zero.md)
+    codes_meaning   quantises values and returns what their codes mean
+
+Shapes: B samples, S sequence, D hidden, G key-value heads, Q query heads of each, d head dim, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megazero.config.schema import Config
+from megazero.data.mixture import Mixture
+from megazero.kernels import counter
+from megazero.tools.certify.rank import OVERFLOW, SCALE, Results, digest_of
+from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, VECTORS
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BLOCK = 256  # values that share a scale
+
+
+class _Text(NamedTuple):
+    """Samples: ids [B]; tokens, targets and validity [B, S]; positions in documents; who sees whom [B, S, S]."""
+
+    ids: Tensor
+    tokens: Tensor
+    targets: Tensor
+    valid: Tensor
+    positions: Tensor
+    sees: Tensor
+
+
+def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> _Text:
+    """Read samples; with `documents` attention, positions and targets stay within the document of a token."""
+    reads = [mixture.sources[k].windows.read(int(window)) for k, window in zip(*mixture.locate(ids), strict=True)]
+    tokens = torch.tensor(np.stack([read.tokens for read in reads]))
+    of = torch.tensor(np.stack([read.ordinals for read in reads])) if documents else torch.zeros_like(tokens)
+    valid = of[:, 1:] == of[:, :-1]
+    for row, read in zip(valid, reads, strict=True):
+        if read.scored is not None:
+            row &= torch.tensor(read.scored[1:])
+    of = of[:, :-1]
+    same = of[:, :, None] == of[:, None, :]
+    positions = torch.arange(of.shape[1]) - same.int().argmax(-1)  # less the first token of the document
+    return _Text(torch.tensor(ids), tokens[:, :-1], tokens[:, 1:], valid, positions, same.tril())
+
+
+def _initial(config: Config) -> dict[str, Tensor]:
+    """Return the initial weights in fp64: normal ones of GPT-2's size, ones for norms, zeros for biases."""
+    m = config.model
+    assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
+    wide, head = m.hidden, m.hidden // m.heads
+    norm = {"weight": (wide,)} | ({"bias": (wide,)} if m.norm == "layernorm" else {})
+    biased, gated, qkv = m.norm == "layernorm", m.activation == "swiglu", (m.heads + 2 * m.kv_heads) * head
+    inward = {f"mlp.{name}.weight": (m.ffn, wide) for name in (("gate", "up") if gated else ("up",))}
+    bias = {"attention.qkv.bias": (qkv,), "attention.out.bias": (wide,), "mlp.down.bias": (wide,)}
+    bias |= {f"mlp.{name}": (m.ffn,) for name in (("gate.bias", "up.bias") if gated else ("up_bias",))}
+    block = {"attention.qkv.weight": (qkv, wide), "attention.out.weight": (wide, wide), **inward}
+    block |= {"mlp.down.weight": (m.ffn, wide)} | (bias if biased else {})
+    block |= {f"{place}_norm.{name}": shape for place in ("attention", "mlp") for name, shape in norm.items()}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.tokens.weight": (m.vocab, wide)}
+    shapes |= {"embedding.positions.weight": (m.seq_len, wide)} if m.position == "learned" else {}
+    shapes |= {f"blocks.{i}.{name}": shape for i in range(m.layers) for name, shape in block.items()}
+    shapes |= {f"head.norm.{name}": shape for name, shape in norm.items()}
+    shapes |= {} if m.tie_embeddings else {"head.weight": (m.vocab, wide)}
+    found = {}
+    for name, shape in shapes.items():
+        std = 0.02 / math.sqrt(2 * m.layers) if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+        values = counter.normal(config.run.seed, name, 0, math.prod(shape)) * std
+        constant = len(shape) == 1
+        found[name] = torch.full(shape, float("norm.weight" in name)).double() if constant else values.view(shape)
+    return found
+
+
+def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+    """Return -log softmax(logits)[target], [B, S], of GPT-2 (Radford et al. 2019) or Llama (Touvron et al. 2023).
+
+    Args:
+        m: the config's section of the model.
+        dropped: (x, layer, site) -> x with dropout.
+    """
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if m.norm == "layernorm":
+            return F.layer_norm(x, (m.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], m.norm_eps)
+        return x / (x.square().mean(-1, keepdim=True) + m.norm_eps).sqrt() * w[f"{name}.weight"]
+
+    def into(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def out_of(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"].T, w.get(f"{name}.bias"))
+
+    x = w["embedding.tokens.weight"][text.tokens]
+    if m.position == "learned":
+        x = x + w["embedding.positions.weight"][text.positions]
+    x = dropped(x, m.layers, 0)
+    for layer in range(m.layers):
+        at = f"blocks.{layer}"
+        seen = _attention(into(norm(x, f"{at}.attention_norm"), f"{at}.attention.qkv"), m, text)
+        x = x + dropped(out_of(seen, f"{at}.attention.out"), layer, 0)
+        y = norm(x, f"{at}.mlp_norm")
+        if m.activation == "gelu":
+            up = into(y, f"{at}.mlp.up") + w.get(f"{at}.mlp.up_bias", 0.0)
+            y = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+        else:
+            gate = into(y, f"{at}.mlp.gate")
+            y = gate * torch.sigmoid(gate) * into(y, f"{at}.mlp.up")
+        x = x + dropped(out_of(y, f"{at}.mlp.down"), layer, 1)
+    logits = F.linear(norm(x, "head.norm"), w.get("head.weight", w["embedding.tokens.weight"]))
+    return -logits.log_softmax(-1).gather(-1, text.targets[..., None]).squeeze(-1)
+
+
+def _attention(qkv: Tensor, m: Any, text: _Text) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v over the tokens that each one sees: [B, S, D]."""
+    size = m.hidden // m.heads
+    parts = qkv.unflatten(-1, (m.kv_heads, m.heads // m.kv_heads + 2, size))  # [B, S, G, Q + 2, d]
+    q, k, v = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
+    if m.position == "rotary":
+        angle = text.positions[..., None] * m.rope_theta ** (-torch.arange(0, size, 2).double() / size)
+        cos, sin = (each[:, :, None].tile(1, 1, 1, 2) for each in (angle.cos(), angle.sin()))
+
+        def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return x * cos + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * sin
+
+        q, k = turned(q, cos[..., None, :], sin[..., None, :]), turned(k, cos, sin)
+    scores = torch.einsum("bigqd,bjgd->bgqij", q, k) / math.sqrt(size)
+    shares = scores.masked_fill(~text.sees[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("bgqij,bjgd->bigqd", shares, v).flatten(2)
+
+
+def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Results:
+    """Train with the certificate's settings, and return what one process should have computed.
+
+    Weights are rounded to the precision in which they rest, and to the config's dtype where forward and backward see
+    them. All else is fp64.
+
+    Args:
+        late: forward sees the weights of one update less (`zero.offload.delayed`).
+    """
+    dtype, size = _DTYPES[config.precision.dtype], config.batch.global_
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    masters = {name: value.to(wide).double() for name, value in _initial(config).items()}
+    first = {name: value.clone().flatten() for name, value in masters.items()}
+    results = Results([], [], {}, {}, shapes={name: list(value.shape) for name, value in masters.items()})
+    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in masters.items()}
+    updates = 0
+
+    def rounded() -> dict[str, Tensor]:
+        return {name: value.clone().to(dtype) for name, value in masters.items()}
+
+    def note(kind: str, values: Mapping[str, Tensor]) -> None:
+        results.stored.update({f"{kind}/{name}": value.clone() for name, value in values.items()})
+
+    published, scale = rounded(), SCALE if dtype == torch.float16 else 1.0
+    note("initial", published)
+    for step in range(steps):
+        text = _read(mixture, np.arange(step * size, (step + 1) * size), config.data.mask_eod)
+        seen = {name: value.double().requires_grad_() for name, value in published.items()}
+        loss = _backward(seen, config, text, step)
+        for name, value in masters.items():
+            value.grad = seen[name].grad
+        if step == 0:
+            note("gradient", {name: value.grad for name, value in masters.items() if value.grad is not None})
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item()
+        published = rounded()  # what a late update does not change yet
+        skipped = dtype == torch.float16 and step == OVERFLOW
+        if skipped:
+            scale /= 2
+        else:
+            updates += 1
+            for name, value in masters.items():
+                _adamw(value, *moments[name], updates, config.optimizer.eps, decays=_decays(name, value))
+                value.copy_(value.to(wide))
+        if not late or step + 1 == steps:
+            published = rounded()
+        note(f"weight/{step}", published)
+        results.losses.append(loss)
+        results.norms.append(norm)
+        results.skips.append((skipped, scale))
+        rows = zip(text.ids.tolist(), text.tokens, text.targets, text.valid, strict=True)
+        results.samples.append([(id_, digest_of(*row)) for id_, *row in rows])
+    for number, (name, value) in enumerate(masters.items()):
+        results.held.append((name, 0, value.numel()))
+        kept = {"first": first[name], "weight": value, "exp_avg": moments[name][0], "exp_avg_sq": moments[name][1]}
+        results.stored.update({f"{kind}/{number}": each.flatten().clone() for kind, each in kept.items()})
+    return results
+
+
+def _decays(name: str, value: Tensor) -> bool:
+    """Return whether a parameter decays: matrices do, learned positions do not."""
+    return value.dim() == 2 and "positions" not in name
+
+
+def _adamw(weight: Tensor, first: Tensor, second: Tensor, updates: int, eps: float, *, decays: bool) -> None:
+    """Update a weight and its moments by its gradient (Kingma and Ba 2015; Loshchilov and Hutter 2019).
+
+    Args:
+        updates: their number, with this one.
+        decays: else there is no decay, and the learning rate is that of `VECTORS`.
+    """
+    assert weight.grad is not None, "backward has reached every parameter"
+    rate = LR * (1.0 if decays else VECTORS)
+    first.copy_(BETAS[0] * first + (1 - BETAS[0]) * weight.grad)
+    second.copy_(BETAS[1] * second + (1 - BETAS[1]) * weight.grad**2)
+    size = (second / (1 - BETAS[1] ** updates)).sqrt() + eps
+    weight *= 1 - rate * (DECAY if decays else 0.0)
+    weight -= rate * first / (1 - BETAS[0] ** updates) / size
+
+
+def _backward(seen: Mapping[str, Tensor], config: Config, text: _Text, step: int) -> float:
+    """Add the gradients of the mean over valid targets, a few samples at a time; return that mean."""
+    m, total, positions = config.model, 0.0, torch.arange(text.tokens.shape[1])
+    for rows in torch.arange(len(text.ids)).split(config.batch.micro or 1):
+        part = _Text(*(each[rows] for each in text))
+
+        def dropped(x: Tensor, layer: int, site: int, ids: Tensor = part.ids) -> Tensor:
+            if not m.dropout:
+                return x
+            key = counter.derive_key(config.run.seed, step, layer, site)
+            keep = counter.keep_mask(key, ids, positions, torch.arange(m.hidden), m.dropout)
+            return x * keep.transpose(0, 1) / (1 - m.dropout)
+
+        loss = (_losses(seen, m, part, dropped) * part.valid).sum() / text.valid.sum()
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def codes_meaning(x: Tensor, bits: int) -> Tensor:
+    """Return what the codes of flat values mean: in each block the nearest of 2^bits - 1 multiples of a scale, fp32.
+
+    The scale is the largest magnitude of the block by 2^(bits - 1) - 1. A block that is not finite means NaN.
+    """
+    most_code, blocks = 2.0 ** (bits - 1) - 1, F.pad(x.float(), (0, -len(x) % _BLOCK)).view(-1, _BLOCK)
+    most = blocks.abs().amax(1, keepdim=True)
+    inverse = torch.full_like(most, most_code) / most  # torch would round a number by a tensor twice
+    codes = torch.where(most < 1e-35, 0.0, (blocks * inverse).round())
+    return (codes * torch.where(most.isinf(), torch.nan, most / most_code)).flatten()[: len(x)]
+
+
+class Sent(NamedTuple):
+    """One reduction of a unit on one rank: its own gradients, flat; whether the sum was added to the one before."""
+
+    gradients: Tensor
+    accumulate: bool
+
+
+def reduced_sums(sent: Sequence[Sequence[Sent]], bits: int, near: int, feedback: bool) -> Iterator[list[Tensor]]:
+    """Yield for each reduction what each rank has of its sum, from what all of them had before.
+
+    A rank adds to its own summand what the codes of the others mean, in rank order, in the dtype of the gradients.
+
+    Args:
+        sent: of each reduction what each rank had.
+        near: ranks that are neighbours: where they are fewer than all, sums are sent among them, then between these.
+        feedback: what codes do not mean is added to what is sent next.
+    """
+    ranks, lost = len(sent[0]), dict[tuple[int, ...], Tensor]()
+    sums: list[Tensor] = []
+
+    def coded(x: Tensor, *way: int) -> Tensor:
+        x = x + lost.get(way, 0.0)
+        meaning = codes_meaning(x, bits)
+        if feedback:
+            lost[way] = (x - meaning.to(x.dtype)).nan_to_num(0.0, 0.0, 0.0)
+        return meaning
+
+    def added(total: Tensor, others: Iterator[Tensor]) -> Tensor:
+        for other in others:
+            total = (total + other).to(sent[0][0].gradients.dtype)
+        return total
+
+    for reduction in sent:
+        parts = [list(each.gradients.chunk(ranks)) for each in reduction]  # [from][to]
+        if near < ranks:
+            for to in range(ranks):
+                hosts = [range(first, first + near) for first in range(0, ranks, near)]
+                came = [
+                    [coded(parts[k][to], k, to, 1) if k % near != to % near else None for k in host] for host in hosts
+                ]
+                for host, of_host in zip(hosts, came, strict=True):
+                    own = host[to % near]
+                    parts[own][to] = added(parts[own][to], (x for x in of_host if x is not None))
+        before, sums = sums, []
+        for to in range(ranks):
+            others = [k for k in range(ranks) if k != to and (near == ranks or k % near == to % near)]
+            own = parts[to][to] if not reduction[to].accumulate else before[to] + parts[to][to]
+            sums.append(added(own, (coded(parts[k][to], k, to, 2) for k in others)))
+        yield sums
