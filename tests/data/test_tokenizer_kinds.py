@@ -257,6 +257,7 @@ def test_rank_file_needs_what_it_does_not_say(tmp_path: Path) -> None:
 
 
 @given(TEXT)
+@example("\n ")
 @example("I'LL we've 12345 \r\n\r\n  x\n\n y\u00a0 ...\n" + SOURCE)
 def test_patterns_of_published_vocabularies_split_as_tiktokens(text: str) -> None:
     """The library's own patterns; its vocabularies are not in the package."""

@@ -31,7 +31,7 @@ from megazero.data.tokenizers.common import (
 
 _BESIDE_BYTES, _PATTERN = 1 << 20, 4096  # bytes of the file beside it, characters of a pattern
 _END = "<|endoftext|>"
-# Sources: GPT-2, encoder.py; Llama 3, tokenizer.py, whose pattern is that of cl100k_base.
+# Sources: GPT-2, encoder.py; tiktoken 0.14, tiktoken_ext/openai_public.py (without possessive quantifiers).
 _PUBLISHED: dict[str, dict[str, Any]] = {
     "r50k_base": {
         "pattern": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -39,8 +39,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         "eod": _END,
     },
     "cl100k_base": {
-        "pattern": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        "pattern": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n]|\s+(?!\S)|\s",
         "special_tokens": {_END: 100257},
         "eod": _END,
     },
