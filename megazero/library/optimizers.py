@@ -72,10 +72,12 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
         if own.get("weight_decay", decay) not in (0.0, decay):
             what = f"{pattern!r}: weight_decay {own['weight_decay']} beside {decay}"
             raise UserError(501, what, "give 0, or an optimizer of torch", where=_WHERE)
+    factors = [_lr_factor(pattern, own, lr) for pattern, own in groups]
 
     def group(name: str) -> Group:
-        own = _fitting(name, groups)
-        return Group(own.get("weight_decay", decay) != 0.0, own.get("lr", lr) / lr if "lr" in own else 1.0)
+        number = _fitting(name, groups)
+        own, factor = ({}, 1.0) if number is None else (groups[number][1], factors[number])
+        return Group(own.get("weight_decay", decay) != 0.0, factor)
 
     def make(units: list[Unit], bucket: int, ops: Operations) -> Optimizer:
         by_kind: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = {}
@@ -90,8 +92,9 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
 def _of_torch(make: Factory, groups: Groups) -> Recipe:
     name = getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", "the optimizer")
     kept = trial(make, name)
-    if not kept.lr:
+    if (lr := kept.lr) is None:
         raise UserError(501, f"{name} has no learning rate of its own", "give it lr", where=_WHERE)
+    factors = [_lr_factor(pattern, own, lr) for pattern, own in groups]
     options: dict[str, Options] = {Elementwise.KIND: {}}
     for number, (pattern, own) in enumerate(groups):
         rest = {key: value for key, value in own.items() if key != "lr"}
@@ -99,19 +102,28 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         options[f"{Elementwise.KIND} {number}"] = rest
 
     def group(parameter: str) -> Group:
-        number = next((n for n, (pattern, _) in enumerate(groups) if fnmatchcase(parameter, pattern)), None)
+        number = _fitting(parameter, groups)
         if number is None:
             return Group(True, 1.0, Elementwise.KIND)
-        return Group(True, groups[number][1].get("lr", kept.lr) / kept.lr, f"{Elementwise.KIND} {number}")
+        return Group(True, factors[number], f"{Elementwise.KIND} {number}")
 
     def of(units: list[Unit], bucket: int, ops: Operations) -> Optimizer:
         return kind_of(kept)(units, make, options, counts=kept.counts)
 
-    return Recipe(kept.elements, kept.lr, of, group)
+    return Recipe(kept.elements, lr, of, group)
 
 
-def _fitting(name: str, groups: Groups) -> Options:
-    return next((options for pattern, options in groups if fnmatchcase(name, pattern)), {})
+def _fitting(name: str, groups: Groups) -> int | None:
+    """Return the number of the first group that a parameter is in; None: it is in none."""
+    return next((number for number, (pattern, _) in enumerate(groups) if fnmatchcase(name, pattern)), None)
+
+
+def _lr_factor(pattern: str, options: Options, lr: float) -> float:
+    """Return a group's learning rate as a multiple of the optimizer's. Raises UserError 501: that is 0."""
+    own = options.get("lr", lr)
+    if own != lr and lr == 0:
+        raise UserError(501, f"{pattern!r}: lr {own} next to an optimizer's lr of 0", "give both one", where=_WHERE)
+    return own / lr if lr else 1.0
 
 
 class ByUnit:
