@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from megazero.library.parts import Part, Place
 from megazero.zero.unit import Unit
@@ -30,12 +31,14 @@ class Shown:
         index: its place among the unit's parameters.
         name: its full name.
         places: where the module looks for it.
+        parameter: what it finds there while it is not shown.
     """
 
     unit: Unit
     index: int
     name: str
     places: tuple[Place, ...]
+    parameter: nn.Parameter
 
     def named_places(self) -> Iterator[tuple[tuple[nn.Module, str], str]]:
         """Yield (owner, attribute) of each place with the parameter's name."""
@@ -75,7 +78,8 @@ class BuiltPart:
         open: calls whose backward is still to come.
         looks_up: it is an embedding, whose backward reads nothing of it.
         after: the part that was called after it in the last forward: it is prefetched.
-        outside: a parameter of it was used outside of its forward: its updated values have to be there before.
+        nodes: of autograd, which take the gradients of its parameters' uses outside of its forward.
+        strays: such gradients that are still to come in this backward.
     """
 
     part: Part
@@ -85,7 +89,8 @@ class BuiltPart:
     depth: int = 0
     open: int = 0
     after: "BuiltPart | None" = None
-    outside: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    strays: int = 0
     shown: list[Shown] = field(init=False)
     units: list[Unit] = field(init=False)
     looks_up: bool = field(init=False)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import get_gradient_edge
 
 from megazero.base.errors import UserError
 from megazero.library.built import (
@@ -116,17 +117,21 @@ class _Call:
         if part.open == self.counted:
             self.calls.release_trained(part, gradients)
         for shown, gradient in zip(part.trained, gradients, strict=True):
-            if gradient is None:
-                continue
-            slot = shown.unit.views[shown.name]
-            if gradient.layout == torch.sparse_coo:  # of an embedding alone
-                slot.write_rows(gradient._indices()[0], gradient._values())
-            else:
-                slot.write(gradient)
+            if gradient is not None:
+                _write(shown, gradient)
         self.before = None  # the chain of calls would grow with every micro-batch
         part.open -= self.counted
-        if part.open == 0:
+        if part.strays == part.open == 0:
             self.calls.complete(part)
+
+
+def _write(shown: Shown, gradient: Tensor) -> None:
+    """Write a gradient into its unit's buffer, or add it to those before."""
+    slot = shown.unit.views[shown.name]
+    if gradient.layout == torch.sparse_coo:  # of an embedding alone
+        slot.write_rows(gradient._indices()[0], gradient._values())
+    else:
+        slot.write(gradient)
 
 
 class _Parameters(torch.autograd.Function):
@@ -171,6 +176,7 @@ class Calls:
         self._anchor: Tensor | None = None
         self._storages: dict[int, Unit] = {}  # of sharded units that are whole now
         self._held: BuiltPart | None = None  # a part without gradients that backward has gathered
+        self._task = -1  # autograd's number of the backward
         self.reduced: set[BuiltPart] = set()
         self._sharded = any(part.sharded for part in parts)
         for table in dict.fromkeys(table for part in parts for shown in part.trained for table in shown.tables):
@@ -181,10 +187,11 @@ class Calls:
                 self._watch(part, shown)
 
     def _watch(self, part: BuiltPart, shown: Shown) -> None:
-        place = shown.places[0]
-        parameter = place.owner._parameters[place.attribute]
-        assert parameter is not None, "it has been adopted"
+        """Take the gradients that come to a parameter itself; where it rests whole, keep the node that gets them."""
+        parameter = shown.parameter
         parameter.register_post_accumulate_grad_hook(lambda found: self.stray(part, shown, found))
+        if not part.sharded:
+            part.nodes.append(get_gradient_edge(parameter).node)
 
     def run(self, part: BuiltPart, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the forward of a part between its two events."""
@@ -218,7 +225,6 @@ class Calls:
     def _begin(self, part: BuiltPart) -> None:
         """Gather a part that is about to run, and prefetch the one that ran after it last time."""
         if not part.sharded:
-            self.gather.unshard(part.units)  # what an update has changed may be on its way
             return
         if any(unit.whole is None for unit in part.units):
             self.gathered(part)
@@ -313,6 +319,12 @@ class Calls:
             if unit.trainable:
                 unit.deliveries.on_complete()
 
+    def expect_strays(self, _: object = None) -> None:
+        """Count the gradients to come to parameters themselves: a part is complete after them. A backward begins."""
+        self._task = torch._C._current_graph_task_id()
+        for part in self.parts:
+            part.strays = sum(map(torch._C._will_engine_execute_node, part.nodes))
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Be around a backward of the whole module."""
@@ -336,21 +348,21 @@ class Calls:
             UserError: 506, the part's gradients have been reduced, or its values were not there.
         """
         gradient, parameter.grad = parameter.grad, None
-        view = shown.unit.views[shown.name]
         if gradient is None or not self.in_backward or part in self.reduced or gradient.numel() != shown.numel:
             what = f"{shown.name} was used outside of the forward of its submodule"
             raise UserError(506, what, "use it within the module's forward; its values are in sharded.gathered()")
-        part.outside = True
-        view.write(gradient)
+        _write(shown, gradient)
+        if torch._C._current_graph_task_id() == self._task:  # else a checkpoint's own backward
+            part.strays -= 1
+            if part.strays == part.open == 0:
+                self.complete(part)
 
     def next_step(self) -> None:
-        """Begin the next step: graphs of this one are void."""
+        """Begin the next step: graphs of this one are void, and parameters that rest whole have their new values."""
         self.step += 1
         self.order = 0
         self.close()
-        for part in self.parts:
-            if part.outside:  # nobody waits for what the update sends to it
-                self.gather.unshard([unit for unit in part.units if unit.parameters_rest_whole])
+        self.gather.unshard([unit for part in self.parts for unit in part.units if unit.parameters_rest_whole])
 
     def close(self) -> None:
         """Expect no backward of what has run in this step."""

@@ -211,9 +211,9 @@ def _built(
     shown: list[tuple[bool, Shown]] = []
     for (own, trained), members in kinds.items():
         unit = _unit(_unit_name(part, own, kinds, trained=trained), own, members, recipe, memory, axes, trained=trained)
-        adopt(unit, members, world)
+        found = adopt(unit, members, world)
         index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
-        shown += [(trained, Shown(unit, index[m.name], m.name, m.places)) for m in members]
+        shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]
     part.members.clear()  # nobody holds the parameters that the module came with any more
     return BuiltPart(
         part,

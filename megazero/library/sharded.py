@@ -182,6 +182,8 @@ class Sharded:
                 stage.clear()  # what is reduced next holds what was reduced before
         self._reduced = last
         scaled = self._engine.loss(loss, self._one if self._backwards == 0 else self._one - 1)
+        assert scaled.grad_fn is not None, "the loss has a graph"
+        scaled.grad_fn.register_prehook(self._calls.expect_strays)
         self._backwards += 1
         self._failed = True
         with self._calls.backward(), self._tables.backward():

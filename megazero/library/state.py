@@ -144,6 +144,7 @@ class State:
         for unit in self._units:
             if not unit.trainable:
                 self._engine.gather.publish(unit)
+        self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
         return SavedStep(manifest.step, progress.skipped)
 
     def _held(self, *, saves: bool) -> list[ShardState]:
