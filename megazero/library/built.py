@@ -22,7 +22,7 @@ from megazero.zero.unit import Unit
 Forward = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shown:
     """A parameter as its part shows it.
 

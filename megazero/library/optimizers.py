@@ -8,17 +8,17 @@ Parameters whose names fit the pattern of a group have that group's options inst
 the first that fits counts. Ours knows "lr", and "weight_decay" (the same or 0).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
 from megazero.library.elementwise import Elementwise, Factory, Options, kind_of, trial
+from megazero.library.following import Following, following
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
 from megazero.zero.layout import Group
@@ -43,16 +43,18 @@ class Recipe:
 
     state: tuple[str, ...]
     lr: float
-    make: Callable[[list[Unit], int, Operations], Optimizer]
+    make: Callable[[list[Unit], int, Operations], Following]
     group: Callable[[str], Group]
 
 
-def recipe_of(asked: Asked, groups: Groups) -> Recipe:
-    """Return how to make the optimizer that was asked for.
+def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
+    """Return how to make the optimizer that was asked for; None: one of no parameter.
 
     Raises:
         UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
     """
+    if asked is None:
+        return Recipe((), 0.0, lambda units, bucket, ops: Following(units, _none), lambda name: Group(True))
     if callable(asked):
         return _of_torch(asked, groups)
     options = {"name": asked} if isinstance(asked, str) else dict(asked)
@@ -79,12 +81,9 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
         own, factor = ({}, 1.0) if number is None else (groups[number][1], factors[number])
         return Group(own.get("weight_decay", decay) != 0.0, factor)
 
-    def make(units: list[Unit], bucket: int, ops: Operations) -> Optimizer:
-        by_kind: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = {}
-        for unit in units:
-            by_kind.setdefault((unit.masters.dtype, unit.updated.values.dtype), []).append(unit)
-        told = {"betas": options["betas"], "eps": options["eps"], "weight_decay": decay}
-        return ByUnit([(some, AdamW(some, **told, bucket=bucket, ops=ops)) for some in by_kind.values()])
+    def make(units: list[Unit], bucket: int, ops: Operations) -> Following:
+        told = {"betas": options["betas"], "eps": options["eps"], "weight_decay": decay, "bucket": bucket, "ops": ops}
+        return following(units, lambda unit: AdamW([unit], **told), AdamW.STATE)
 
     return Recipe(AdamW.STATE, lr, make, group)
 
@@ -107,10 +106,15 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
             return Group(True, 1.0, Elementwise.KIND)
         return Group(True, factors[number], f"{Elementwise.KIND} {number}")
 
-    def of(units: list[Unit], bucket: int, ops: Operations) -> Optimizer:
-        return kind_of(kept)(units, make, options, counts=kept.counts)
+    def of(units: list[Unit], bucket: int, ops: Operations) -> Following:
+        kind = kind_of(kept)
+        return following(units, lambda unit: kind([unit], make, options, counts=kept.counts), kept.elements)
 
     return Recipe(kept.elements, lr, of, group)
+
+
+def _none(unit: Unit) -> Optimizer:
+    raise AssertionError(f"{unit.name} is not trained")
 
 
 def _fitting(name: str, groups: Groups) -> int | None:
@@ -124,27 +128,3 @@ def _lr_factor(pattern: str, options: Options, lr: float) -> float:
     if own != lr and lr == 0:
         raise UserError(501, f"{pattern!r}: lr {own} next to an optimizer's lr of 0", "give both one", where=_WHERE)
     return own / lr if lr else 1.0
-
-
-class ByUnit:
-    """Several optimizers of one kind, each for units of one dtype (`optim/optimizer.py`)."""
-
-    KIND: ClassVar[str] = AdamW.KIND
-    STATE: ClassVar[tuple[str, ...]] = AdamW.STATE
-
-    def __init__(self, optimizers: Iterable[tuple[list[Unit], AdamW]]):
-        self._of = {unit: optimizer for units, optimizer in optimizers for unit in units}
-        self.state = {unit: optimizer.state[unit] for unit, optimizer in self._of.items()}
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes kept besides the state."""
-        return sum(optimizer.staging_bytes for optimizer in dict.fromkeys(self._of.values()))
-
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, to be set when a run resumes."""
-        return self._of[unit].steps(unit)
-
-    def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`."""
-        self._of[unit].update(unit, lr=lr, scale=scale, skip=skip)

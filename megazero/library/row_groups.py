@@ -24,6 +24,7 @@ from torch import Tensor
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.grid import Axis
 from megazero.comm.rows import Counts, exchange_counts, exchange_rows
+from megazero.library.process import Process
 from megazero.library.row_optimizers import RowOptimizer
 
 
@@ -74,6 +75,8 @@ class RowGroup:
         rows: those that this rank owns, of all tables [n, D].
         state: what the optimizer keeps of them, by name.
         steps: the number of updates so far.
+        open: a backward runs that trains the module.
+        factor: what gradients are multiplied by in it; None: nothing.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class RowGroup:
         device: torch.device,
         world: Axis,
         optimizer: RowOptimizer,
+        process: Process,
         *,
         trained: bool,
     ):
@@ -99,8 +103,8 @@ class RowGroup:
         self._keys = self._wholes.cumsum(0) - self._wholes  # the key of each table's row 0
         self._arrived: list[_Arrived] = []
         self._fetched: dict[int, tuple[Tensor, FoundRows]] = {}
-        self._open = False  # a backward runs
-        self.steps = 0
+        self._process, self.open, self.steps = process, False, 0
+        self.factor: Tensor | None = None
 
     def own(self, table: int) -> slice:
         """Return where the rows of a table lie that this rank owns."""
@@ -184,15 +188,17 @@ class RowGroup:
         return exchange_rows(self.rows[asked], back, self._world, "row values")
 
     def take_gradients(self, step: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
-        """Send gradients to the owners of their rows, and keep those that come.
+        """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
 
         Raises:
             UserError: 506, no backward runs, or the rows were looked up before the last update.
         """
-        if not self._open or step != self.steps:
+        if not (self.open or self._process.in_backward) or step != self.steps:
             what = f"{self.tables[0].name}: gradients outside of sharded.backward, or of an earlier step"
             raise UserError(506, what, "call sharded.backward(loss) between two steps")
-        self._arrived.append(_Arrived(asked, exchange_rows(gradients, counts, self._world, "row gradients")))
+        if self.open:
+            gradients = gradients if self.factor is None else gradients * self.factor
+            self._arrived.append(_Arrived(asked, exchange_rows(gradients, counts, self._world, "row gradients")))
 
     def squares(self) -> Tensor:
         """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
@@ -222,10 +228,6 @@ class RowGroup:
             self._optimizer.update(self.rows, self.state, one.rows, gradients, rate, step)
         self.forget()
         self.steps += 1
-
-    def open(self, now: bool) -> None:
-        """Say that a backward runs, or that none does: gradients may come, or not."""
-        self._open = now
 
     def forget(self) -> None:
         """Forget the gradients of this step, and what was fetched."""

@@ -23,13 +23,16 @@ from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_v
 from megazero.library.agreed import AgreedGather
 from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
+from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parts import ROOT, Member, Part, Units, fitting, parts_of, submodules
+from megazero.library.process import Process
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
 from megazero.zero.engine import Engine
+from megazero.zero.gather import Gather
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
@@ -42,7 +45,7 @@ _OFFLOAD = ("optimizer", "parameters")
 
 def shard(
     module: nn.Module,
-    optimizer: Asked,
+    optimizer: Asked | None,
     *,
     stage: int,
     units: Units | None = None,
@@ -62,7 +65,7 @@ def shard(
 
     Args:
         module: on any device, or on meta; every rank gets the values of rank 0.
-        optimizer: see `optimizers.py`.
+        optimizer: see `optimizers.py`; None: nothing is trained, and all parameters become frozen.
         stage: of ZeRO, 0 to 3.
         units: the submodules whose parameters are gathered together: names, patterns of names, classes, or the
             submodules; None: its repeated blocks. What is in none of them is one more unit.
@@ -92,15 +95,18 @@ def shard(
         raise UserError(510, "lockstep=False beside tables, in which all ranks look up together", where="shard")
     if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+    if optimizer is None:
+        module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
     parts = parts_of(module, units, by_row)
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
-    if not any(member.parameter.requires_grad for part in parts for member in part.members):
-        raise UserError(510, "the module has no parameter that requires a gradient", where="shard")
+    if optimizer is not None and not any(m.parameter.requires_grad for part in parts for m in part.members):
+        do = "give None for the optimizer of a frozen module"
+        raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
     if odd := next((m for p in parts for m in p.members if _untrainable(m.parameter)), None):
         what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
         raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
-    world, comm = meet(timedelta(seconds=timeout))
+    world, comm, process = meet(timedelta(seconds=timeout))
     device = world.device
     grid = single(comm)
     if world.size > 1:
@@ -114,12 +120,14 @@ def shard(
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
     built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
-    agreed = None if lockstep else _agreed(built, device)
+    process.modules += 1
+    agreed = None if lockstep else _agreed(built, device, process)
     engine = _engine(built, recipe, grid, memory, clip, agreed)
-    calls = Calls(built, engine.gather)
-    split = split_rows(by_row, rows, grid["world"], device, dtype)
+    calls = Calls(built, engine.gather, process, lockstep=lockstep)
+    split = split_rows(by_row, rows, grid["world"], device, process, dtype)
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
-    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, agreed)
+    meetings = Lockstep(world.rank, axes, list(module.parameters()), process, agreed, device)
+    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, meetings)
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
@@ -254,10 +262,10 @@ def _unit(
     )
 
 
-def _agreed(built: Sequence[BuiltPart], device: torch.device) -> AgreedGather | None:
+def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) -> AgreedGather | None:
     """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
     units = [unit for part in built for unit in part.units]
-    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units)
+    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
 
 
 def _engine(
@@ -273,12 +281,13 @@ def _engine(
     names = [unit.layout.name for unit in units]
     there = "host_" if memory.offload is not None and memory.offload.optimizer is not None else ""
     wide = any(unit.masters.dtype == torch.float64 for unit in units)
-    ops = memory.ops(torch.float64 if wide else units[0].updated.values.dtype, updates=True)
+    narrow = next((unit.updated.values.dtype for unit in units), torch.float32)
+    ops = memory.ops(torch.float64 if wide else narrow, updates=True)
     optimizer = recipe.make(units, grid.comm.bucket, ops)
     memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
     scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)
     told = {"clip": clip, "tokens_per_step": 1, "grid": grid, "scaling": scaling, "ops": ops, "offload": memory.offload}
-    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=agreed)
+    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=agreed or Gather(memory.device))
     if agreed is not None:
         engine.stages[0].reduction.before = agreed.before_sum
     return engine
