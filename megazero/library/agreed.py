@@ -59,6 +59,11 @@ class AgreedGather(Gather):
                 super().prefetch([unit])
                 super().unshard([unit])
 
+    def replace(self, unit: Unit, new: Unit) -> None:
+        """Let a unit have the number of another one, in whose place it is."""
+        self._numbers[new] = self._numbers.pop(unit)
+        self._units[self._numbers[new]] = weakref.ref(new)
+
     def before_sum(self, unit: Unit) -> None:
         """Wait until the gradients of a unit are complete on all ranks. Raises UserError 507, as `meet`."""
         self._reach(_MOST + self._numbers[unit])

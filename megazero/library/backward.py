@@ -9,7 +9,7 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.library.calls import Calls
 from megazero.library.describe import loss_text
-from megazero.library.following import Following
+from megazero.library.following import following_of
 from megazero.library.lockstep import Lockstep, in_lockstep
 from megazero.library.tables import Tables
 from megazero.zero.engine import Engine
@@ -82,8 +82,7 @@ class Backwards:
 
     def leave_frozen(self) -> None:
         """Let the update leave alone what was frozen in all backwards of the step."""
-        assert isinstance(self.engine.optimizer, Following), "the library makes no other"
-        self.engine.optimizer.frozen = self.frozen
+        following_of(self.engine).frozen = self.frozen
 
     def forget(self) -> None:
         """Forget the gradients of this step, also those that are under way."""

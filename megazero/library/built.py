@@ -7,14 +7,14 @@ parameter is.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
-from functools import wraps
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from megazero.library.parts import Part, Place
 from megazero.zero.unit import Unit
@@ -98,11 +98,25 @@ class BuiltPart:
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._find()
+        self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
+        self.number = zlib.crc32(self.part.name.encode())
+
+    @property
+    def thawed(self) -> list[Shown]:
+        """Return the parameters that were frozen, and are not any more."""
+        return [shown for shown in self.frozen if shown.parameter.requires_grad]
+
+    def give(self, unit: Unit, new: Unit) -> None:
+        """Let a trained unit have the place of one that was frozen."""
+        self.trained += [replace(shown, unit=new) for shown in self.frozen if shown.unit is unit]
+        self.frozen = [shown for shown in self.frozen if shown.unit is not unit]
+        self._find()
+
+    def _find(self) -> None:
         self.shown = [*self.trained, *self.frozen]
         self.units = list(dict.fromkeys(shown.unit for shown in self.shown))
-        self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
         self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
-        self.number = zlib.crc32(self.part.name.encode())
 
 
 def give_rows(table: nn.Embedding) -> None:
@@ -149,6 +163,22 @@ def _tell_recurrent(owners: Iterable[nn.Module]) -> None:
     for owner in owners:
         if isinstance(owner, nn.RNNBase):
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
+
+
+def watch(part: BuiltPart, unit: Unit, take: Callable[[BuiltPart, Shown, nn.Parameter], object]) -> None:
+    """Let `take` get the gradients that come to a unit's parameters themselves.
+
+    Where the unit rests whole, the part keeps the nodes of autograd that get them.
+    """
+    for shown in part.trained:
+        if shown.unit is not unit:
+            continue
+        parameter, asked = shown.parameter, shown.parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(partial(take, part, shown))
+        if unit.parameters_rest_whole:
+            part.nodes.append(get_gradient_edge(parameter).node)
+        parameter.requires_grad_(asked)
 
 
 def before_backward(outputs: Any, event: Callable[[object], None]) -> None:

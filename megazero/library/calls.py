@@ -22,14 +22,13 @@ through this one: its parts are gathered for it, and their gradients dropped.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from megazero.base.errors import UserError
 from megazero.library.built import (
@@ -41,6 +40,7 @@ from megazero.library.built import (
     hide,
     put,
     tensors_in,
+    watch,
     wrap,
 )
 from megazero.library.process import Process
@@ -134,6 +134,7 @@ class Calls:
         step: the number of steps done; the graph of an earlier one has parameters that are gone.
         in_backward: a backward runs that trains the module, or comes through it.
         trains: it trains the module.
+        on_thaw: called when parameters that were frozen are not any more.
         factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
         lent: whole values are looked at: nothing may be gathered or released.
@@ -145,6 +146,7 @@ class Calls:
         self.step = 0
         self.in_backward = self.trains = self.lent = False
         self.factor: Tensor | None = None
+        self.on_thaw: Callable[[], object] = lambda: None
         self._last: _Call | None = None
         self._running: BuiltPart | None = None  # the part that was called last
         self._anchor: Tensor | None = None
@@ -157,15 +159,8 @@ class Calls:
             give_rows(table)
         for part in parts:
             wrap(part, self.run)
-            for shown in part.trained:
-                self._watch(part, shown)
-
-    def _watch(self, part: BuiltPart, shown: Shown) -> None:
-        """Take the gradients that come to a parameter itself; where it rests whole, keep the node that gets them."""
-        parameter = shown.parameter
-        parameter.register_post_accumulate_grad_hook(lambda found: self.stray(part, shown, found))
-        if not part.sharded:
-            part.nodes.append(get_gradient_edge(parameter).node)
+            for unit in part.units:
+                watch(part, unit, self.stray)
 
     def run(self, part: BuiltPart, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the forward of a part between its two events."""
@@ -175,6 +170,8 @@ class Calls:
             raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
         wants = torch.is_grad_enabled()
         self.join()
+        if not self.in_backward and not any(one.depth for one in self.parts):
+            self.follow()
         self._begin(part)
         call: _Call | None = None
         if wants:
@@ -197,6 +194,12 @@ class Calls:
             if call is not None and not part.root and not self.in_backward:
                 self._last = call
             self._end(part, wants=wants, keeps=keeps)
+
+    def follow(self) -> None:
+        """See whether parameters that were frozen are not any more."""
+        if any(part.thawed for part in self.parts):
+            self.release_all()
+            self.on_thaw()
 
     def _begin(self, part: BuiltPart) -> None:
         """Gather a part that is about to run, and prefetch the one that ran after it last time."""

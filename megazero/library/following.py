@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.optim.optimizer import Optimizer
+from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
 
 
@@ -43,6 +44,11 @@ class Following:
     def _add(self, unit: Unit) -> None:
         self._of[unit] = self._make(unit)
         self.state[unit] = self._of[unit].state[unit]
+
+    def add(self, unit: Unit, updates: int) -> None:
+        """Update a unit that was frozen in so many updates."""
+        self._add(unit)
+        self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
 
     @property
     def staging_bytes(self) -> int:
@@ -119,3 +125,9 @@ def _pieces(unit: Unit) -> list[tuple[str, slice]]:
 def following(units: Sequence[Unit], make: Callable[[Unit], Optimizer], state: tuple[str, ...]) -> Following:
     """Return the optimizer of some units that keeps this state."""
     return type("Following", (Following,), {"STATE": state})(units, make)
+
+
+def following_of(engine: Engine) -> Following:
+    """Return the optimizer of an engine of the library."""
+    assert isinstance(engine.optimizer, Following), "the library makes no other"
+    return engine.optimizer

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,19 +21,20 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
 from megazero.library.agreed import AgreedGather
-from megazero.library.built import BuiltPart, Shown
+from megazero.library.built import BuiltPart, Shown, watch
 from megazero.library.calls import Calls
+from megazero.library.following import following_of
 from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parts import ROOT, Member, Part, Units, fitting, parts_of, submodules
+from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodules
 from megazero.library.process import Process
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
 from megazero.zero.engine import Engine
 from megazero.zero.gather import Gather
-from megazero.zero.layout import Entry, lay_out
+from megazero.zero.layout import Entry, UnitLayout, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from megazero.zero.unit import Unit
@@ -122,12 +123,28 @@ def shard(
     adopt_buffers(module, grid["world"], device, initial)
     process.modules += 1
     agreed = None if lockstep else _agreed(built, device, process)
-    engine = _engine(built, recipe, grid, memory, clip, agreed)
-    calls = Calls(built, engine.gather, process, lockstep=lockstep)
+    gather = agreed or Gather(device)
+    engine = _engine(built, recipe, grid, memory, clip, gather, None)
+    calls = Calls(built, gather, process, lockstep=lockstep)
     split = split_rows(by_row, rows, grid["world"], device, process, dtype)
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
     meetings = Lockstep(world.rank, axes, list(module.parameters()), process, agreed, device)
-    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, meetings)
+
+    def thaw(before: Engine, updates: int) -> Engine:
+        if optimizer is None:
+            name = next(one.name for part in built for one in part.thawed)
+            what = f"{name} requires a gradient, and the module was sharded without an optimizer"
+            raise UserError(502, what, "give shard an optimizer")
+        for part in built:
+            for unit in dict.fromkeys(one.unit for one in part.thawed):
+                new = _thawed(part, unit, memory)
+                watch(part, new, calls.stray)
+                following_of(before).add(new, updates)
+                if agreed is not None:
+                    agreed.replace(unit, new)
+        return _engine(built, recipe, grid, memory, clip, gather, before)
+
+    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, meetings, thaw)
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
@@ -218,7 +235,9 @@ def _built(
     agree(world, memory.device, lambda: make_values(part, world, memory.device, initial, shapes))
     shown: list[tuple[bool, Shown]] = []
     for (own, trained), members in kinds.items():
-        unit = _unit(_unit_name(part, own, kinds, trained=trained), own, members, recipe, memory, axes, trained=trained)
+        entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
+        layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
+        unit = _unit(layout, own, memory, axes, trained=trained)
         found = adopt(unit, members, world)
         index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
         shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]
@@ -237,21 +256,31 @@ def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype,
     return f"{part.name} ({', '.join(words)})" if words else part.name
 
 
-def _unit(
-    name: str,
-    dtype: torch.dtype,
-    members: Sequence[Member],
-    recipe: Recipe,
-    memory: _Memory,
-    axes: UnitAxes,
-    *,
-    trained: bool,
-) -> Unit:
-    entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
+def _thawed(part: BuiltPart, unit: Unit, memory: _Memory) -> Unit:
+    """Return a unit of parameters that were frozen with what training needs, and the values and parameters that it had.
+
+    Raises:
+        UserError: 502, a parameter cannot be trained.
+    """
+    if odd := next((one for one in part.thawed if not one.parameter.is_floating_point()), None):
+        what = f"{odd.name} requires a gradient: only parameters of floating point are trained"
+        raise UserError(502, what, "keep it frozen")
+    layout = replace(unit.layout, name=unit.name.replace("frozen)", "unfrozen)"))
+    new = _unit(layout, unit.parameters.values.dtype, memory, unit.axes, trained=True)
+    new.resting.write(unit.parameters.values.to(new.masters.dtype), unit.parameters.first)
+    by_name = {shown.name: shown.parameter for shown in part.frozen}
+    new.move_parameters([by_name[interval.name] for interval in layout.intervals])
+    there = "" if unit.parameters.home is None else "host_"
+    memory.ledger.hold(f"{there}parameters", -unit.parameters.values.nbytes)
+    part.give(unit, new)
+    return new
+
+
+def _unit(layout: UnitLayout, dtype: torch.dtype, memory: _Memory, axes: UnitAxes, *, trained: bool) -> Unit:
     narrow = dtype in (torch.bfloat16, torch.float16)
     precision = Precision(dtype, torch.float32 if narrow else dtype)
     return Unit(
-        lay_out(name, entries),
+        layout,
         axes,
         precision,
         memory.device,
@@ -274,22 +303,30 @@ def _engine(
     grid: Grid,
     memory: _Memory,
     clip: float,
-    agreed: AgreedGather | None,
+    gather: Gather,
+    before: Engine | None,
 ) -> Engine:
-    """Return the engine over the units that are trained, in the order of the module."""
+    """Return the engine over the units that are trained, in the order of the module.
+
+    Args:
+        before: the engine over fewer units, whose optimizer has been given the new ones; None: there was none.
+    """
     units = [unit for part in built for unit in part.units if unit.trainable]
     names = [unit.layout.name for unit in units]
     there = "host_" if memory.offload is not None and memory.offload.optimizer is not None else ""
     wide = any(unit.masters.dtype == torch.float64 for unit in units)
     narrow = next((unit.updated.values.dtype for unit in units), torch.float32)
     ops = memory.ops(torch.float64 if wide else narrow, updates=True)
-    optimizer = recipe.make(units, grid.comm.bucket, ops)
-    memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
+    optimizer = recipe.make(units, grid.comm.bucket, ops) if before is None else before.optimizer
+    if before is None:
+        memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
     scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)
     told = {"clip": clip, "tokens_per_step": 1, "grid": grid, "scaling": scaling, "ops": ops, "offload": memory.offload}
-    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=agreed or Gather(memory.device))
-    if agreed is not None:
-        engine.stages[0].reduction.before = agreed.before_sum
+    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=gather)
+    if before is not None and before.loss_scale.dynamic:
+        engine.loss_scale = before.loss_scale
+    if isinstance(gather, AgreedGather):
+        engine.stages[0].reduction.before = gather.before_sum
     return engine
 
 

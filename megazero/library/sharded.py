@@ -82,6 +82,7 @@ class Sharded:
         lr: of a step that does not say one.
         cast: what happens to the inputs: to the parameters' precision, if one was asked for.
         lockstep: the calls that all ranks make together.
+        thaw: given the engine and its number of updates, returns one that trains what is not frozen any more too.
 
     Attributes:
         module: the module.
@@ -99,19 +100,33 @@ class Sharded:
         lr: float,
         cast: Callable[[Any], Any],
         lockstep: Lockstep,
+        thaw: Callable[[Engine, int], Engine],
     ):
-        self.module, self._parts, self._engine, self._calls, self._grid = module, parts, engine, calls, grid
-        self._lr, self._cast, self._tables = lr, cast, tables
-        self._units = [unit for part in parts for unit in part.units]
+        self.module, self._parts, self._calls, self._grid = module, parts, calls, grid
+        self._lr, self._cast, self._tables, self._lockstep = lr, cast, tables, lockstep
         self._meet = lockstep.meet
-        self._whole = WholeValues(module, parts, engine, calls, tables.shards, grid["world"], self._meet)
-        self._events = UnitEvents(self._units, grid.comm.ledger.seconds)
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(module)
-        self._one = torch.ones((), device=self._units[0].device)
-        self._backwards = Backwards(engine, calls, tables, lockstep)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=self._one.device)
+        self._use(engine)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=self._units[0].device)
         self._checked = self.steps = 0
+        calls.on_thaw = lambda: self._thaw(thaw)
+
+    def _use(self, engine: Engine) -> None:
+        self._engine, self._units = engine, [unit for part in self._parts for unit in part.units]
+        world, calls, tables = self._grid["world"], self._calls, self._tables
+        self._whole = WholeValues(self.module, self._parts, engine, calls, tables.shards, world, self._meet)
+        self._events = UnitEvents(self._units, self._grid.comm.ledger.seconds)
+        self._events.listen(on=self._watch is not None)
+        self._backwards = Backwards(engine, calls, tables, self._lockstep)
+
+    def _thaw(self, thaw: Callable[[Engine, int], Engine]) -> None:
+        """Train parameters too that were frozen. Raises UserError 502: between the backwards of a step."""
+        if self._backwards.count:
+            name = next(shown.name for part in self._parts for shown in part.thawed)
+            what = f"{name} was unfrozen between a backward and its step"
+            raise UserError(502, what, "call requires_grad_(True) after the step")
+        self._use(thaw(self._engine, self.steps - int(self._skipped)))
 
     @property
     def rank(self) -> int:
@@ -248,6 +263,7 @@ class Sharded:
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
         self._meet("save")
+        self._calls.follow()
         return self._state().save(Path(folder), SavedStep(self.steps, int(self._skipped)))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
@@ -260,6 +276,7 @@ class Sharded:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
         self._meet("load")
+        self._calls.follow()
         self._backwards.forget()
         found = self._state().load(Path(folder), step)
         self.steps = found.steps

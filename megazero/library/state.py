@@ -28,7 +28,7 @@ from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.comm.grid import Grid
-from megazero.library.following import Following
+from megazero.library.following import following_of
 from megazero.library.tables import RowShard
 from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
@@ -66,8 +66,7 @@ class State:
         self._rows = {name: (table, own) for table in tables for name, own in _tensors_of(table)}
         self._units, self._engine, self._buffers, self._grid, self._stage = units, engine, buffers, grid, stage
         self._world, self._device = grid["world"], units[0].device
-        assert isinstance(engine.optimizer, Following), "the library makes no other"
-        self._optimizer = engine.optimizer
+        self._optimizer = following_of(engine)
         self._logical = {
             i.name: Logical(shape=list(i.shape), pieces=[], dtype=NAMES[unit.masters.dtype], trained=unit.trainable)
             for unit in units

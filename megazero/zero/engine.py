@@ -145,8 +145,7 @@ class Engine:
         self._counted = [unit for unit in units if unit not in copies]
         self._places = torch.tensor([order.index(unit.layout.name) for unit in self._counted], device=device)
         self._num_units = len(order)
-        # Sum of losses, count of valid tokens, votes: one tensor, so that all are summed over ranks at once. Counts are
-        # exact in fp64 up to 2^53.
+        # Sum of losses, valid tokens (exact up to 2^53), votes: one tensor, so that all are summed over ranks at once.
         self._totals = torch.zeros(2 + VOTES, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 

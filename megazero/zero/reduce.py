@@ -13,8 +13,7 @@ A unit that backward never reached is reduced as zeros at the end, because the o
     tensor          of the tokens of the other ranks, of what    once a step, `sum_tp_replicated`
                     is whole on each (sequence parallelism)
 
-The first three may be taken in another dtype (`zero.reduce_dtype`). The last is of norms and biases, few elements, and
-stays in that of the accumulation.
+The first three may be taken in another dtype (`zero.reduce_dtype`); the last, of few elements, stays in its own.
 """
 
 from collections import deque
