@@ -18,7 +18,7 @@ from megazero.zero.placement import UnitAxes
 
 def _other_parts(rank: int, than: int) -> UserError:
     """Return the error for ranks in lockstep that have called different units."""
-    do = "let every rank call the same parts, or give shard(lockstep=False)"
+    do = "let every rank call the same parts and make as many backwards, or give shard(lockstep=False)"
     return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
 
 
@@ -82,8 +82,11 @@ class Lockstep:
         mine = torch.tensor([[MEETINGS.index(meeting), order, frozen]], device=self._device)
         with in_lockstep(self.rank):
             calls, orders, froze = all_gather(mine, axis, "agree").T.tolist()
+        if any(_odd(numbers) is not None for numbers in (calls, orders)):
+            self._process.order = 0  # what follows begins alike
         if (at := _odd(calls)) is not None:
-            what = f"it is in sharded.{MEETINGS[calls[at]]}, and rank {axis.ranks[0]} in sharded.{MEETINGS[calls[0]]}"
+            own, first = MEETINGS[calls[at]], MEETINGS[calls[0]]
+            what = f"it waits for sharded.{own}, and rank {axis.ranks[0]} for sharded.{first}"
             do = "let every rank make the same calls, and as many backwards before each step"
             raise UserError(507, what, do, rank=axis.ranks[at])
         if (at := _odd(orders)) is not None:
