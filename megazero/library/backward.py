@@ -126,6 +126,6 @@ def run_backward(loss: Tensor, modules: Sequence[Backwards], *, last: bool) -> N
         for module, factor in zip(reversed(modules), reversed(factors), strict=True):
             (stage,) = module.engine.stages
             stage.reduction.follows, follows = follows, stage.reduction
-            total.grad_fn.register_prehook(module.calls.expect_strays)
+            total.grad_fn.register_prehook(module.calls.begin_backward)
             begin = partial(module.run, begin, factor=factor)
         begin()

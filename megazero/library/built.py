@@ -202,6 +202,15 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
         yield from tensors_in(list(vars(outputs).values()))
 
 
+def prepare(part: BuiltPart, run: Callable[..., Any], take: Callable[[BuiltPart, Shown, nn.Parameter], object]) -> None:
+    """Let calls of a part go through `run`, and gradients that come to its parameters themselves to `take`."""
+    for table in dict.fromkeys(table for shown in part.trained for table in shown.tables):
+        give_rows(table)
+    wrap(part, run)
+    for unit in part.units:
+        watch(part, unit, take)
+
+
 def wrap(part: BuiltPart, run: Callable[..., Any]) -> None:
     """Let every call of a part's module run between its events; a module that is compiled stays so inside of them."""
     module = part.part.module

@@ -17,8 +17,8 @@ themselves, which have the gathered values. Only an embedding needs nothing of i
 Every rank has to gather the same units in the same order. Each keeps a number made of its own order (`Process.order`),
 which calls of `Sharded` compare.
 
-A parameter that is frozen when its part is called is shown as a constant. A backward that trains other modules may come
-through this one: its parts are gathered for it, and their gradients dropped.
+A parameter that is frozen when its part is called is a constant there. A backward that trains other modules may come
+through this one, which gathers its parts and drops their gradients.
 """
 
 import zlib
@@ -36,12 +36,10 @@ from megazero.library.built import (
     Forward,
     Shown,
     before_backward,
-    give_rows,
     hide,
+    prepare,
     put,
     tensors_in,
-    watch,
-    wrap,
 )
 from megazero.library.process import Process
 from megazero.library.saved import saving
@@ -142,8 +140,7 @@ class Calls:
 
     def __init__(self, parts: list[BuiltPart], gather: Gather, process: Process, *, lockstep: bool):
         self.parts, self.gather, self.process, self._lockstep = parts, gather, process, lockstep
-        self._number = process.modules
-        self.step = 0
+        self._number, self.step = process.modules, 0
         self.in_backward = self.trains = self.lent = False
         self.factor: Tensor | None = None
         self.on_thaw: Callable[[], object] = lambda: None
@@ -155,12 +152,8 @@ class Calls:
         self._task = -1  # autograd's number of the backward
         self.reduced: set[BuiltPart] = set()
         self._sharded = any(part.sharded for part in parts)
-        for table in dict.fromkeys(table for part in parts for shown in part.trained for table in shown.tables):
-            give_rows(table)
         for part in parts:
-            wrap(part, self.run)
-            for unit in part.units:
-                watch(part, unit, self.stray)
+            prepare(part, self.run, self.stray)
 
     def run(self, part: BuiltPart, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the forward of a part between its two events."""
@@ -228,7 +221,7 @@ class Calls:
         Args:
             keeps: gradients will come.
         """
-        if self._held is not None and self._held is not part:
+        if self._held not in (None, part):
             self.release([self._held])
         self._held = None if keeps else part
         self.gathered(part)
@@ -315,11 +308,15 @@ class Calls:
         else:
             slot.write(gradient)
 
-    def expect_strays(self, _: object = None) -> None:
-        """Count the gradients to come to parameters themselves: a part is complete after them. A backward begins."""
+    def begin_backward(self, _: object = None) -> None:
+        """Count the gradients to come to parameters themselves, and wait for none of units that are frozen."""
         self._task = torch._C._current_graph_task_id()
         for part in self.parts:
             part.strays = sum(map(torch._C._will_engine_execute_node, part.nodes))
+            live = {shown.unit for shown in part.trained if shown.parameter.requires_grad}
+            for unit in part.units:
+                if unit.trainable and unit not in live:
+                    unit.deliveries.on_complete()
 
     @contextmanager
     def backward(self, factor: Tensor | None) -> Iterator[None]:
@@ -399,6 +396,5 @@ class Calls:
         self.require_step(call)
         self.join()
         if not self.in_backward:
-            raise UserError(
-                506, "loss.backward() was called", "call sharded.backward(loss), which reduces gradients too"
-            )
+            do = "call sharded.backward(loss), which reduces gradients too"
+            raise UserError(506, "loss.backward() was called", do)

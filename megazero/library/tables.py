@@ -198,8 +198,15 @@ def _split(table: Table, group: RowGroup, number: int, world: Axis) -> RowShard:
         _draw(shard, table.padding_idx)
     else:
         shard.take(table.weight)
-    table.weight = nn.Parameter(shard.values, requires_grad=False)
+    table.weight = group.weights[number] = nn.Parameter(shard.values, requires_grad=group.trained)
+    if group.trained:
+        table.weight.register_post_accumulate_grad_hook(lambda _: _refuse(shape.name))
     return shard
+
+
+def _refuse(name: str) -> None:
+    do = "look its rows up; the whole table is in sharded.full_state_dict()"
+    raise UserError(506, f"{name} has a rank's own rows alone, and was used outside of a look-up", do)
 
 
 def _draw(shard: RowShard, padding: int | None) -> None:

@@ -209,3 +209,81 @@ def test_a_frozen_parameter_has_no_part_in_the_norm():
     of_numbers(module, 0, 0).backward()
     sharded.backward(of_numbers(sharded, 0, 0))
     assert sharded.step().grad_norm == pytest.approx(float(nn.utils.clip_grad_norm_(module.parameters(), 1.0)))
+
+
+class TwoTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Embedding(7, 3), nn.Embedding(9, 3), nn.Linear(3, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.a(ids % 7) * self.b(ids) + self.b(ids % 5)).square().mean()
+
+
+def ids_of(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 9, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def two_tables() -> TwoTables:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return TwoTables().double()
+
+
+def with_tables(fetches: bool) -> dict[str, Tensor]:
+    module = two_tables()
+    sharded = megazero.shard(module, SGD, stage=1, kernels="reference", tables=["a", "b"])
+    for step in range(4):
+        module.a.requires_grad_(step % 2 == 0)
+        module.b.requires_grad_(step != 2)
+        ids = ids_of(step, sharded.rank)
+        if fetches:
+            sharded.prefetch_rows({"a": ids % 7, "b": ids})
+            loss = module.head(module.a(ids % 7) * module.b(ids) + module.b(ids % 5)).square().mean()
+        else:
+            loss = sharded(ids)
+        sharded.backward(loss)
+        sharded.step()
+    return sharded.full_state_dict(everywhere=True)
+
+
+def test_tables_follow_too():
+    module = two_tables()
+    optimizer = SGD(module.head.parameters())
+    sums = {table: torch.zeros(len(table.weight), dtype=torch.float64) for table in (module.a, module.b)}
+    for step in range(4):
+        module.a.requires_grad_(step % 2 == 0)
+        module.b.requires_grad_(step != 2)
+        for rank in range(2):
+            (module(ids_of(step, rank)) / 2).backward()
+        optimizer.step()
+        for table, squares in sums.items():
+            if table.weight.grad is not None:
+                with torch.no_grad():  # row-wise Adagrad
+                    squares += table.weight.grad.square().mean(1)
+                    table.weight -= 0.01 * table.weight.grad / (squares.sqrt()[:, None] + 1e-10)
+        module.zero_grad()
+    for fetches in (True, False):
+        for found in on_ranks(2, with_tables, fetches):
+            for name, value in module.state_dict().items():
+                assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-10), (fetches, name)
+
+
+def wrong_tables() -> tuple[str, str]:
+    told = {"stage": 1, "kernels": "reference", "tables": ["a"]}
+    lines = []
+    for frozen in (True, False):
+        module = two_tables()
+        module.a.requires_grad_(not frozen)
+        sharded = megazero.shard(module, SGD, **told)
+        module.a.requires_grad_(True)
+        with pytest.raises(UserError) as caught:
+            sharded.backward(sharded(ids_of(0, 0)) + module.a.weight.sum())
+        lines.append(str(caught.value))
+    return lines[0], lines[1]
+
+
+def test_what_tables_cannot_follow_is_one_line():
+    for frozen, used in on_ranks(2, wrong_tables):
+        assert "MZ-502" in frozen and "a.weight requires a gradient, and was frozen" in frozen
+        assert "MZ-506" in used and "a.weight has a rank's own rows alone" in used
