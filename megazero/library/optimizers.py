@@ -39,12 +39,14 @@ class Recipe:
         lr: its learning rate where a step does not say one.
         make: (units, bucket, kernels) -> the optimizer.
         group: the group of a parameter, by its name.
+        trains: there is an optimizer.
     """
 
     state: tuple[str, ...]
     lr: float
     make: Callable[[list[Unit], int, Operations], Following]
     group: Callable[[str], Group]
+    trains: bool = True
 
 
 def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
@@ -54,7 +56,7 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
     """
     if asked is None:
-        return Recipe((), 0.0, lambda units, bucket, ops: Following(units, _none), lambda name: Group(True))
+        return Recipe((), 0.0, lambda units, bucket, ops: Following(units, _none), lambda name: Group(True), False)
     if callable(asked):
         return _of_torch(asked, groups)
     options = {"name": asked} if isinstance(asked, str) else dict(asked)

@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,17 +12,14 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Axis, Grid, make_grid, single
+from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.comm.pool import Pool
-from megazero.kernels.operations import Operations
-from megazero.kernels.select import choose
 from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
 from megazero.library.agreed import AgreedGather
-from megazero.library.built import BuiltPart, Shown, watch
+from megazero.library.assembly import Assembly, Memory, unit_of
+from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
-from megazero.library.following import following_of
 from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
@@ -32,12 +28,10 @@ from megazero.library.process import Process
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
-from megazero.zero.engine import Engine
 from megazero.zero.gather import Gather
-from megazero.zero.layout import Entry, UnitLayout, lay_out
+from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
-from megazero.zero.placement import STAGES, Precision, UnitAxes
-from megazero.zero.unit import Unit
+from megazero.zero.placement import STAGES, UnitAxes
 
 _LOG = logging.getLogger("megazero")
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,14 +82,9 @@ def shard(
     Raises:
         UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks do not come together; 106, shard_ranks.
     """
-    if stage not in STAGES:
-        raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
-    if precision is not None and precision not in _DTYPES:
-        raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
+    _require_known(module, stage, precision)
     if tables and not lockstep:
-        raise UserError(510, "lockstep=False beside tables, in which all ranks look up together", where="shard")
-    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
-        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+        raise UserError(510, "lockstep=False next to tables, in which all ranks look up together", where="shard")
     if optimizer is None:
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
@@ -116,35 +105,29 @@ def shard(
         )
     _require_one_module(parts, grid["world"], device)
     dtype = None if precision is None else _DTYPES[precision]
-    memory = _Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
+    memory = Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
     built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
     process.modules += 1
     agreed = None if lockstep else _agreed(built, device, process)
-    gather = agreed or Gather(device)
-    engine = _engine(built, recipe, grid, memory, clip, gather, None)
-    calls = Calls(built, gather, process, lockstep=lockstep)
+    assembly = Assembly(built, recipe, grid, memory, clip, agreed or Gather(device))
+    calls = Calls(built, assembly.gather, process, lockstep=lockstep)
     split = split_rows(by_row, rows, grid["world"], device, process, dtype)
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
     meetings = Lockstep(world.rank, axes, list(module.parameters()), process, agreed, device)
+    return Sharded(module, assembly, calls, split, recipe.lr, cast, meetings)
 
-    def thaw(before: Engine, updates: int) -> Engine:
-        if optimizer is None:
-            name = next(one.name for part in built for one in part.thawed)
-            what = f"{name} requires a gradient, and the module was sharded without an optimizer"
-            raise UserError(502, what, "give shard an optimizer")
-        for part in built:
-            for unit in dict.fromkeys(one.unit for one in part.thawed):
-                new = _thawed(part, unit, memory)
-                watch(part, new, calls.stray)
-                following_of(before).add(new, updates)
-                if agreed is not None:
-                    agreed.replace(unit, new)
-        return _engine(built, recipe, grid, memory, clip, gather, before)
 
-    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, meetings, thaw)
+def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
+    """Refuse a stage or a precision that there is none of, and a module that is sharded. Raises UserError 510."""
+    if stage not in STAGES:
+        raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
+    if precision is not None and precision not in _DTYPES:
+        raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
+    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
+        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
@@ -165,26 +148,6 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
             raise UserError(511, f"tables: {name} shares its weight", "leave it out of tables")
         found[name] = table
     return found
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Give units the place where they rest, buffers, and the kernels that compute on them."""
-
-    device: torch.device
-    ledger: Ledger
-    offload: Offload | None
-    kernels: str
-    _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
-
-    def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
-        """Return the kernels beside parameters of a dtype; those of an update are where the update is."""
-        there = updates and self.offload is not None and self.offload.optimizer is not None
-        return choose(self.kernels, torch.device("cpu") if there else self.device, dtype)
-
-    def pool(self, dtype: torch.dtype) -> Pool:
-        """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
-        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.ledger, "pool"))
 
 
 def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload | None:
@@ -224,7 +187,7 @@ def _built(
     part: Part,
     dtype: torch.dtype | None,
     recipe: Recipe,
-    memory: _Memory,
+    memory: Memory,
     axes: UnitAxes,
     world: Axis,
     initial: Initial | None,
@@ -237,7 +200,7 @@ def _built(
     for (own, trained), members in kinds.items():
         entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
         layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
-        unit = _unit(layout, own, memory, axes, trained=trained)
+        unit = unit_of(layout, own, memory, axes, trained=trained)
         found = adopt(unit, members, world)
         index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
         shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]
@@ -256,78 +219,10 @@ def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype,
     return f"{part.name} ({', '.join(words)})" if words else part.name
 
 
-def _thawed(part: BuiltPart, unit: Unit, memory: _Memory) -> Unit:
-    """Return a unit of parameters that were frozen with what training needs, and the values and parameters that it had.
-
-    Raises:
-        UserError: 502, a parameter cannot be trained.
-    """
-    if odd := next((one for one in part.thawed if not one.parameter.is_floating_point()), None):
-        what = f"{odd.name} requires a gradient: only parameters of floating point are trained"
-        raise UserError(502, what, "keep it frozen")
-    layout = replace(unit.layout, name=unit.name.replace("frozen)", "unfrozen)"))
-    new = _unit(layout, unit.parameters.values.dtype, memory, unit.axes, trained=True)
-    new.resting.write(unit.parameters.values.to(new.masters.dtype), unit.parameters.first)
-    by_name = {shown.name: shown.parameter for shown in part.frozen}
-    new.move_parameters([by_name[interval.name] for interval in layout.intervals])
-    there = "" if unit.parameters.home is None else "host_"
-    memory.ledger.hold(f"{there}parameters", -unit.parameters.values.nbytes)
-    part.give(unit, new)
-    return new
-
-
-def _unit(layout: UnitLayout, dtype: torch.dtype, memory: _Memory, axes: UnitAxes, *, trained: bool) -> Unit:
-    narrow = dtype in (torch.bfloat16, torch.float16)
-    precision = Precision(dtype, torch.float32 if narrow else dtype)
-    return Unit(
-        layout,
-        axes,
-        precision,
-        memory.device,
-        (memory.pool(dtype), memory.pool(precision.gradients)),
-        memory.offload,
-        ops=memory.ops(dtype if dtype.is_floating_point else torch.float32),
-        trainable=trained,
-    )
-
-
 def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) -> AgreedGather | None:
     """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
     units = [unit for part in built for unit in part.units]
     return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
-
-
-def _engine(
-    built: Sequence[BuiltPart],
-    recipe: Recipe,
-    grid: Grid,
-    memory: _Memory,
-    clip: float,
-    gather: Gather,
-    before: Engine | None,
-) -> Engine:
-    """Return the engine over the units that are trained, in the order of the module.
-
-    Args:
-        before: the engine over fewer units, whose optimizer has been given the new ones; None: there was none.
-    """
-    units = [unit for part in built for unit in part.units if unit.trainable]
-    names = [unit.layout.name for unit in units]
-    there = "host_" if memory.offload is not None and memory.offload.optimizer is not None else ""
-    wide = any(unit.masters.dtype == torch.float64 for unit in units)
-    narrow = next((unit.updated.values.dtype for unit in units), torch.float32)
-    ops = memory.ops(torch.float64 if wide else narrow, updates=True)
-    optimizer = recipe.make(units, grid.comm.bucket, ops) if before is None else before.optimizer
-    if before is None:
-        memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
-    scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)
-    told = {"clip": clip, "tokens_per_step": 1, "grid": grid, "scaling": scaling, "ops": ops, "offload": memory.offload}
-    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=gather)
-    if before is not None and before.loss_scale.dynamic:
-        engine.loss_scale = before.loss_scale
-    if isinstance(gather, AgreedGather):
-        engine.stages[0].reduction.before = gather.before_sum
-    return engine
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ follows, so that stages 0 and 1 reduce once a step.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.comm.grid import Grid
+from megazero.library.assembly import Assembly
 from megazero.library.backward import Backwards, run_backward
-from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
 from megazero.library.describe import parts_table
 from megazero.library.lockstep import Lockstep, in_lockstep
@@ -75,14 +74,12 @@ class Sharded:
 
     Args:
         module: its parameters are those of the units by now.
-        parts: of the module, the root first.
-        engine: over the units that are trained.
+        assembly: of its parts and engine.
         calls: the runs of the parts.
         tables: whose rows are split.
         lr: of a step that does not say one.
         cast: what happens to the inputs: to the parameters' precision, if one was asked for.
         lockstep: the calls that all ranks make together.
-        thaw: given the engine and its number of updates, returns one that trains what is not frozen any more too.
 
     Attributes:
         module: the module.
@@ -92,25 +89,23 @@ class Sharded:
     def __init__(
         self,
         module: nn.Module,
-        parts: Sequence[BuiltPart],
-        engine: Engine,
+        assembly: Assembly,
         calls: Calls,
         tables: Tables,
-        grid: Grid,
         lr: float,
         cast: Callable[[Any], Any],
         lockstep: Lockstep,
-        thaw: Callable[[Engine, int], Engine],
     ):
-        self.module, self._parts, self._calls, self._grid = module, parts, calls, grid
+        self.module, self._assembly, self._calls = module, assembly, calls
+        self._parts, self._grid = assembly.parts, assembly.grid
         self._lr, self._cast, self._tables, self._lockstep = lr, cast, tables, lockstep
         self._meet = lockstep.meet
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(module)
-        self._use(engine)
+        self._use(assembly.engine())
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._units[0].device)
         self._checked = self.steps = 0
-        calls.on_thaw = lambda: self._thaw(thaw)
+        calls.on_thaw = self._thaw
 
     def _use(self, engine: Engine) -> None:
         self._engine, self._units = engine, [unit for part in self._parts for unit in part.units]
@@ -120,13 +115,14 @@ class Sharded:
         self._events.listen(on=self._watch is not None)
         self._backwards = Backwards(engine, calls, tables, self._lockstep)
 
-    def _thaw(self, thaw: Callable[[Engine, int], Engine]) -> None:
+    def _thaw(self) -> None:
         """Train parameters too that were frozen. Raises UserError 502: between the backwards of a step."""
         if self._backwards.count:
             name = next(shown.name for part in self._parts for shown in part.thawed)
             what = f"{name} was unfrozen between a backward and its step"
             raise UserError(502, what, "call requires_grad_(True) after the step")
-        self._use(thaw(self._engine, self.steps - int(self._skipped)))
+        updates = self.steps - int(self._skipped)
+        self._use(self._assembly.thaw(self._engine, updates, self._calls.stray))
 
     @property
     def rank(self) -> int:
