@@ -69,6 +69,11 @@ def saving(need: Callable[[Unit], Tensor], unit_of: Callable[[Tensor], Unit | No
                 what = f"a tensor that backward needs, of shape {tuple(kept.tensor.shape)}, was changed in place"
                 raise UserError(506, what, "change a copy")
             return kept.tensor
-        return kept.of(need(kept.unit)) if isinstance(kept, _Saved) else unpack_outer(kept)
+        if not isinstance(kept, _Saved):
+            return unpack_outer(kept)
+        if torch.is_grad_enabled():  # a second backward would find another unit in the memory of this one
+            what = f"create_graph=True of {kept.unit.name}, which rests in shards"
+            raise UserError(505, what, "take gradients of gradients in stages 0 to 2")
+        return kept.of(need(kept.unit))
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

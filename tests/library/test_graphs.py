@@ -26,6 +26,12 @@ def generator(nets: Nets, step: int, rank: int) -> Tensor:
     return (nets["d"](nets["g"](numbers(step, rank))) - 1).square().mean()
 
 
+def with_penalty(nets: Nets, step: int, rank: int) -> Tensor:
+    x = numbers(step, rank).requires_grad_(True)
+    (slope,) = torch.autograd.grad(nets["d"](x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean() + critic(nets, step, rank)
+
+
 def frozen(modules: Mapping[str, nn.Module], step: int, *, now: bool) -> None:
     modules["d"].requires_grad_(not now)
 
@@ -91,6 +97,7 @@ SCENARIOS = {
     "perceptual": Scenario(student, [Phase(perceptual, ("s",))], frozen=("t",)),
     "sgd": Scenario(pair, GAN, optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5)),
 }
+PENALTY = Scenario(pair, [Phase(with_penalty, ("d",)), Phase(generator, ("g",))])
 THREE = Scenario(lambda: {"a": Stack(2), "b": Stack(2), "c": Stack(2)}, [Phase(three, ("a", "b", "c"))])
 
 
@@ -109,6 +116,21 @@ def test_ranks_may_call_modules_in_another_order():
     """Units of the modules are alike: what is summed, or gathered, in the place of another would show in no shape."""
     compare(THREE, 2, range(3))
     compare(THREE, 2, [3], lockstep=False)
+
+
+def test_a_gradient_penalty():
+    compare(PENALTY, 2, range(3))
+
+
+def penalty_in_shards() -> str:
+    nets = {"d": sharded_case("plain", 3), "g": sharded_case("plain", 3)}
+    with pytest.raises(UserError) as caught:
+        with_penalty(nets, 0, 0)
+    return str(caught.value)
+
+
+def test_a_gradient_penalty_in_stage_3_is_one_line():
+    assert all("MZ-505" in line and "stages 0 to 2" in line for line in on_ranks(2, penalty_in_shards, fresh=True))
 
 
 def other_order() -> str:
