@@ -77,6 +77,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> dict[str, nn.Pa
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
     made = unit.make_parameters()
     for member in members:
+        member.parameter.is_sharded = True  # type: ignore[attr-defined]  # another module may hold it too
         for place in member.places:
             place.owner._parameters[place.attribute] = made[member.name]
     return made

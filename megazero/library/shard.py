@@ -121,13 +121,20 @@ def shard(
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
-    """Refuse a stage or a precision that there is none of, and a module that is sharded. Raises UserError 510."""
+    """Refuse a stage or a precision that there is none of, and a module that is, or whose weights are, sharded already.
+
+    Raises:
+        UserError: 510.
+    """
     if stage not in STAGES:
         raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
     if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+    if odd := next((name for name, one in module.named_parameters() if hasattr(one, "is_sharded")), None):
+        what = f"{odd} is a parameter of another module too, which is sharded already"
+        raise UserError(510, what, "shard one module that holds both", where="shard")
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
